@@ -105,6 +105,7 @@ COVERED = {
     "situs.models.prepared": "test_open_folders",
     "situs.pages.bench": "test_init",
     "situs.pages.correlation": "test_init",
+    "situs.pages.curve": "test_init",
     "situs.pages.data": "test_init",
     "situs.pages.positions": "test_init",
     "situs.pages.positions_audit": "test_init",

@@ -23,6 +23,9 @@ from situs.analyze.runs import Run, Runs
 from situs.analyze.tables import PositionTable
 from situs.audit import April, NoDefence, PatchEmbedding
 from situs.audit.cases import Case, Outcome
+from situs.audit.curve import IMAGES, Curves
+from situs.audit.curve import Line as TracedLine
+from situs.audit.curve import Point as TracedPoint
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
 from situs.audit.judge.gate import parse_limit
@@ -117,6 +120,12 @@ def _remedies() -> Remedies:
     trial = Trial(NAME, "above", 30.0, "patchembed", NAME, 2)
     named = Remedy("noise", NAME, NAME, trial, trial, trial, None, Cost(0.5, 1.0, None, NAME), (trial,))
     return Remedies(NAME, parse_limit("psnr=20"), (named, Remedy("clip", None, NAME)), 2, 2, ("patchembed",))
+
+
+def _curves() -> Curves:
+    values = {"psnr": 30.0, "worst": 31.0, "exact": 0.0, "patches": 0.5}
+    points = [TracedPoint("0", NAME, "tokens", values, (29.0, 31.0)), TracedPoint("1", NAME, "", {}, said=NAME)]
+    return Curves(NAME, [TracedLine("noise", NAME, NAME, points)], IMAGES, 2)
 
 
 def _robustness() -> Robustness:
@@ -259,6 +268,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
         {"maps", "distance", "layers"},
     ),
     "CostCurves": (_cost, {"batch", "image-size"}),
+    "Curves": (_curves, {"noise-psnr", "noise-patches"}),
     "DataCheck": (_checked, set()),
     "Ensemble": (
         lambda: Ensemble({NAME: SCORE, "b": SCORE}, SCORE, ((1.0, 0.5), (0.5, 1.0)), 0.75),

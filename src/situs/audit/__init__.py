@@ -11,6 +11,7 @@ from situs.audit.attacks.matching.attack import AprilOptimisation, Matching
 from situs.audit.attacks.matching.search import MatchingConfig
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
 from situs.audit.client import victim_gradients
+from situs.audit.curve import trace_defences
 from situs.audit.deadline import Deadline
 from situs.audit.defences import (
     DEFENCES,
@@ -26,6 +27,7 @@ from situs.audit.defences import (
 from situs.audit.public import AuditConfig, audit_gradients, audit_settings
 from situs.audit.remedies.find import find_defences
 from situs.audit.text.audit import TextConfig, audit_texts
+from situs.audit.text.curve import trace_texts
 from situs.audit.watch import Guard, LeakError, guard
 
 __all__ = [
@@ -61,5 +63,7 @@ __all__ = [
     "create_defence",
     "find_defences",
     "guard",
+    "trace_defences",
+    "trace_texts",
     "victim_gradients",
 ]

@@ -61,7 +61,7 @@ class AuditConfig(Checked):
     local_steps: Count = 1
     """Steps of plain SGD behind one upload (FedAvg)."""
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
     """The type gradients are sent in."""
 
     labels: Literal["known", "inferred"] = "inferred"

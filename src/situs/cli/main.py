@@ -80,6 +80,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "audit positions": ("situs.cli.audit.positions", "how much a model knows and gives away of position"),
         "audit split": ("situs.cli.audit.split", "what the server of split learning learns of the samples"),
         "audit gradients": ("situs.cli.audit.gradients", "what a model's gradients give away, with a gate for CI"),
+        "audit curve": ("situs.cli.audit.curve", "the strength of a defence at which attacks on gradients stop"),
     },
     "Study": {
         "study list": ("situs.cli.study.list", "every table and figure of the papers: what it shows, needs and gave"),

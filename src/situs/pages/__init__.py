@@ -30,6 +30,7 @@ PAGES = {
     "ConsistencyCurve": "consistency.page",
     "Correlations": "correlation.page",
     "CostCurves": "bench.cost",
+    "Curves": "curve.page",
     "DataCheck": "data.check",
     "Ensemble": "evaluate.ensemble",
     "LabelAccuracy": "evaluate.label_accuracy",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -204,17 +205,22 @@ def curves(
     y_limits: tuple[float, float] | None = None,
     x_names: Sequence[str] = (),
     level: tuple[str, float] | None = None,
+    bands: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
 ) -> Figure:
     """Lines by name, each (x, y); names stand in a legend, and each line has its own colour and dash.
 
     y_limits: ends of the axis where the values have some of their own, as shares have; a mark on one is drawn whole.
-    x_names: where the steps 0, 1, … have names themselves. level: a pale line to hold the others against.
+    x_names: where the steps 0, 1, … have names themselves. level: a pale line to hold the others against. bands: the
+    lower and upper ends around a line of that name, which are shaded.
     """
     figure, (axis,) = canvas(1, 1, 7.2 if x_names else 6.4, 3.6)
     if level is not None:
         axis.axhline(level[1], color=PALE, linewidth=2.6, label=level[0], zorder=1)
     for index, (name, (x, y)) in enumerate(series.items()):
-        _draw_line(axis, x, y, index, name).set_clip_on(y_limits is None)
+        line = _draw_line(axis, x, y, index, name)
+        line.set_clip_on(y_limits is None)
+        if name in bands:
+            axis.fill_between(x, *bands[name], color=line.get_color(), alpha=0.15, linewidth=0)
     if y_limits is not None:
         axis.set_ylim(*y_limits)
     if x_names:

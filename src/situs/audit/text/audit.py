@@ -9,9 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from situs.audit.client import DTYPES
 from situs.audit.deadline import Deadline
-from situs.audit.defences import DEFENCES, Defence, Gradients, create_defence
+from situs.audit.defences import DEFENCES, Defence, Gradients, Step, create_defence
 from situs.audit.judge.record import evidence
 from situs.audit.text.attack import find_sentences, reads_embedding, refusal
 from situs.audit.text.found import UNNAMED, Found
@@ -33,7 +35,7 @@ ABOUT = {
     WITHHELD: "the gradient of the word embedding stays with the client, and all others are sent",
 }
 
-TEXT_DEFENCES = ("clip", "noise", "none")
+TEXT_DEFENCES = ("bf16", "clip", "clip-batch", "fp16", "int8", "noise", "none")
 """The defences that a client of a model of words may have; the others are about places of patches."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -52,7 +54,7 @@ class TextConfig(Checked):
     batch: Count = 1
     """Sentences in the audited step."""
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
     """The type gradients are sent in."""
 
     fail_above: str | None = None
@@ -87,9 +89,9 @@ def audit_texts(
         assert not audit.judge(tokens=0.2).passed
 
     model: a folder of transformers with its tokeniser (BERT, GPT-2, Llama and its like). texts: a file with one
-    sentence a line. defences: none, noise=σ, clip=C. options: fields of `TextConfig`, and what `open_model` is asked.
-    When the deadline's time is over, or on Ctrl-C, what is there is returned and says so. keep: is given the audit
-    after every batch. facts: more of them for its files.
+    sentence a line. defences: none, noise=σ, clip=C, clip-batch=C, fp16, bf16, int8. options: fields of `TextConfig`,
+    and what `open_model` is asked. When the deadline's time is over, or on Ctrl-C, what is there is returned and says
+    so. keep: is given the audit after every batch. facts: more of them for its files.
     """
     names = {field.name for field in fields(TextConfig)}
     config = TextConfig(**{name: value for name, value in options.items() if name in names})
@@ -237,16 +239,19 @@ class _Run:
         It then reads nothing of the word embedding's gradient, sent or not.
         """
         if part.sent:
-            self._read = reads_embedding(self.victim.backbone, upload) and not part.defence.noise_level(1)
+            self._read = reads_embedding(self.victim.backbone, upload) and not self._noise(part)
             return False
         return not self._read
 
     def _find(self, part: _Part, upload: Gradients) -> Found:
         hidden = self.victim.tokeniser.mask_token_id if self.victim.task == "masked words" else None
-        noise = part.defence.noise_level(self.config.batch)
-        return find_sentences(
-            self.victim.backbone, upload, self.config.batch, noise=noise, hidden=hidden, deadline=self.deadline
-        )
+        given = {"noise": self._noise(part), "hidden": hidden, "deadline": self.deadline}
+        return find_sentences(self.victim.backbone, upload, self.config.batch, **given)
+
+    def _noise(self, part: _Part) -> float:
+        """The deviation of what is evenly wrong with the numbers; even steps may also make a row zero that was none."""
+        step = part.defence.step(Step(self.config.batch, dtype=DTYPES[self.config.precision]))
+        return part.defence.noise_level(step.batch) or float(step.dtype == torch.int8)
 
     def _upload(self, part: _Part, truth: Sequence[Sentence], labels: Sequence[int], first: int) -> Gradients:
         """What is sent; made once for both rows of a defence."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.audit.defences import Defence, Gradients, NoDefence
+from situs.audit.client import rounded
+from situs.audit.defences import Defence, Gradients, NoDefence, Step
 from situs.backbones.hf.text import TextBackbone, open_tokeniser
 from situs.core.precision import full_float32
 from situs.errors import SitusError
@@ -141,7 +142,8 @@ def text_gradients(
         total = {n: g + total[n] if total else g for n, g in defence.bound(held).items()}
     sent = {name: g / len(parts) for name, g in total.items() if name not in withheld}
     chance = torch.Generator().manual_seed(seed)
-    return {name: g.to(dtype) for name, g in defence.upload(sent, len(sentences), chance).items()}
+    dtype = defence.step(Step(dtype=dtype)).dtype
+    return {name: rounded(g, dtype) for name, g in defence.upload(sent, len(sentences), chance).items()}
 
 
 def _loss(victim: TextVictim, sentences: Sequence[Sentence], labels: Sequence[int], seed: int) -> Tensor:

@@ -1,0 +1,277 @@
+"""The strength at which a defence stops attackers who know it: what comes back, over ever stronger settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from situs.audit.attacks.base import Attack
+from situs.audit.cases import EXACT, Outcome, TestSet
+from situs.audit.client import DTYPES
+from situs.audit.deadline import Deadline
+from situs.audit.defences import Clip, Defence, NoDefence, Noise, Step, Together, create_defence
+from situs.audit.gradients import Audit, attack_gradients
+from situs.audit.public import NOTHING, config_from, open_audit
+from situs.audit.remedies.ladders import scale_of
+from situs.audit.scores.metrics import mean_of, mse
+from situs.audit.scores.scoring import patch_size_of
+from situs.audit.tables import REFUSED
+from situs.backbones.base import Backbone
+from situs.core.tokens import patchify
+from situs.errors import SitusError, unknown_name
+from situs.methods.base import Method
+from situs.results import Cell, Provenance, Result, Summary, Table
+
+NOISES = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+"""Deviations of noise, in units of the gradient's root mean square."""
+
+MULTIPLIERS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-2, 1.0)
+"""DP-SGD's noise multipliers, at a bound that is the gradients' median norm."""
+
+BESIDE = ("none", "no-pe-gradient")
+"""What else is done, a line each, where nothing is said."""
+
+FAILED = 20.0
+"""PSNR in dB of the worst image below which an attack is said to have failed."""
+
+
+class Rung(NamedTuple):
+    """One strength. name: on the axis."""
+
+    name: str
+    defence: Defence
+
+
+class Axis(NamedTuple):
+    """The strengths of a curve, the weakest first. label: what they are."""
+
+    label: str
+    rungs: list[Rung]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What came back at one strength. values: by metric, of images by the strongest attack; empty where none applied.
+
+    ends: of the 95 % interval of the first metric. said: why the attack stops there, or does not apply; never a proof
+    of privacy by itself."""
+
+    strength: str
+    defence: str
+    by: str
+    values: Mapping[str, float]
+    ends: tuple[float, float] | None = None
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve with one other defence beside it. axis: what its strengths are."""
+
+    curve: str
+    beside: str
+    axis: str
+    points: Sequence[Point]
+
+
+@dataclass(frozen=True)
+class Curves(Result):
+    """Lines by curve. metrics: what is measured, by name with its words; the first has intervals."""
+
+    file: ClassVar[str] = "curve"
+
+    model: str
+    lines: Sequence[Line]
+    metrics: Mapping[str, str]
+    count: int
+    about: Mapping[str, str] = field(default_factory=dict)
+    stopped: str | None = field(default=None, kw_only=True)
+    notes: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+
+    def summary(self) -> Summary:
+        """Where each line ends, and a table of all points."""
+        said = () if self.stopped is None else (f"A partial result: stopped by {self.stopped}.",)
+        return Summary(verdict(self), (Table(f"{self.model}, by strength", *curve_table(self)),), said)
+
+    def numbers(self) -> dict[str, Any]:
+        """Every point."""
+        return {
+            "schema": "situs-audit-curve/1",
+            "model": self.model,
+            "count": self.count,
+            "metrics": dict(self.metrics),
+            "lines": [asdict(line) for line in self.lines],
+            "stopped": self.stopped,
+            "verdict": verdict(self),
+            "notes": dict(self.notes),
+        }
+
+
+IMAGES = {
+    "psnr": "PSNR, dB",
+    "worst": "PSNR of the image that came back best, dB",
+    "exact": "share of the images recovered exactly",
+    "patches": "share of the patches recovered exactly",
+}
+
+
+def curve_table(found: Curves) -> tuple[list[str], list[list[Cell]]]:
+    """A row for each point."""
+    rows: list[list[Cell]] = []
+    for line in found.lines:
+        for point in line.points:
+            values: list[Cell] = [point.values.get(name) for name in found.metrics]
+            if point.ends is not None and values[0] is not None:
+                values[0] = f"{values[0]:.3g} [{point.ends[0]:.3g}, {point.ends[1]:.3g}]"
+            shown = [f"{value:.3g}" if isinstance(value, float) else value for value in values]
+            rows.append([line.curve, line.beside, point.strength, point.by or REFUSED, *shown, point.said or None])
+    return ["curve", "beside it", "strength", "attack", *found.metrics.values(), "why no more"], rows
+
+
+def verdict(found: Curves) -> str:
+    """For each line where all comes back, and where little does; what fails here may be read otherwise."""
+    said = [_ended(line, found) for line in found.lines]
+    return " ".join([*said, "An attack that stops proves nothing about others."])
+
+
+def _ended(line: Line, found: Curves) -> str:
+    name = f"{line.curve}, {line.beside}:"
+    there = [point for point in line.points if point.values]
+    if not there:
+        return f"{name} {REFUSED}."
+    key, bound = ("exact", 1.0) if "exact" in found.metrics else ("sentences", 1.0)
+    whole = [point.strength for point in there if point.values[key] >= bound]
+    thing = "image" if key == "exact" else "sentence"
+    kept = f"every {thing} exactly at {', '.join(whole)}" if whole else f"not every {thing} at any strength"
+    if "worst" not in found.metrics:
+        return f"{name} {kept}."
+    low = [point.strength for point in there if point.values["worst"] < FAILED]
+    return f"{name} {kept}; " + (f"below {FAILED:g} dB at {', '.join(low)}." if low else f"never below {FAILED:g} dB.")
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def axis_of(name: str, rms: float, norm: float) -> Axis:
+    """The strengths of a curve for gradients of this size."""
+    if name == "noise":
+        noises = [Rung(f"{share:g}", Noise(float(f"{share * rms:.3g}")) if share else NoDefence()) for share in NOISES]
+        return Axis(f"deviation of the noise over the gradient's rms, {rms:.2g}", noises)
+    if name == "clip":
+        bound = float(f"{norm:.3g}")
+        return Axis(
+            f"noise multiplier, each gradient clipped to C = {bound:g}",
+            [Rung(f"{each:g}", Clip(bound, each)) for each in MULTIPLIERS],
+        )
+    told = {
+        "dropout": ("dropout rate", ["dropout=0", "dropout=0.01", "dropout=0.1", "dropout=0.3"]),
+        "fedavg": ("local steps of SGD, rate 0.01", [f"fedavg={2**k}" for k in range(6)]),
+        "precision": ("type of what is sent, or computed in", ["none", "fp16", "autocast", "bf16", "int8"]),
+    }
+    if name not in told:
+        raise unknown_name("curve", name, ("clip", "noise", *told), field="curve")
+    label, texts = told[name]
+    rungs = [Rung("fp32" if text == "none" else text.partition("=")[2] or text, create_defence(text)) for text in texts]
+    return Axis(label, rungs)
+
+
+def trace_defences(
+    model: Any,
+    data: str | Path,
+    over: Sequence[str] = ("noise",),
+    *,
+    beside: Sequence[str | Defence] = BESIDE,
+    attacks: Sequence[str | Attack] = ("patchembed", "tokens"),
+    deadline: Deadline | None = None,
+    keep: Callable[[Curves], Any] | None = None,
+    facts: Mapping[str, Any] = NOTHING,
+    **options: Any,
+) -> Curves:
+    """What comes back of images over the strength of defences, by attackers who know each setting.
+
+        found = trace_defences("runs/ft", "photos/", ["noise", "fedavg"], count=4)
+        situs.pages.publish(found, "curve")
+
+    over: noise, clip (with noise, as DP-SGD), precision, fedavg, dropout. beside: what else the client does, a line
+    each. All else as of `audit_gradients`.
+    """
+    config, asked = config_from(options)
+    if not over:
+        raise SitusError(field="curve", value="", allowed="one or more of clip, dropout, fedavg, noise, precision")
+    others = [create_defence(each) for each in dict.fromkeys(beside)]
+    for name in over:
+        axis_of(name, 1.0, 1.0)
+    opened = open_audit(model, data, attacks, config, asked)
+    victim, test = opened.victim, opened.test
+    step = Step(config.batch, config.local_steps, DTYPES[config.precision], config.seed, epoch=victim.epoch)
+    scale = scale_of(victim.trains, test, step)
+    axes = {name: axis_of(name, scale.rms, scale.norm) for name in dict.fromkeys(over)}
+    pairs = {
+        (name, rung.name, other.label): _with(rung.defence, other)
+        for name, axis in axes.items() for other in others for rung in axis.rungs
+    }  # fmt: skip
+
+    def made(audit: Audit) -> Curves:
+        lines = [
+            Line(name, other.label, axis.label, [
+                point_of(audit, rung.name, pairs[name, rung.name, other.label].label, victim.trains, test)
+                for rung in axis.rungs
+            ])
+            for name, axis in axes.items() for other in others
+        ]  # fmt: skip
+        told = {each.label: each.described for each in (*(axis.rungs[-1].defence for axis in axes.values()), *others)}
+        provenance = Provenance(
+            {**opened.origin, "model": victim.model.backbone.name, "gradients": f"batch {config.batch}", **facts},
+            left_out=test.left_out,
+            things=test.things,
+        )
+        more = {"stopped": audit.stopped, "notes": {**victim.notes, **test.notes}, "provenance": provenance}
+        return Curves(victim.model.backbone.name, lines, IMAGES, len(test), told, **more)
+
+    kept = None if keep is None else lambda audit: keep(made(audit))
+    given = {"step": step, "deadline": deadline, "keep": kept}
+    return made(attack_gradients(victim.trains, test, opened.attacks, list(dict.fromkeys(pairs.values())), **given))
+
+
+def _with(strength: Defence, other: Defence) -> Defence:
+    """Both at once; one alone where the other does nothing."""
+    parts = tuple(each for each in (strength, other) if not isinstance(each, NoDefence))
+    return Together(parts) if len(parts) > 1 else parts[0] if parts else NoDefence()
+
+
+def point_of(audit: Audit, name: str, defence: str, model: Backbone | Method, test: TestSet) -> Point:
+    """What the strongest attack got at one strength, and why it got no more."""
+    pairs = [pair for pair in audit.pairs if pair.defence == defence]
+    tried = [pair for pair in pairs if pair.attacked]
+    if not tried:
+        reasons = dict.fromkeys(f"{pair.attack}: {pair.reason}" for pair in pairs)
+        return Point(name, defence, "", {}, said="; ".join(reasons) or "not attacked before the stop")
+    best = max(tried, key=lambda pair: (pair.mean_psnr, pair.exact))
+    psnr = mean_of(best.scores["psnr"] or [0.0])
+    values = {"psnr": psnr.mean, "worst": best.worst_psnr, "exact": best.exact / best.count}
+    backbone = model if isinstance(model, Backbone) else model.backbone
+    if best.pictures is not None and len(audit.images):
+        values["patches"] = exact_patches(best.pictures, test.real()[: len(best.pictures)], backbone)
+    ends = None if psnr.low is None or psnr.high is None else (psnr.low, psnr.high)
+    return Point(name, defence, best.attack, values, ends, _why(best))
+
+
+def exact_patches(found: Tensor, real: Tensor, backbone: Backbone) -> float:
+    """The share of the patches of images [n, C, H, W] in [0, 1] at whose place one stands with an error below half a
+    grey level."""
+    height, width = real.shape[2:]
+    parts = [patchify(each.double(), patch_size_of(backbone, (height, width))).flatten(0, 1) for each in (found, real)]
+    return float((mse(*parts) <= 10 ** (-EXACT / 10)).double().mean())
+
+
+def _why(pair: Outcome) -> str:
+    """Why an attack got no more; "" where every image is there."""
+    if pair.exact == pair.count:
+        return ""
+    verdicts = dict.fromkeys(str(fact["verdict"]) for fact in pair.facts if fact.get("verdict"))
+    doubt = None if verdicts or pair.caveat else pair.doubt
+    return "; ".join(dict.fromkeys(filter(None, (pair.partial, pair.caveat, *verdicts, doubt))))

@@ -1,0 +1,52 @@
+"""The page of curves: what comes back over the strength of each defence."""
+
+from __future__ import annotations
+
+from situs.audit.curve import IMAGES, Curves, Line, curve_table, verdict
+from situs.audit.defences import THREAT
+from situs.report import figures
+from situs.report.html import Page
+
+READ = (
+    "At each strength the attack that got most, among those of this page; it knows the defence and its setting. Where "
+    "it stops, it has failed, and nothing is proved: see the reason beside it. Exactly: the error is below half a grey "
+    "level of 255 (54.15 dB); a patch must stand at its place."
+)
+
+
+def page(found: Curves) -> Page:
+    """A figure for each curve and metric, and all points."""
+    things = "images" if found.metrics == IMAGES else "sentences"
+    page = Page(f"Defences of {found.model} by strength", f"What comes back of {found.count} {things} as each grows.")
+    if things == "images":
+        page.section("Threat model").facts({**THREAT, **found.notes, **found.about})
+    section = page.section("Where attacks stop")
+    section.note(verdict(found))
+    if found.stopped is not None:
+        section.note(f"A partial result: stopped by {found.stopped}.")
+    drawn = ("psnr", "patches") if things == "images" else ("tokens", "sentences")
+    for curve in dict.fromkeys(line.curve for line in found.lines):
+        lines = [line for line in found.lines if line.curve == curve]
+        for metric in drawn:
+            caption = f"{found.metrics[metric]} over {lines[0].axis}."
+            caption += " Shaded: the 95 % interval of the mean over the images." * (metric == "psnr")
+            section.figure(draw(lines, metric, found.metrics[metric]), caption, name=f"{curve}-{metric}")
+    page.section("Every point").table(*curve_table(found), READ)
+    page.section("How this page was made").facts(dict(found.provenance.facts))
+    return page
+
+
+def draw(lines: list[Line], metric: str, label: str) -> figures.Figure:
+    """The lines of one curve."""
+    series, bands = {}, {}
+    for line in lines:
+        there = [(at, point) for at, point in enumerate(line.points) if metric in point.values]
+        if not there:
+            continue
+        x = [at for at, _ in there]
+        series[line.beside] = x, [point.values[metric] for _, point in there]
+        if metric == next(iter(lines[0].points[0].values), None) and all(point.ends for _, point in there):
+            bands[line.beside] = tuple([point.ends[end] for _, point in there if point.ends] for end in (0, 1))
+    names = [point.strength for point in lines[0].points]
+    limits = None if metric == "psnr" else (0.0, 1.0)
+    return figures.curves(series, lines[0].axis, label, x_names=names, y_limits=limits, bands=bands)

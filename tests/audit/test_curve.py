@@ -1,0 +1,75 @@
+"""Curves over strength: what their points say is what an audit of the same setting says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import small_vit
+from PIL import Image
+
+from situs.audit import audit_gradients, trace_defences
+from situs.audit.curve import axis_of, exact_patches, verdict
+from situs.audit.deadline import Deadline
+from situs.errors import SitusError
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, chance = tmp_path_factory.mktemp("photographs"), torch.Generator().manual_seed(0)
+    for number in range(2):
+        levels = torch.randint(0, 256, (32, 32, 3), generator=chance, dtype=torch.uint8)
+        Image.fromarray(levels.numpy()).save(folder / f"{number}.png")
+    return folder
+
+
+NAME = "test_vit"  # timm's own tiny model for tests: patches of 16, 64 channels
+
+
+def test_points_are_audits_of_their_settings_and_a_line_is_one_defence_beside_them(photographs: Path) -> None:
+    kept: list[Any] = []
+    given = {"img_size": 32, "count": 2, "attacks": ("patchembed",)}
+    found = trace_defences(NAME, photographs, ["noise"], keep=kept.append, **given)
+    sent, withheld = found.lines
+    assert [line.beside for line in found.lines] == ["none", "no-pe-gradient"] and kept
+    # Nothing applies where the table's gradient stays at home: no figure, and the reason.
+    assert all(not p.values and "model.pos_embed is not sent" in p.said and not p.by for p in withheld.points)
+    assert "no-pe-gradient: not attacked here." in verdict(found)
+    first, last = sent.points[0], sent.points[-1]
+    assert first.strength == "0" and first.values["exact"] == first.values["patches"] == 1.0 and first.said == ""
+    assert last.values["worst"] < 20 and last.values["exact"] == last.values["patches"] == 0.0
+    middle = sent.points[3]
+    sigma = "noise=" + middle.defence.partition("σ=")[2]
+    [pair] = audit_gradients(NAME, photographs, defences=[sigma], **given).pairs
+    assert middle.values["psnr"] == pytest.approx(pair.mean_psnr) and middle.ends is not None
+    assert f"below 20 dB at {', '.join(p.strength for p in sent.points if p.values['worst'] < 20)}" in verdict(found)
+    told = found.to_json()
+    assert told["lines"][0]["points"][0]["values"]["exact"] == 1.0 and str(photographs) not in str(told)
+
+
+def test_what_was_not_reached_is_no_point(photographs: Path) -> None:
+    found = trace_defences(NAME, photographs, ["precision"], img_size=32, count=2, deadline=Deadline(seconds=1e-9))
+    assert found.stopped is not None and not any(point.values for line in found.lines for point in line.points)
+    assert "not attacked" in verdict(found) and "A partial result" in found.summary().notes[0]
+
+
+def test_strengths_grow_and_names_are_known() -> None:
+    for name in ("noise", "clip", "dropout", "fedavg"):
+        strengths = [float(rung.name) for rung in axis_of(name, 1e-4, 2.0).rungs]
+        assert strengths == sorted(strengths)
+    assert [rung.defence.noise_level(1) for rung in axis_of("noise", 1e-4, 2.0).rungs][1] == pytest.approx(1e-10)
+    assert {rung.defence.label[:8] for rung in axis_of("clip", 1e-4, 2.0).rungs} == {"clip C=2"}
+    assert [rung.name for rung in axis_of("precision", 1, 1).rungs] == ["fp32", "fp16", "autocast", "bf16", "int8"]
+    with pytest.raises(SitusError, match="fog"):
+        axis_of("fog", 1, 1)
+
+
+def test_a_patch_is_found_where_its_error_is_below_half_a_grey_level() -> None:
+    real = torch.full((1, 3, 16, 16), 0.5)
+    found = real.clone()
+    found[..., :4, :4] += 0.49 / 255
+    found[..., 4:8, 4:8] += 0.51 / 255
+    found[..., 8:12, 8:12] = 0.0
+    assert exact_patches(found, real, small_vit()) == 14 / 16

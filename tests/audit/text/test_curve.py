@@ -1,0 +1,29 @@
+"""Sentences over the strength of noise and the type of what is sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_texts import write_folder
+
+from situs.audit import trace_texts
+from situs.audit.text.audit import SENT, WITHHELD
+from situs.errors import SitusError
+from situs.pages import make_page
+
+
+def test_sentences_are_lost_as_noise_grows(tmp_path: Path) -> None:
+    folder, file = write_folder(tmp_path / "bert", "bert", width=64), tmp_path / "lines.txt"
+    file.write_text("w3 w7 w1 w9\n")
+    found = trace_texts(folder, file, ["noise", "precision"], count=1)
+    assert [(line.curve, line.beside) for line in found.lines[:2]] == [("noise", SENT), ("noise", WITHHELD)]
+    for line in found.lines[:2]:
+        assert line.points[0].values["sentences"] == 1.0 and line.points[-1].values["sentences"] == 0.0
+    assert [point.strength for point in found.lines[2].points] == ["fp32", "fp16", "bf16", "int8"]
+    assert "every sentence exactly at" in found.summary().sentence
+    assert set(make_page(found).pictures) == {
+        f"{curve}-{metric}" for curve in ("noise", "precision") for metric in ("tokens", "sentences")
+    }
+    with pytest.raises(SitusError, match="fedavg"):
+        trace_texts(folder, file, ["fedavg"])

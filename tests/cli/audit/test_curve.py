@@ -1,0 +1,35 @@
+"""`situs audit curve`: files, flags that have no part, and mistakes in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from situs.cli.main import main
+
+
+def test_files_of_a_curve(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "curve"
+    words = ["audit", "curve", "test_vit", "--data", str(photographs), "--img-size", "32", "--out", str(out)]
+    more = ["--count", "1", "--over", "precision", "--attack", "patchembed", "--defence", "none"]
+    assert main([*words, *more]) == 0
+    assert "precision, none: every image exactly at fp32" in capsys.readouterr().out
+    told = json.loads((out / "curve.json").read_text())
+    assert told["schema"] == "situs-audit-curve/1" and len(told["lines"]) == 1
+    assert "Where attacks stop" in (out / "curve.html").read_text()
+    assert (out / "curve-precision-psnr.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give images or a file of sentences to attack, one of them (--data, --texts)"),
+        (["--data", "x", "--over", "fog"], "--over"),
+        (["--texts", "x", "--attack", "tokens"], "attacks: has no part in curves of texts"),
+    ],
+)
+def test_mistakes(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "curve", "test_vit", *words, "--out", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
