@@ -114,7 +114,7 @@ DRAWN = {
 }
 """verb -> the names of the pictures beside its page."""
 
-OWN = {"cifar100", "cifar100-budget", "cifar100-mjp", "cifar100-order", "cifar100-recipes", "lock"}
+OWN = {"cifar100", "cifar100-budget", "cifar100-mjp", "cifar100-order", "cifar100-recipes", "cifar100-split", "lock"}
 """Studies of situs itself, of no paper."""
 
 

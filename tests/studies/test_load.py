@@ -31,11 +31,11 @@ def test_they_are_in_the_papers_order() -> None:
 
 def test_a_name_that_is_none_gives_the_nearest_and_how_to_list_all() -> None:
     with pytest.raises(
-        SitusError, match=r"unknown study 'mp3-tabel3'; of .*`situs study list`.* nearest: mp3-table3, "
+        SitusError, match=r"unknown study 'mp3-tabel3', .*`situs study list`.* nearest: mp3-table3, "
     ) as told:
         load_study("mp3-tabel3")
     assert str(told.value).count("-table") <= 3
-    with pytest.raises(SitusError, match=r"unknown study 'zzz'; .* nearest: none$"):
+    with pytest.raises(SitusError, match=r"unknown study 'zzz', and no folder or file; there are \d+ \(.*\)$"):
         load_study("zzz")
     with pytest.raises(SitusError, match=r"nosuch\.toml: cannot be read"):
         load_study("nosuch.toml")
@@ -57,3 +57,12 @@ def test_a_mistake_names_file_and_key(tmp_path: Path) -> None:
     file.write_text('title = "t"\nshows = "s"\ntables = []\nfoo = 1\n')
     with pytest.raises(SitusError, match=r"mine.toml: foo: unknown key"):
         load_study(file)
+
+
+def test_a_mistake_of_a_job_names_it(tmp_path: Path) -> None:
+    """Also where the sentence is of the verb alone."""
+    study = '[jobs.b]\nverb = "VERB"\nafter = "c"\n[[tables]]\ncolumns = [{ name = "x" }]\nrows = [{ name = "y" }]\n'
+    for verb, said in (("pretrain", "verb='pretrain': takes no model"), ("dance", "unknown verb 'dance'")):
+        (tmp_path / "mine.toml").write_text('title = "t"\nshows = "s"\n' + study.replace("VERB", verb))
+        with pytest.raises(SitusError, match=rf"mine\.toml: jobs\.b: {said}"):
+            load_study(tmp_path / "mine.toml")

@@ -33,8 +33,9 @@ def study_file(name: str | Path) -> Path:
         return Path(name)
     found = _files()
     if str(name) not in found:
-        near = ", ".join(get_close_matches(str(name), found, n=3, cutoff=0.4)) or "none"
-        said = f"unknown study {str(name)!r}; of the {len(found)} there are ({LIST}) the nearest: {near}"
+        near = ", ".join(get_close_matches(str(name), found, n=3, cutoff=0.4))
+        said = f"unknown study {str(name)!r}, and no folder or file; there are {len(found)} ({LIST})"
+        said += f", the nearest: {near}" if near else ""
         raise SitusError(said, field="study", value=str(name), allowed="a study's name or its file")
     return found[str(name)]
 
@@ -44,15 +45,16 @@ def load_study(name: str | Path, *, configs: bool = True) -> Study:
 
     configs: whether the recipes of its trainings are made too, which imports torch.
     """
-    file = study_file(name)
-    study = from_dict(Study, read_toml(file), where=str(name))
+    tables = read_toml(study_file(name))
     try:
+        study = from_dict(Study, tables)
         for scale in study.scale_names():
             jobs = planned(study, scale)
             if configs:
                 check_configs(jobs)
     except SitusError as error:
-        raise error.said_of(str(name)) from None
+        at = (error.field or "").rpartition(".")[0]  # the job of a sentence that does not name it
+        raise error.said_of(f"{name}: {at}" if at and at not in str(error) else str(name)) from None
     return study
 
 
