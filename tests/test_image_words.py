@@ -14,7 +14,7 @@ from situs.methods import METHODS, Batch, create_method
 
 SRC = Path(__file__).parents[1] / "src" / "situs"
 
-WORD = re.compile(r"image(?!net)|pixel", re.IGNORECASE)
+WORD = re.compile(r"image(?!net)|pixel|\bheight\b|\bchannels?\b", re.IGNORECASE)
 
 KEPT = {
     "methods/droppos.py": "guesses pixels beside places; the names of its parameters and of the metric stand in runs",
@@ -28,6 +28,11 @@ KEPT = {
     "train/loop.py": "keys of metrics.jsonl and of a checkpoint's state",
     "train/nan.py": "a key of steps that were saved before",
     "train/run.py": "the data of a run, images or clips; any number of classes is for images alone",
+    "evaluate/finetune.py": "channels, a field of the data's config; of clips always 1",
+    "evaluate/probe/position.py": "the height of a grid of places, 1 of frames in a row",
+    "evaluate/segments/windows.py": "windows of an image whose pixels have classes",
+    "methods/segmentation.py": "channels of its convolutions; the class of every pixel",
+    "methods/upernet.py": "channels of its convolutions",
     "evaluate/consistency.py": "a convolutional network's patches are pixels",
     "evaluate/probe/linear.py": "a key of its JSON",
     "evaluate/probe/segments.py": "a mask gives each pixel its class",

@@ -240,7 +240,7 @@ def spread(method: Method, parallel: str, precision: str, compiled: bool) -> Spr
 
 def wrap_ddp(method: nn.Module) -> nn.parallel.DistributedDataParallel:
     """DDP, told that a method may leave parameters unused (MP3: the positions and the head)."""
-    # One small gradient (a kernel's, of one channel) is copied into DDP's layout: nothing a user could change.
+    # One small gradient (that of a kernel with one input) is copied into DDP's layout: nothing a user could change.
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     return nn.parallel.DistributedDataParallel(method, find_unused_parameters=True, gradient_as_bucket_view=True)
 

@@ -86,7 +86,7 @@ RATES = {
     "linear": lambda share: 1.0 - share,
     "constant": lambda _: 1.0,
 }
-"""name -> height between min_lr (0) and the peak (1) when `share` of the way after the warm-up is done."""
+"""name -> level between min_lr (0) and the peak (1) when `share` of the way after the warm-up is done."""
 
 
 def peak_rate(config: OptimConfig, global_batch: int) -> float:
