@@ -26,8 +26,9 @@ RESULTS = {
     "evaluate ensemble": ["Ensemble"],
     "evaluate knn": ["LayerKnn"],
     "evaluate position": ["PositionCurve", "PositionGrid"],
-    "evaluate probe": ["ClassProbes", "PositionProbes"],
+    "evaluate probe": ["ClassProbes", "PositionProbes", "SegmentProbes"],
     "evaluate robustness": ["Robustness"],
+    "evaluate segments": ["Segments"],
     "analyze attention": ["Attention"],
     "analyze correlation": ["Correlations"],
     "analyze positions": ["PositionTables"],
@@ -44,7 +45,7 @@ RESULTS = {
 }
 """What a verb gives, by the names of tests/pages/test_init.py."""
 
-LOGGED = ("loss", "val_top1", "val_top5", "val_loss", "position_accuracy", "accuracy", "knn", "lr")
+LOGGED = ("loss", "val_top1", "val_top5", "val_miou", "val_loss", "position_accuracy", "accuracy", "knn", "lr")
 """What trainings log."""
 
 

@@ -50,6 +50,7 @@ VERBS = {
     "evaluate position": Verb(),
     "evaluate probe": Verb(),
     "evaluate robustness": Verb(),
+    "evaluate segments": Verb(),
     "analyze attention": Verb(),
     "analyze correlation": Verb(),
     "analyze positions": Verb(data=False),
