@@ -51,6 +51,7 @@ COVERED = {
     "situs.audit.attacks": "test_attacks",
     "situs.audit.attacks.adaptive.search": "test_solve",
     "situs.audit.attacks.tokens.roots": "test_search",
+    "situs.audit.attacks.tokens.runs": "test_block",
     "situs.audit.cases": "test_settings",
     "situs.audit.collect": "test_public",
     "situs.audit.attacks.tokens.steps": "test_count",

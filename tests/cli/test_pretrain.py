@@ -221,7 +221,7 @@ def test_flags_that_cannot_be_meant(small: list[str], tmp_path: Path, capsys: py
     told = [*small, "--out", str(out)]
     both = "give a new folder or a run to go on with, and not both (--out, --resume)"
     assert refused(small, capsys) == both
-    assert refused([*told, "--preset", "nosuch"], capsys, out).startswith("unknown preset 'nosuch'; choose one of: cif")
+    assert refused([*told, "--preset", "nosuch"], capsys, out).startswith("unknown preset 'nosuch'; choose one of: ade")
     assert refused([*told, "--method.mask-ratio", "1.2"], capsys, out) == (
         "method.mask_ratio=1.2: must be in [0, 1) (--method.mask-ratio)"
     )
