@@ -76,15 +76,22 @@ class Search:
         [judged] = audit.ruling.judgements
         return judged
 
-    def remedy(self, name: str, rungs: Sequence[Rung], searched: TestSet, others: Sequence[TestSet]) -> Remedy:
-        """Climbs one ladder, and holds what it names to images that it has not seen."""
+    def remedy(
+        self,
+        name: str,
+        rungs: Sequence[Rung],
+        searched: TestSet,
+        others: Sequence[TestSet],
+        near: int | None = None,
+    ) -> Remedy:
+        """Climbs one ladder, and holds what it names to images that it has not seen. near: a rung to begin at."""
         seen: dict[int, Trial] = {}
 
         def ask(rung: int) -> Answer:
             seen[rung] = self.ask(rungs[rung], searched)
             return seen[rung].answer
 
-        found = climb(len(rungs), ask)
+        found = climb(len(rungs), ask, near)
         if found.named is None:
             return Remedy(name, None, _why(found.first_kept, rungs, seen), tried=tuple(seen.values()))
         named, failed = found.named, list[Trial]()
@@ -190,6 +197,7 @@ def find_defences(
     search = Search(victim.trains, opened.attacks, bound, deadline or Deadline())
     found: list[Remedy] = []
     settings: dict[str, Rung] = {}
+    near: int | None = None
     names = [attack.name for attack in opened.attacks]
     stopped = None
 
@@ -205,9 +213,11 @@ def find_defences(
 
     try:
         for name, rungs in ladders(victim.trains, searched, step).items():
-            each = search.remedy(name, rungs, searched, others)
+            near = near if name == "clip" else None  # the same noise on a number, rung by rung
+            each = search.remedy(name, rungs, searched, others, near)
             if each.named is not None:
-                settings[name] = rung = next(rung for rung in rungs if rung.label == each.named)
+                near = next(at for at, rung in enumerate(rungs) if rung.label == each.named)
+                settings[name] = rung = rungs[near]
                 each = replace(each, cost=cost_of(victim.trains, rung, searched, costs))
             add(each, len(found))
         for at, each in enumerate(list(found)):
