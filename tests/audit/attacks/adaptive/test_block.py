@@ -8,7 +8,9 @@ import pytest
 import torch
 from builders import small_vit
 
-from situs.audit.attacks.adaptive.block import FirstBlock, first_linears
+from situs.audit.attacks.adaptive.block import FirstBlock
+from situs.audit.attacks.tokens.block import read_block
+from situs.audit.attacks.tokens.runs import first_linears
 from situs.audit.client import victim_gradients
 from situs.audit.defences import MaskedJigsaw
 from situs.audit.stem import require_stem
@@ -50,7 +52,7 @@ def scene(backbone: Any, ratio: float = 0.3) -> tuple[Any, torch.Tensor, torch.T
     draws = method.draw(Batch(torch.zeros(1), torch.tensor([0])), seed=0, epoch=0)
     patches = patchify(x, stem.patch_size)[0][draws["index"][0]]
     mask = draws["mask"][0]
-    return method, patches, mask, FirstBlock(backbone, stem, upload, mask, method.unknown.detach())
+    return method, patches, mask, FirstBlock(read_block(backbone), stem, upload, mask, method.unknown.detach())
 
 
 MODELS = {
@@ -77,7 +79,7 @@ def test_pieces_are_what_the_models_own_layers_get(name: str) -> None:
     for layer in layers:
         module = backbone.model.get_submodule(layer)
         module.register_forward_hook(lambda _, args, __: seen.append(args[0][0, backbone.num_prefix :]))
-    tokens = (patches @ block.weight.T + block.bias).unsqueeze(0)
+    tokens = (patches @ block.weight.T + block.block.run.bias).unsqueeze(0)
     with torch.no_grad():
         backbone.encode(tokens, backbone.positions().forget(mask, method.unknown))
         o, m, h, a = seen[:4]
@@ -115,13 +117,13 @@ def test_what_is_missing_is_said() -> None:
     missing = first_linears(backbone)[-1]
     del upload[missing]
     mask = torch.zeros(16, dtype=torch.bool)
-    block = FirstBlock(backbone, stem, upload, mask, torch.zeros(48, dtype=torch.float64))
+    block = FirstBlock(read_block(backbone), stem, upload, mask, torch.zeros(48, dtype=torch.float64))
     assert missing in str(block.reason)
 
 
 def test_a_block_of_another_form_is_told_apart() -> None:
-    """A norm inside of the MLP, before its last layer: what stands before it is no stream."""
+    """A norm behind attention: what it gives is not simply added to the tokens."""
     backbone = victim()
-    backbone.model.blocks[0].mlp.norm = torch.nn.LayerNorm(192).double()
+    backbone.model.blocks[0].ls1 = torch.nn.LayerNorm(48).double()
     _, _, _, block = scene(backbone)
-    assert block.reason is not None
+    assert "not simply added" in str(block.reason)

@@ -17,6 +17,7 @@ from situs.audit.attacks.adaptive.block import FirstBlock
 from situs.audit.attacks.adaptive.search import Effort, Family, TokenFit, Trial, search
 from situs.audit.attacks.adaptive.solve import family_of, solve_directions
 from situs.audit.attacks.spans import SOLVED, TELLING
+from situs.audit.attacks.tokens.block import read_block
 from situs.audit.client import known_gradient, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import MaskedJigsaw
@@ -57,7 +58,7 @@ def scene(dim: int = 64, ratio: float = 0.3, number: int = 0, change: Any = None
     assert extra is not None
     rows = table_rows(upload[stem.table], stem) - extra
     partly = separate(rows, flat_weight(upload[stem.weight]), upload["unknown"], mask, torch.float64)
-    block = FirstBlock(backbone, stem, upload, mask, method.unknown.detach())
+    block = FirstBlock(read_block(backbone), stem, upload, mask, method.unknown.detach())
     patches = patchify(x, SIZE)[0][draws["index"][0]]
     theta = (patches - partly.base) @ partly.z.T
     return Scene(patches, partly, block, family_of(block, partly), theta, backbone.grid)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from situs.audit.attacks.adaptive.algebra import Partly, separate
-from situs.audit.attacks.adaptive.block import FirstBlock, first_linears
+from situs.audit.attacks.adaptive.block import FirstBlock
 from situs.audit.attacks.adaptive.ordering import order_hidden
 from situs.audit.attacks.adaptive.search import Effort, TokenFit
 from situs.audit.attacks.adaptive.solve import solve_directions
@@ -30,6 +30,8 @@ from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, R
 from situs.audit.attacks.patchembed.attack import PatchEmbedding, patch_rows
 from situs.audit.attacks.patchembed.equations import judge, whiten
 from situs.audit.attacks.spans import SOLVED
+from situs.audit.attacks.tokens.block import Block, read_block
+from situs.audit.attacks.tokens.runs import first_linears
 from situs.audit.client import hidden_places
 from situs.audit.deadline import Deadline
 from situs.audit.defences import UNKNOWN, Gradients
@@ -82,7 +84,7 @@ class AdaptiveMJP(Attack):
     ) -> Recovery:
         known, deadline = known or Knowledge(), deadline or Deadline()
         stem, method = require_stem(backbone), known.trained(backbone)
-        precise = deepcopy(backbone).double().requires_grad_(False).eval()
+        precise, block = deepcopy(backbone).double().requires_grad_(False).eval(), None
         images, facts = [], []
         for number, upload in enumerate(uploads):
             if images and deadline.over():
@@ -98,8 +100,9 @@ class AdaptiveMJP(Attack):
                 facts.append({**plain.facts[0], "hidden": int(hidden.sum()) if told else None})
                 continue
             deadline.say(f"{self.name}: upload {known.first + number + 1}, {int(hidden.sum())} patches are hidden")
+            block = read_block(precise) if block is None else block
             try:
-                image, fact = self._one(precise, stem, method, upload, hidden, known, deadline)
+                image, fact = self._one(precise, block, stem, method, upload, hidden, known, deadline)
             except KeyboardInterrupt:  # of this image there is nothing: those before it stay
                 if not images:
                     raise
@@ -114,6 +117,7 @@ class AdaptiveMJP(Attack):
     def _one(
         self,
         backbone: Backbone,
+        read: Block | str,
         stem: Stem,
         method: Method,
         upload: Gradients,
@@ -128,7 +132,7 @@ class AdaptiveMJP(Attack):
         learned = method.unknown_position()
         vector = None if learned is None else learned.vector
         unknown = torch.zeros_like(partly.base[0, :1]) if vector is None else vector.double()
-        block = FirstBlock(backbone, stem, upload, hidden, unknown)
+        block = FirstBlock(read, stem, upload, hidden, unknown)
         found = solve_directions(block, partly, backbone.grid, stem.patch_size, self.config, deadline)
         patches = partly.patches(found.at)
         patches = order_hidden(patches, hidden, backbone.grid, stem.patch_size, predictor=self.config.predictor)

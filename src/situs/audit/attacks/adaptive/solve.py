@@ -71,21 +71,20 @@ def family_of(block: FirstBlock, partly: Partly, loose: int = Effort.loose) -> F
     deviation s that its norm divides by. norm(m) = w (m - mean) / s + β lies in the span of the MLP's first layer, so
     w (m - mean) + s β does, which is linear in all three; its solutions are a flat with θ free along it.
     """
-    weight, bias = block.norm.weight, block.norm.bias
-    width = block.into.shape[1]
-    weight = block.shift.new_ones(width) if weight is None else weight
-    biased = bias is not None and bool(bias.any())
+    norm, width = block.norm, block.into.shape[1]
 
     def outside(m: Tensor) -> Tensor:
-        return block.fc1.outside((m - m.mean(dim=-1, keepdim=True)) * weight * block.fc1.column)
+        return block.fc1.outside(norm.form(m) * block.fc1.column)
 
     mixing = (block.proj.inside / block.proj.column) @ block.into  # [T, D]: c -> A o
     streams = torch.cat([partly.z @ block.weight.T, mixing])
-    scale = outside(streams)[:0] if bias is None or not biased else block.fc1.outside(bias * block.fc1.column)[None]
+    scale = outside(streams)[:0]
+    if norm.bias is not None and norm.biased:
+        scale = block.fc1.outside(norm.bias * block.fc1.column)[None]
     left, values, right = svd(torch.cat([outside(streams), scale]), full=True)
     # Theory says how many are independent (without β all are centred, the span too); of the weak among those some are
     # better searched than believed.
-    independent = min(block.tokens + biased, width - block.tokens - (not biased))
+    independent = min(block.tokens + norm.biased, width - block.tokens - (norm.centred and not norm.biased))
     strong = int((values > WEAK * values[0]).sum())
     rank = min(independent, max(strong, independent - loose))
     flat = left[:, rank:].T

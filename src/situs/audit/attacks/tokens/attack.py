@@ -21,13 +21,12 @@ from torch import Tensor
 
 from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, known_numbers
 from situs.audit.attacks.spans import SOLVED, TELLING, Span
-from situs.audit.attacks.tokens.block import Block
+from situs.audit.attacks.tokens.block import Block, read_block
 from situs.audit.attacks.tokens.count import Counts, count
 from situs.audit.attacks.tokens.images import agree, make_images
 from situs.audit.attacks.tokens.linear import Misfit, Spans, Tokens, family_of, misfit, read_spans, solve
 from situs.audit.attacks.tokens.order import order_by_attention
 from situs.audit.attacks.tokens.roots import find_roots
-from situs.audit.attacks.tokens.runs import NoBlockError
 from situs.audit.attacks.tokens.search import SHARP, Effort, Range, Search
 from situs.audit.attacks.tokens.steps import halfway, times_counted
 from situs.audit.deadline import Deadline
@@ -185,11 +184,7 @@ class TokenSpans(Attack):
         """What the weights tell, or the reason why nothing; read once for as long as they stay."""
         versions = [p._version for p in backbone.parameters()]
         if self._read is None or self._read[0]() is not backbone or self._read[1] != versions:
-            try:
-                with torch.no_grad():
-                    found: Block | str = Block(deepcopy(backbone).double().requires_grad_(False).eval())
-            except NoBlockError as error:
-                found = str(error)
+            found = read_block(deepcopy(backbone).double().requires_grad_(False).eval())
             self._read = (weakref.ref(backbone), versions, found)
         return self._read[2]
 

@@ -103,7 +103,11 @@ class Block:
     def middle(self, patches: Tensor) -> tuple[Tensor, Tensor]:
         """m and o of all tokens of images [B, p + N, ·], with the attention that they pay to each other; patches:
         [B, N, K]."""
-        _, m, calls = self._given(patches @ self.weight.T)
+        return self.through(patches @ self.weight.T)
+
+    def through(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of what the patch embedding's product gave, [B, N, D]."""
+        _, m, calls = self._given(tokens)
         return m, calls[self._fc1 - 1].inputs
 
     def _given(self, tokens: Tensor, instead: Mapping[int, Tensor] | None = None) -> tuple[Tensor, Tensor, list[Call]]:
@@ -201,6 +205,15 @@ class Block:
         chance = torch.Generator().manual_seed(0)
         drawn = torch.randn(images, count, len(self.weight), generator=chance, dtype=torch.float64)
         return drawn.to(self.weight)
+
+
+@torch.no_grad()
+def read_block(backbone: Backbone) -> Block | str:
+    """The first block, or the reason why its tokens cannot be solved for. backbone: in float64, in eval mode."""
+    try:
+        return Block(backbone)
+    except NoBlockError as error:
+        return str(error)
 
 
 class _Watched:
