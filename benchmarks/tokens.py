@@ -143,10 +143,11 @@ def row(backbone: Any, x: torch.Tensor, positions: str, args: argparse.Namespace
     fit = fact.get("patches_that_fit")
     fit = "-" if fit is None else f"{fit} of {len(x) * backbone.num_tokens}"
     sure = bool(fact.get("fits")) and "hidden" not in fact and fact.get("sharp") is not False
-    said = [fact.get("verdict"), counts.reason if counts is not None else ""]
+    verdict, reason = str(fact.get("verdict") or ""), counts.reason if counts is not None else ""
+    said = [verdict, "" if reason in verdict else reason]
     told = [fit, " ".join(f"{value:.1f}" for value in values.tolist()), int((values >= 54.15).sum())]
     told += [f"{float(order.mean()):.2f}", "yes" if sure else "no", f"{taken:.1f}"]
-    return [*predicted, *told, "; ".join(dict.fromkeys(part for part in said if part))]
+    return [*predicted, *told, "; ".join(part for part in said if part)]
 
 
 def main() -> None:

@@ -95,6 +95,8 @@ class TokenSpans(Attack):
         reads = (layers.proj, *layers.fc1) if counts.second else ()
         reads = (*layers.qkv, *reads) if counts.informs or counts.open else reads
         reads = (*reads, layers.fc2) if counts.open else reads
+        if counts.open and block.norm0 is not None:
+            return Refused(f"{counts.reason}; behind a norm before the first block they are not searched for")
         cost = counts.work * self.config.steps / SPEED[block.weight.device.type != "cpu"]
         if counts.open and cost > LONG * self.config.seconds:
             return Refused(
