@@ -47,12 +47,14 @@ CASES: dict[str, dict[str, Any]] = {
     "eva02-98": {"source": "eva02_small_patch14_224", "img_size": 98},
     "clip-b32": {"source": "vit_base_patch32_clip_224"},
     "aimv2-98": {"source": "aimv2_large_patch14_224", "img_size": 98, "args": {"embed_dim": 384, "num_heads": 6}},
+    "rms-swiglu-s4": {"source": "RMS"},
     "dinov3-plus-s4": {"source": "vit_small_plus_patch16_dinov3", **SMALL},
     "rope-s4": {"source": "vit_small_patch16_rope_224", **SMALL},
     "relpos-s4": {"source": "vit_relpos_small_patch16_224", **SMALL},
 }
 """Those with random weights have `DEPTH` blocks. eva02: SwiGLU, table and rotary; clip: a norm before the first block;
-aimv2: RMS norms, SwiGLU, queries without bias, at the width of a ViT-S; dinov3-plus: SwiGLU, rotary, registers."""
+aimv2: a norm inside the patch embedding; rms-swiglu: RMS norms, SwiGLU, queries without bias; dinov3-plus: SwiGLU,
+rotary, registers."""
 
 DEPTH = 4
 
@@ -96,6 +98,12 @@ def opened(case: str, positions: str, args: argparse.Namespace) -> Any:
     if weights is not None:
         return open_model(source, weights=weights, num_classes=100, **fields).backbone.float()
     torch.manual_seed(0)
+    if source == "RMS":
+        import timm
+
+        parts = {"norm_layer": timm.layers.RmsNorm, "mlp_layer": timm.layers.SwiGLU, "qkv_bias": False}
+        made = timm.models.VisionTransformer(**SMALL, embed_dim=384, num_heads=6, depth=DEPTH, num_classes=100, **parts)
+        return create_backbone(made).float().eval()
     fields |= {"positions": positions} if other else {}
     shape = {"depth": DEPTH, **fields.pop("args", {})}
     return create_backbone(source, num_classes=100, model_args=shape, **fields).float().eval()
