@@ -119,10 +119,9 @@ def measured(backbone: Any, x: torch.Tensor, defence: Defence) -> tuple[Any, int
     counts = count(block, len(x))
     if counts.full:
         return counts, "-"
-    family = Equations(block, read_spans(block, sent, counts)).family(counts.open)
-    unknowns = counts.x + counts.proj + block.norm2.biased + (counts.informs and block.norm1.biased)
-    unknowns += block.norm0 is not None
-    return counts, int((family.values < 1e-9 * family.values[0]).sum()) + unknowns - len(family.values)
+    equations = Equations(block, read_spans(block, sent, counts))
+    values = equations.family(counts.open).values
+    return counts, int((values < 1e-9 * values[0]).sum()) + equations.unknowns - len(values)
 
 
 def row(backbone: Any, x: torch.Tensor, positions: str, args: argparse.Namespace) -> list[Any]:

@@ -53,7 +53,7 @@ def test_ranks_and_open_directions_are_those_of_real_gradients(name: str) -> Non
     family = family_of(block, read_spans(block, upload, counts), counts.open)
     small = int((family.values < 1e-8 * family.values[0]).sum())
     unknowns = counts.x + counts.proj + block.norm2.biased + (counts.informs and block.norm1.biased)
-    unknowns += block.norm0 is not None
+    unknowns += block.norm0 is not None and bool(block.shift.any())
     assert small + unknowns - len(family.values) == counts.open
     assert bool(counts.reason) == (counts.open > 0)
 

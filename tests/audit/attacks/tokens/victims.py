@@ -75,5 +75,6 @@ LEARNED = {
     "registers, LayerScale": partial(vit, name="vit_small_patch14_reg4_dinov2"),
     "Hugging Face": hugging_face,
     "a norm before the first block": partial(vit, name="vit_base_patch16_clip_224"),
+    "norms before it without bias": partial(odd, pre_norm=True, norm_layer=partial(nn.LayerNorm, bias=False)),
 }
 """One image is solved by linear equations alone."""

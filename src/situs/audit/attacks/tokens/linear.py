@@ -8,7 +8,7 @@ all of them (`family_of`). Where it leaves nothing open, the pixels stand there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,6 +129,11 @@ class Equations:
             scales.append(self._row(start, start + block.shift))
         self.scales = torch.stack(scales)  # [2 or 3, equations]
 
+    @property
+    def unknowns(self) -> int:
+        """Of one token, as far as any equation mentions them."""
+        return len(self.content) + int(self.scales.any(dim=1).sum())
+
     def _row(self, z: Tensor, m: Tensor) -> Tensor:
         return torch.cat([self.first(z), self.second(m)], dim=-1)
 
@@ -142,12 +147,18 @@ class Equations:
         solved = -(self.given @ right[:rank].T / values[:rank]) @ left[:, :rank].T / size.T
         # More unknowns than equations: what no equation mentions is open as well.
         flat = svd(matrix / size, full=True)[0][:, rank:] if len(matrix) > len(values) else left[:, rank:]
-        block, first = self.block, len(self.content)
+        start, first, (fixed, moved) = self.block.norm0, len(self.content), (solved, (flat / size).T)
+        scales: tuple[Any, Any] = (1.0, 0.0)
+        if start is not None and bool(told[-1]):
+            scales = (fixed[:, -1:], moved[:, -1:])
+        elif start is not None:  # no equation mentions its deviation
+            u = fixed[:, : len(self.x)] @ self.x @ self.block.weight.T + self.block.base
+            scales = (start.size(u), torch.zeros_like(moved[:, :1]))
         fixed, along = (
-            self._made(found[:, :first], found[:, -1:] if block.norm0 else constant, constant)
-            for found, constant in ((solved, 1.0), ((flat / size).T, 0.0))
+            self._made(found[:, :first], scale, constant)
+            for found, scale, constant in ((fixed, scales[0], 1.0), (moved, scales[1], 0.0))
         )
-        scale = (solved[:, -1:], (flat / size)[-1:].T) if block.norm0 else None
+        scale = None if start is None else scales
         return Family(fixed, along, values, scale)
 
     def _made(self, content: Tensor, scale: Tensor | float, constant: float) -> Tokens:
