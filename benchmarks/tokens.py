@@ -99,10 +99,11 @@ def opened(case: str, positions: str, args: argparse.Namespace) -> Any:
         return open_model(source, weights=weights, num_classes=100, **fields).backbone.float()
     torch.manual_seed(0)
     if source == "RMS":
-        import timm
+        from timm.layers import RmsNorm, SwiGLU
+        from timm.models import VisionTransformer
 
-        parts = {"norm_layer": timm.layers.RmsNorm, "mlp_layer": timm.layers.SwiGLU, "qkv_bias": False}
-        made = timm.models.VisionTransformer(**SMALL, embed_dim=384, num_heads=6, depth=DEPTH, num_classes=100, **parts)
+        parts = {"norm_layer": RmsNorm, "mlp_layer": SwiGLU, "qkv_bias": False}
+        made = VisionTransformer(**SMALL, embed_dim=384, num_heads=6, depth=DEPTH, num_classes=100, **parts)
         return create_backbone(made).float().eval()
     fields |= {"positions": positions} if other else {}
     shape = {"depth": DEPTH, **fields.pop("args", {})}
