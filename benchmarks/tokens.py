@@ -99,7 +99,8 @@ def opened(case: str, positions: str, args: argparse.Namespace) -> Any:
         return open_model(source, weights=weights, num_classes=100, **fields).backbone.float()
     torch.manual_seed(0)
     if source == "RMS":
-        from timm.layers import RmsNorm, SwiGLU
+        from timm.layers.mlp import SwiGLU
+        from timm.layers.norm import RmsNorm
         from timm.models import VisionTransformer
 
         parts = {"norm_layer": RmsNorm, "mlp_layer": SwiGLU, "qkv_bias": False}
