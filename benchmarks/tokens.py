@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=TokensConfig.seconds)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--held-out", action="store_true")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     print("| " + " | ".join(HEAD) + " |\n|" + "---|" * len(HEAD), flush=True)
@@ -181,10 +182,11 @@ def main() -> None:
             backbone = opened(case, positions, args)
             if backbone is None:
                 continue
+            backbone = backbone.to(args.device)
             for batch in args.batches:
                 pictures = photographs(args.data, backbone.input.shape[0], args.held_out)
                 for _ in range(args.images):
-                    x = torch.stack([next(pictures) for _ in range(batch)])
+                    x = torch.stack([next(pictures) for _ in range(batch)]).to(args.device)
                     cells = [case, positions, batch, *row(backbone, x, positions, args)]
                     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 

@@ -50,6 +50,8 @@ def test_tests_mirror_the_source() -> None:
 COVERED = {
     "situs.audit.attacks": "test_attacks",
     "situs.audit.attacks.adaptive.search": "test_solve",
+    "situs.audit.attacks.tokens.descent": "test_search",
+    "situs.audit.attacks.tokens.peel": "test_search",
     "situs.audit.attacks.tokens.roots": "test_search",
     "situs.audit.attacks.tokens.runs": "test_block",
     "situs.audit.cases": "test_settings",

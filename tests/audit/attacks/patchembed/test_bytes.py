@@ -17,6 +17,7 @@ from situs.audit.attacks.patchembed.bytes import (
     Limits,
     byte_values,
     decision_order,
+    in_order,
     nearest_bytes,
     posterior,
     read_bytes,
@@ -115,7 +116,7 @@ def test_the_search_finds_the_best_of_all_bytes(seed: int, size: float) -> None:
     root = shape * step * size
     middle = values[0, torch.randint(4, 252, (4,), generator=chance)]
     mean = (middle + step * (torch.rand(4, generator=chance, dtype=torch.float64) - 0.5)).view(1, 4, 1)
-    order = decision_order(root)
+    order = in_order(root, decision_order(root))
     found, _ = nearest_bytes(mean.gather(1, order.index.unsqueeze(2)), order, values, Limits(safe=1e9, width=5**4))
     placed = torch.empty_like(found).scatter_(1, order.index.unsqueeze(2), found).flatten()
     precision = torch.linalg.inv(root[0].mT @ root[0])
@@ -133,16 +134,16 @@ def test_the_search_finds_the_best_of_all_bytes(seed: int, size: float) -> None:
 def test_the_order_takes_the_least_deviation_first_and_conditions_on_it() -> None:
     """Conditional deviations and gains by Schur complements of the covariance, chosen by hand."""
     chance = torch.Generator().manual_seed(0)
-    root = torch.randn(1, 6, 6, generator=chance, dtype=torch.float64)
+    root = torch.randn(1, 40, 40, generator=chance, dtype=torch.float64)
     cov = (root.mT @ root)[0]
-    order = decision_order(root)
-    left = list(range(6))
+    order = in_order(root, decision_order(root))
+    left = list(range(40))
     for t, patch in enumerate(order.index[0].tolist()):
         assert patch == min(left, key=lambda i: float(cov[i, i]))
         assert float(order.sigma[0, t]) == pytest.approx(float(cov[patch, patch]) ** 0.5)
         gains = cov[patch] / cov[patch, patch]
         left.remove(patch)
-        for s in range(t + 1, 6):
+        for s in range(t + 1, 40):
             assert float(order.gain[0, t, s]) == pytest.approx(float(gains[order.index[0, s]]))
         assert (order.gain[0, t, : t + 1] == 0).all()
         cov = cov - torch.outer(cov[patch], cov[patch]) / cov[patch, patch]

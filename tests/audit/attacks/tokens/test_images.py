@@ -13,7 +13,7 @@ from situs.core.tokens import patchify
 
 
 @torch.no_grad()
-def scene(batch: int) -> tuple[Block, Tokens, Roots, torch.Tensor]:
+def scene(batch: int) -> tuple[Block, Roots, torch.Tensor]:
     """True tokens of a batch in any order."""
     block = Block(vit().requires_grad_(False))
     chance = torch.Generator().manual_seed(2)
@@ -26,22 +26,23 @@ def scene(batch: int) -> tuple[Block, Tokens, Roots, torch.Tensor]:
     tokens = Tokens(flat, o, flat @ block.weight.T + block.base.repeat(batch, 1), m).at(order)
     place = torch.arange(16).repeat(batch)[order]
     wanted = torch.full((16,), batch)
-    return block, tokens, Roots(place, flat[order][:, :1], torch.ones(len(flat)).double(), wanted), patches
+    return block, Roots(place, tokens, torch.ones(len(flat)).double(), wanted), patches
 
 
 @torch.no_grad()
 def test_tokens_of_three_images_come_together() -> None:
-    block, tokens, roots, patches = scene(3)
-    found, proved = make_images(block, tokens, roots, 3)
+    block, roots, patches = scene(3)
+    found, proved = make_images(block, roots, 3)
     assert bool(proved.all())
     for image in patches:
         assert float((found - image).flatten(1).norm(dim=1).min()) < 1e-9
-    assert agree(block, found, tokens)
+    assert agree(block, found, roots.tokens)
 
 
 @torch.no_grad()
 def test_a_wrong_parting_does_not_agree() -> None:
-    block, tokens, _, patches = scene(2)
+    block, roots, patches = scene(2)
+    tokens = roots.tokens
     assert agree(block, patches, tokens)
     for count in (1, 8):
         wrong = patches.clone()
@@ -54,10 +55,10 @@ def test_a_wrong_parting_does_not_agree() -> None:
 
 @torch.no_grad()
 def test_what_was_not_found_is_not_proved() -> None:
-    block, tokens, roots, patches = scene(2)
+    block, roots, patches = scene(2)
     keep = torch.arange(len(roots.place)) != 5
-    fewer = Roots(roots.place[keep], roots.phi[keep], roots.fit[keep], roots.wanted)
-    found, proved = make_images(block, tokens.at(keep.nonzero()[:, 0]), fewer, 2)
+    fewer = Roots(roots.place[keep], roots.tokens.at(keep.nonzero()[:, 0]), roots.fit[keep], roots.wanted)
+    found, proved = make_images(block, fewer, 2)
     assert int((~proved).sum()) == 1
     [[image, place]] = (~proved).nonzero().tolist()
     torch.testing.assert_close(found[image, place], found[1 - image, place])  # for want of better: images may be alike

@@ -9,49 +9,69 @@ import pytest
 import torch
 from victims import LEARNED, vit
 
-from situs.audit.attacks.spans import SOLVED, Span
+from situs.audit.attacks.spans import SOLVED
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.count import count
-from situs.audit.attacks.tokens.linear import family_of, read_spans
+from situs.audit.attacks.tokens.descent import Descent, Range
+from situs.audit.attacks.tokens.linear import Tokens, read_spans
 from situs.audit.attacks.tokens.roots import find_roots, shared_places
-from situs.audit.attacks.tokens.search import Effort, Range, Search
+from situs.audit.attacks.tokens.search import Effort, Search
 from situs.audit.client import victim_gradients
 from situs.core.tokens import patchify
 
 SINCOS = partial(vit, size=12, positions="sincos")
 
 
-def scene(backbone: Any, batch: int = 1, more: int = 0) -> tuple[Search, torch.Tensor]:
+def scene(backbone: Any, batch: int = 1, more: int = 0, x: torch.Tensor | None = None) -> tuple[Search, torch.Tensor]:
     size = backbone.input.shape[0]
-    x = torch.rand(batch, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    upload = victim_gradients(backbone, x, torch.arange(batch), dtype=torch.float64)
+    if x is None:
+        x = torch.rand(batch, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    upload = victim_gradients(backbone, x, torch.arange(len(x)), dtype=torch.float64)
     with torch.no_grad():
         block = Block(backbone.requires_grad_(False))
         counts = count(block, batch)
         spans = read_spans(block, upload, counts)
-        family = family_of(block, spans, counts.open + more)
         ends = Range(*(torch.full((block.weight.shape[1],), end, dtype=torch.float64) for end in (-1.0, 1.0)))
-        return Search(block, spans, Span(upload[block.layers.fc2], counts.fc2), family, ends), patchify(x, (4, 4))
+        return Search(block, upload, spans, counts, ends, Effort(loose=more)), patchify(x, (4, 4))
+
+
+def true_tokens(search: Search, patches: torch.Tensor) -> Tokens:
+    """All tokens of images [B, N, K] by the block's own code, image by image."""
+    block = search.block
+    m, o = (part[:, len(block.prefix) :].flatten(0, 1) for part in block.middle(patches))
+    z = patches @ block.weight.T + block.base
+    return Tokens(patches.flatten(0, 1), o, z.flatten(0, 1), m)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("name", ["ViT", "SwiGLU", "RMS norms", "ReLU, no qkv bias"])
 def test_derivatives_are_those_of_autograd(name: str) -> None:
     search, _ = scene(LEARNED[name](), more=5)
-    place, phi, span = torch.tensor([3]), 0.1 * torch.randn(1, 5, dtype=torch.float64), search.span
+    place, span, activation = torch.tensor([3]), search.span, search.activation
+    assert activation.plain
+    some = torch.randperm(activation.hidden)[: span.rank + 20].sort().values
+    for plain, units in ((True, None), (True, some), (False, None)):
+        activation.plain = plain
+        descent = Descent(activation, search.family, span, search.pixels, units)
+        phi = 0.1 * torch.randn(1, 5, dtype=torch.float64)
+        chosen = torch.arange(activation.hidden) if units is None else units
+        basis = torch.linalg.qr(span.inside[:, chosen].T)[0].T
 
-    def plain(at: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-        """The residual by the block's own code."""
-        scaled = search.block.late(search.tokens(place, at).m)[0] * span.column
-        return (scaled - span.inside.T @ (span.inside @ scaled)) / (size @ span.inside @ scaled).norm()
+        def plainly(at: torch.Tensor, chosen: torch.Tensor = chosen, basis: torch.Tensor = basis) -> torch.Tensor:
+            """The residual by the block's own code."""
+            tokens = search.family.tokens(place, at)
+            scaled = (search.block.late(tokens.m)[0] * span.column)[chosen]
+            over = (tokens.x - 1).clamp(min=0) + (tokens.x + 1).clamp(max=0)
+            inside = basis @ scaled
+            return torch.cat([(scaled - basis.T @ inside) / inside.norm(), 1e-3 * over[0] / over.shape[1] ** 0.5])
 
-    for functionals in (None, torch.randn(4, span.rank, dtype=torch.float64)):
-        out, slope = search.residuals(place, phi, functionals)
-        size = torch.eye(span.rank, dtype=torch.float64) if functionals is None else functionals
-        torch.testing.assert_close(out[0], plain(phi, size))
-        wanted = torch.autograd.functional.jacobian(lambda at, size=size: plain(at, size), phi)
-        assert isinstance(wanted, torch.Tensor)
-        torch.testing.assert_close(slope[0], wanted[:, 0].T, rtol=1e-6, atol=1e-8)
+        cost, slope, normal = descent.normal(place, phi @ descent._turn)
+        jacobian = torch.autograd.functional.jacobian(plainly, phi)
+        assert isinstance(jacobian, torch.Tensor)
+        jacobian, out, turn = jacobian[:, 0], plainly(phi), descent._turn
+        torch.testing.assert_close(cost[0], out.square().sum(), rtol=1e-8, atol=0)
+        torch.testing.assert_close(turn @ slope[0], jacobian.T @ out, rtol=1e-6, atol=1e-10)
+        torch.testing.assert_close(turn @ normal[0] @ turn.T, jacobian.T @ jacobian, rtol=1e-6, atol=1e-9)
 
 
 @torch.no_grad()
@@ -59,17 +79,33 @@ def test_the_truth_fits_and_sums_of_tokens_do_not() -> None:
     """A sum of other tokens at the same place passes every linear test; the activation tells it apart."""
     search, patches = scene(SINCOS())
     places = torch.arange(9)
-    truth = search.run(places, search.start(places, patches[0]))
-    torch.testing.assert_close(search.tokens(places, truth.phi).x, patches[0], rtol=1e-6, atol=1e-6)
+    truth = search.polished(places, true_tokens(search, patches))
+    torch.testing.assert_close(truth.tokens.x, patches[0], rtol=1e-6, atol=1e-6)
     assert bool((truth.fit <= SOLVED).all())
     base = search.block.base  # rows and columns of sines add up
     torch.testing.assert_close(base[0] + base[4], base[1] + base[3])
     wrong = patches[0][1] + patches[0][3] - patches[0][4]  # at place 0
     phi = search.family.phi(places[:1], wrong[None])
-    tokens = search.tokens(places[:1], phi)
+    tokens = search.family.tokens(places[:1], phi)
     torch.testing.assert_close(tokens.x[0], wrong)
-    off = search.span.residual(search.late(places[:1], phi))
-    assert float(off) > 100 * float(search.span.residual(search.late(places, truth.phi)).max())
+    late = search.block.late
+    off = search.span.residual(late(tokens.m))
+    assert float(off) > 100 * float(search.span.residual(late(truth.tokens.m)).max())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["ViT", "SwiGLU"])
+def test_a_token_that_is_taken_out_leaves_the_spans_of_the_others(name: str) -> None:
+    search, patches = scene(LEARNED[name](), 2)
+    tokens, peel = true_tokens(search, patches), search.peel
+    assert bool(peel.take(tokens.m[:5]).all())
+    spans, late = peel.left()
+    assert spans.fc1.rank == search.spans.fc1.rank - 5 and late.rank == search.span.rank - 5
+    h, a = search.block.norm2.apply(tokens.m), search.block.late(tokens.m)
+    for out in (spans.fc1.residual(h), late.residual(a)):
+        assert float(out[5:].max()) < 1e-6 < 1e-4 < float(out[:5].min())
+    wrong = tokens.m[5:6] + 0.1 * (tokens.m[7:8] - tokens.m[6:7])
+    assert not bool(peel.take(wrong).any()) and len(peel.first) == 5  # no δ passes at what is no token
 
 
 @torch.no_grad()
@@ -80,16 +116,24 @@ def test_the_truth_fits_and_sums_of_tokens_do_not() -> None:
 )
 def test_all_tokens_are_found_each_once(make: Any, batch: int) -> None:
     search, patches = scene(make(), batch)
-    search.effort = Effort(rounds=20)
     roots = find_roots(search, batch)
     assert bool((roots.lacking == 0).all()) and bool((roots.fit <= SOLVED).all())
-    found = search.tokens(roots.place, roots.phi).x
     first = shared_places(search.block.base)
     for place in first.unique().tolist():
         real = patches[:, first == place].flatten(0, 1)
-        away = torch.cdist(found[roots.at(place)], real)
+        away = torch.cdist(roots.tokens.x[roots.at(place)], real)
         assert float(away.min(dim=1).values.max()) < 1e-4
         assert sorted(away.argmin(dim=1).tolist()) == list(range(len(real)))
+
+
+@torch.no_grad()
+def test_alike_patches_of_two_images_are_two_tokens() -> None:
+    x = torch.rand(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    x[1, :, :4, :4] = x[0, :, :4, :4]
+    search, patches = scene(vit(size=8), 2, x=x)
+    roots = find_roots(search, 2)
+    assert bool((roots.lacking == 0).all()) and bool((roots.fit <= SOLVED).all())
+    torch.testing.assert_close(roots.tokens.x[roots.at(0)], patches[:, 0], atol=1e-4, rtol=0)
 
 
 def test_time_that_is_over_leaves_a_guess_that_proves_nothing() -> None:

@@ -24,6 +24,10 @@ FLOAT = 2.0**-21
 """How far a normalised pixel may be from its byte by float32's rounding, in whatever order it was normalised."""
 
 
+SHRINK = 16
+"""Decisions after which the columns of those decided are dropped."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """When the bytes of a place in the patch (N numbers, one a patch) are believed. Distances are in deviations.
@@ -102,25 +106,29 @@ def posterior(white: Tensor, right: Tensor, spread: Tensor) -> Posterior:
     return Posterior(mean, torch.linalg.solve_triangular(r.mT, one, upper=False))
 
 
-def decision_order(root: Tensor) -> Order:
-    """The patch of least deviation first, then that of least deviation given it, and so on; root: [B, N, N]."""
-    root = root.clone()
+def decision_order(root: Tensor) -> Tensor:
+    """The patch of least deviation first, then that of least deviation given it, and so on, [B, N]; root: [B, N, N]."""
     batch, n = root.shape[:2]
-    done = torch.zeros(batch, n, dtype=torch.bool, device=root.device)
-    index, sigma, gain = [], [], []
-    for _ in range(n):
-        norms = root.norm(dim=1).masked_fill(done, torch.inf)
-        least, chosen = norms.min(dim=1, keepdim=True)
+    left = torch.arange(n, device=root.device).expand(batch, n)  # the patches of root's columns
+    index, done = [], torch.zeros_like(left, dtype=torch.bool)
+    for step in range(n):
+        if step and step % SHRINK == 0:
+            kept = (~done).nonzero()[:, 1].view(batch, n - step)
+            left, root = left.gather(1, kept), root.gather(2, kept.unsqueeze(1).expand(-1, n, -1))
+            done = torch.zeros_like(left, dtype=torch.bool)
+        least, chosen = root.norm(dim=1).masked_fill(done, torch.inf).min(dim=1, keepdim=True)
         axis = root.gather(2, chosen.unsqueeze(1).expand(-1, n, -1)) / least.unsqueeze(1)
-        along = axis.mT @ root
-        root -= axis @ along
+        root = torch.baddbmm(root, axis, axis.mT @ root, alpha=-1)
         done.scatter_(1, chosen, True)
-        index.append(chosen)
-        sigma.append(least)
-        gain.append(along.squeeze(1).masked_fill(done, 0.0) / least)
-    order = torch.cat(index, dim=1)
-    gains = torch.stack(gain, dim=1)
-    return Order(order, torch.cat(sigma, dim=1), gains.gather(2, order.unsqueeze(1).expand(-1, n, -1)))
+        index.append(left.gather(1, chosen))
+    return torch.cat(index, dim=1)
+
+
+def in_order(root: Tensor, index: Tensor) -> Order:
+    """Deviations and gains of patches decided in a given order [B, N]; root: [B, N, N]."""
+    r = torch.linalg.qr(root.gather(2, index.unsqueeze(1).expand_as(root)), mode="r")[1]
+    own = r.diagonal(dim1=1, dim2=2)
+    return Order(index, own.abs(), (r / own.unsqueeze(2)).triu(1))
 
 
 def read_bytes(
@@ -165,7 +173,8 @@ def _read_channels(
     spare = (used - rank).clamp(min=0) * right.shape[2]
     left = (right - white.mT @ patches).square().sum(dim=(1, 2))
     found = posterior(white, right, ((left + 1) / (spare + 1)).sqrt())
-    order = decision_order(found.root)
+    # Channels differ in the size of their errors alone: one order serves all of an image.
+    order = in_order(found.root, decision_order(found.root[::channels]).repeat_interleave(channels, 0))
     fits = torch.zeros_like(patches[:, 0], dtype=torch.bool)
     rows = _hopeful(order.sigma, _step(values), limits).nonzero().flatten()
     if len(rows):

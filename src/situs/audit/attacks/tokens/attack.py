@@ -13,21 +13,22 @@ import time
 import weakref
 from collections.abc import Collection, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, known_numbers
-from situs.audit.attacks.spans import SOLVED, TELLING, Span
+from situs.audit.attacks.spans import SOLVED, TELLING
 from situs.audit.attacks.tokens.block import Block, read_block
 from situs.audit.attacks.tokens.count import Counts, count
-from situs.audit.attacks.tokens.images import agree, make_images
-from situs.audit.attacks.tokens.linear import Misfit, Spans, Tokens, family_of, misfit, read_spans, solve
+from situs.audit.attacks.tokens.descent import Range
+from situs.audit.attacks.tokens.images import agree, distinct_images, make_images, repeated
+from situs.audit.attacks.tokens.linear import Misfit, Spans, Tokens, misfit, read_spans, solve
 from situs.audit.attacks.tokens.order import order_by_attention
 from situs.audit.attacks.tokens.roots import find_roots
-from situs.audit.attacks.tokens.search import SHARP, Effort, Range, Search
+from situs.audit.attacks.tokens.search import SHARP, Effort, Search
 from situs.audit.attacks.tokens.steps import halfway, times_counted
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
@@ -122,39 +123,49 @@ class TokenSpans(Attack):
         for upload in uploads:
             if images and deadline.over():
                 break
-            counts = count(block, known.batch, upload)
+            distinct = distinct_images(block, upload, known.batch, known.even)
+            counts = count(block, distinct, upload)
             if counts.open:
                 moved = Block(halfway(block.backbone, upload, known)) if known.local_steps > 1 else block
                 spans = read_spans(moved, upload, counts, known.even, known.forward)
-                late = Span(upload[block.layers.fc2], counts.fc2, known.even, known.forward)
-                patches, fact = self._searched(moved, spans, late, counts, known, deadline)
+                patches, fact = self._searched(moved, upload, spans, counts, known, distinct, deadline)
             else:
-                patches, fact = _solved(block, upload, known)
+                patches, fact = _solved(block, upload, replace(known, batch=distinct))
+            if 1 < distinct < known.batch:
+                fact |= {"fits": False, "proof": None, "verdict": repeated(distinct, known.batch)}
+            patches = patches[torch.arange(known.batch, device=patches.device) % len(patches)]
             images.append(to_images(patches, block.backbone, block.stem))
             facts.append(fact)
         cut = deadline.over() and facts[-1]["fits"] is not True and facts[-1]["open_directions"] != 0
         return Recovery(torch.cat(images).float(), facts, partial="a part of the last image's search" if cut else None)
 
     def _searched(
-        self, block: Block, spans: Spans, late: Span, counts: Counts, known: Knowledge, deadline: Deadline
+        self,
+        block: Block,
+        upload: Gradients,
+        spans: Spans,
+        counts: Counts,
+        known: Knowledge,
+        batch: int,
+        deadline: Deadline,
     ) -> tuple[Tensor, dict[str, Fact]]:
-        """The images [B, N, K] of one upload, and what the attacker can say of them."""
+        """The different images [batch, N, K] of one upload, and what the attacker can say of them."""
         end = time.monotonic() + self.config.seconds
-        family = family_of(block, spans, counts.open + self.config.loose)
         search = Search(
             block,
+            upload,
             spans,
-            late,
-            family,
+            counts,
             _pixels(block, known),
             self.config,
             lambda: deadline.over() or time.monotonic() > end,
             deadline.say,
+            (known.even, known.forward),
         )
-        roots = find_roots(search, known.batch)
-        tokens = search.tokens(roots.place, roots.phi)
-        patches, proved = make_images(block, tokens, roots, known.batch)
-        solved, loose = bool(proved.all()), int(roots.wanted.max()) > known.batch
+        roots = find_roots(search, batch)
+        tokens = roots.tokens
+        patches, proved = make_images(block, roots, batch)
+        solved, loose = bool(proved.all()), int(roots.wanted.max()) > batch
         ordered = not loose
         if loose and solved:  # rotary and relative positions stand in attention alone
             deadline.say("tokens: the order, by attention")
@@ -172,7 +183,7 @@ class TokenSpans(Attack):
             "proof": None,
             "verdict": f"not every patch is proved by the gradients of the first block: {counts.reason}",
         }
-        together = solved and agree(block, patches, tokens)
+        together = solved and agree(block, patches, roots.tokens)
         if together:
             told |= {"proof": PROOF, "verdict": None}
         elif solved:

@@ -99,10 +99,11 @@ def count(block: Block, batch: int, sent: Collection[str] | None = None, times: 
     return Counts(*ranks, informs, second, full, structural, general, work, times)
 
 
-def table_rank(block: Block, k: int) -> int:
-    """r_PE: the rank of the base vectors modulo what k directions of patches make."""
+def table_rank(block: Block, k: int, rows: Tensor | None = None) -> int:
+    """r_PE: the rank of the base vectors, or of some of them [·, D], modulo what k directions of patches make."""
     dim, values = block.weight.shape
-    rows = whole = block.enter(block.base)
+    whole = block.enter(block.base)
+    rows = whole if rows is None else block.enter(rows)
     if k == values:
         inside = svd(block.enter(block.weight.T).T)[0]
         rows = rows - (rows @ inside) @ inside.T

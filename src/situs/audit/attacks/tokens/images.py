@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from situs.audit.attacks.adaptive.ordering import order_hidden
-from situs.audit.attacks.spans import SOLVED
+from situs.audit.attacks.spans import SOLVED, Span
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.linear import Tokens
 from situs.audit.attacks.tokens.roots import Roots, shared_places
+from situs.audit.defences import Gradients
 from situs.audit.stem import to_images
 from situs.core.tokens import patchify
 
@@ -23,6 +24,9 @@ TOGETHER = 1e-2
 
 NEARER = 3.0
 
+FALL = 100.0
+"""Singular values of different images' tokens follow each other more closely than this."""
+
 PASSES = 10
 """Times that every place is given to the images anew, at most."""
 
@@ -30,9 +34,9 @@ SEEDS = 8
 """Places whose tokens are tried as the first of each image."""
 
 
-def make_images(block: Block, tokens: Tokens, roots: Roots, batch: int) -> tuple[Tensor, Tensor]:
+def make_images(block: Block, roots: Roots, batch: int) -> tuple[Tensor, Tensor]:
     """Patches [B, N, K] and whether each is proved [B, N]; what is missing is grey, 0."""
-    first = shared_places(block.base)
+    first, tokens = shared_places(block.base), roots.tokens
     owner = _part(tokens.o, roots, batch)
     patches = tokens.x.new_zeros(batch, block.places, tokens.x.shape[1])
     proved = torch.zeros(batch, block.places, dtype=torch.bool, device=first.device)
@@ -60,6 +64,27 @@ def _in_order(block: Block, patches: Tensor, loose: Tensor) -> Tensor:
         cells = patchify(image, size)[0]
     ordered = order_hidden(cells, loose, block.grid, size)
     return patches[torch.cdist(ordered, cells).argmin(dim=1)]
+
+
+def distinct_images(block: Block, upload: Gradients, batch: int, even: bool) -> int:
+    """How many different images a batch has: equal ones have the same tokens, which count once in every rank.
+
+    Believed only where the singular values of the MLP's last gradient fall by `FALL` behind a whole number of images.
+    """
+    each, late = block.places + len(block.prefix), block.layers.fc2
+    if batch == 1 or late not in upload:
+        return batch
+    values = Span(upload[late], min(batch * each, *upload[late].shape), even).values
+    for count in range(1, batch):
+        last, behind = values[count * each - 1 : count * each + 1].tolist()
+        if behind * FALL <= last:
+            return count
+    return batch
+
+
+def repeated(distinct: int, batch: int) -> str:
+    """What is said of a batch with equal images."""
+    return f"{distinct} different images are in a batch of {batch}, and the gradients do not tell which are there twice"
 
 
 def agree(block: Block, patches: Tensor, tokens: Tokens) -> bool:

@@ -1,0 +1,223 @@
+"""Levenberg-Marquardt for many tokens at once, on what of a = late(m) sticks out of the last layer's span.
+
+The unknowns are φ, one direction each that linear equations leave open. Most of the time goes into the normal matrices,
+so that they are made of few products, in float32, and from those units alone that bend least over what a token can be:
+strongly bent ones close the path to a root with places of rest that are none. How exact a token is does not come from
+here; what fits nearly is polished in float64 with every unit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import jvp, vmap
+
+from situs.audit.attacks.spans import Span
+from situs.audit.attacks.tokens.block import Block
+from situs.audit.attacks.tokens.linear import Family, Tokens
+
+ABREAST = (2**22, 2**28)
+"""Numbers of a Jacobian that are held at a time, on one core and on a device."""
+
+OUTSIDE = 1e-3
+"""The weight of pixels beyond what bytes can be, beside the share of a token that sticks out."""
+
+STUCK = 4
+"""Steps without progress after which a token rests."""
+
+PROGRESS = 1e-2
+"""The share that a step must take off the cost."""
+
+NEAR = 1e-9
+"""The cost from which float32 does not lead nearer to a token."""
+
+
+class Range(NamedTuple):
+    """What a pixel can be, [K] each."""
+
+    low: Tensor
+    high: Tensor
+
+    @property
+    def width(self) -> float:
+        """From the least to the most, the mean."""
+        return float((self.high - self.low).mean())
+
+
+class Rest(NamedTuple):
+    """Where tokens came to rest: φ [Q, f], what sticks out as the square of a share [Q], and the normal matrices."""
+
+    phi: Tensor
+    cost: Tensor
+    normal: Tensor
+
+
+class Activation:
+    """The MLP between its first and last layers, and its derivative. plain: whether unit j of a depends on the j-th of
+    each of the first layers' outputs alone."""
+
+    def __init__(self, block: Block) -> None:
+        self.block, self.hidden = block, block.late(block.base[:1]).shape[-1]
+        count = block.entry()[0].shape[0]
+        chance = torch.Generator().manual_seed(0)
+        u, along = (torch.randn(3, count, generator=chance, dtype=torch.float64).to(block.weight) for _ in range(2))
+        self.plain = False
+        if count % self.hidden == 0:
+            wanted = self._along(u, along)[1]
+            made = (self.slopes(u)[1] * along.unflatten(1, (-1, self.hidden))).sum(dim=1)
+            self.plain = bool((made - wanted).norm() <= 1e-9 * wanted.norm())
+
+    def _along(self, u: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+        with warnings.catch_warnings():
+            # torch scripts some of its forward derivatives, and warns of its own scripts.
+            warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
+            made = jvp(self.block.tail, (u,), (direction,))
+        return made[0], made[1]
+
+    def slopes(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """a [Q, H] and its derivative by the outputs [Q, ·, H] of each first layer, where it is plain."""
+        parts = u.shape[1] // self.hidden
+        ones = torch.eye(parts).to(u).repeat_interleave(self.hidden, dim=1)
+        made = [self._along(u, one.expand_as(u)) for one in ones]
+        return made[0][0], torch.stack([moved for _, moved in made], dim=1)
+
+    def pushed(self, u: Tensor, directions: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
+        """a [Q, H] at `units`, and what directions [Q, f, H'] do to it, [Q, f, ·]."""
+        if not self.plain:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
+                moved = vmap(lambda d: jvp(self.block.tail, (u,), (d,))[1], in_dims=1, out_dims=1)(directions)
+            return self.block.tail(u)[:, units], moved[..., units]
+        a, slope = self.slopes(u)
+        slope = slope[..., units]
+        moved = directions[..., : len(units)] * slope[:, :1]
+        for number in range(1, slope.shape[1]):
+            moved = moved + directions[..., number * len(units) : (number + 1) * len(units)] * slope[:, number, None]
+        return a[:, units], moved
+
+
+class Descent:
+    """One system: the family of each place, the span that a must lie in, and the units of it that are looked at."""
+
+    def __init__(
+        self,
+        activation: Activation,
+        family: Family,
+        span: Span,
+        pixels: Range,
+        units: Tensor | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        self.activation, self.family, self.pixels, self.dtype = activation, family, pixels, dtype
+        block, every = activation.block, torch.arange(activation.hidden, device=span.column.device)
+        self.units = every if units is None else units
+        # φ in units of streams: rounding and damping treat directions alike.
+        metric = torch.cat([family.along.z, family.along.m - family.along.z, 1e-3 * family.along.x], dim=1)
+        self._axes, upper = torch.linalg.qr(metric.T)
+        self._turn = upper.T.contiguous()
+        self._from = torch.linalg.pinv(torch.cat([family.along.x, 1e-3 * family.along.o], dim=1), rtol=1e-12)
+        along = Tokens(*(torch.linalg.solve_triangular(self._turn, part, upper=False) for part in family.along))
+        norm, (weight, bias) = block.norm2, block.entry()
+        layers = torch.arange(len(weight) // activation.hidden, device=every.device).unsqueeze(1)
+        chosen = (self.units + activation.hidden * layers).flatten()
+        self._rows = chosen if activation.plain else torch.arange(len(weight), device=every.device)
+        low = [part.to(dtype) for part in (family.fixed.m, along.m)]
+        self._centre = [m - m.mean(dim=-1, keepdim=True) if norm.centred else m for m in low]
+        self._still, self._moved = ((norm.form(m) @ weight.T).to(dtype) for m in (family.fixed.m, along.m))
+        self._added = (bias if norm.bias is None else bias + norm.bias @ weight.T).to(dtype)
+        inside = span.inside[:, self.units]
+        inside = inside if units is None else torch.linalg.qr(inside.T)[0].T
+        self._inside, self._column = inside.to(dtype), span.column[self.units].to(dtype)
+        self._x, self._dx = family.fixed.x.to(dtype), along.x.to(dtype)
+        self._ends = [end.to(dtype) for end in pixels]
+
+    def start(self, places: Tensor, tokens: Tokens) -> Tensor:
+        """φ of the tokens of the family that are nearest to others [Q], by their streams."""
+        fixed = self.family.fixed.at(places)
+        if (norm := self.activation.block.norm0) is not None:  # the family is one of streams times its deviation
+            block = self.activation.block
+            size = norm.size(tokens.x @ block.weight.T + block.base[places])
+            tokens = tokens._replace(z=tokens.z * size, m=tokens.m * size)
+        mixed = tokens.m - tokens.z - fixed.m + fixed.z
+        away = torch.cat([tokens.z - fixed.z, mixed, 1e-3 * (tokens.x - fixed.x)], dim=1)
+        return torch.linalg.solve_triangular(self._turn, away @ self._axes, upper=False, left=False)
+
+    def near(self, places: Tensor, x: Tensor) -> Tensor:
+        """φ of tokens whose patches are near x [Q, K], with as little attention as can be."""
+        fixed = self.family.fixed.at(places)
+        return torch.cat([x - fixed.x, -1e-3 * fixed.o], dim=1) @ self._from
+
+    def normal(self, places: Tensor, phi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cost [Q], slope [Q, f] and normal matrix [Q, f, f], pixels that no byte has included; φ in its own units.
+
+        With J the derivative of a, P what sticks out of the span and c the part inside, the residual is r = P a / |c|,
+        and its products need neither P J nor r's derivative: J P J^T = J J^T - (J V^T)(J V^T)^T, V the span.
+        """
+        still, moved = self._centre
+        centred = still[places] + phi @ moved
+        size = (centred.square().mean(dim=1, keepdim=True) + self.activation.block.norm2.eps).sqrt()
+        bare = (self._still[places] + phi @ self._moved) / size
+        turn = centred @ moved.T / (centred.shape[1] * size)
+        rows = self._rows
+        directions = self._moved[:, rows] - bare[:, rows].unsqueeze(1) * turn.unsqueeze(-1)
+        a, jacobian = self.activation.pushed(bare + self._added, directions, self.units)
+        a, jacobian = a * self._column, jacobian * (self._column / size).unsqueeze(1)
+        inside = a @ self._inside.T
+        scale = inside.norm(dim=1, keepdim=True).clamp(min=1e-30)
+        r = (a - inside @ self._inside) / scale
+        across = jacobian @ self._inside.T
+        along = (jacobian @ r.unsqueeze(-1)).squeeze(-1)
+        grown = (across @ (inside / scale).unsqueeze(-1)).squeeze(-1)
+        left = r.square().sum(dim=1, keepdim=True)
+        whole = torch.baddbmm(jacobian @ jacobian.mT, across, across.mT, alpha=-1)
+        mixed = grown.unsqueeze(2) * (along - left * grown / 2).unsqueeze(1)
+        slope, whole = (along - grown * left) / scale, (whole - mixed - mixed.mT) / scale.square().unsqueeze(2)
+        x = self._x[places] + phi @ self._dx
+        over = (x - self._ends[1]).clamp(min=0) + (x - self._ends[0]).clamp(max=0)
+        weight = OUTSIDE**2 / x.shape[1]
+        bound = (self._dx * (over != 0).unsqueeze(1)) @ self._dx.T
+        cost = left[:, 0] + weight * over.square().sum(dim=1)
+        return cost, slope + weight * over @ self._dx.T, whole + weight * bound
+
+    def run(self, places: Tensor, phi: Tensor, steps: int, stop: Callable[[], bool] = lambda: False) -> Rest:
+        """Where tokens at places [Q] come to rest from φ [Q, f]."""
+        wide = phi.shape[1] * len(self._rows)
+        side = max(1, ABREAST[phi.device.type != "cpu"] // max(wide, 1))
+        own = (phi @ self._turn).to(self.dtype)
+        parts = [self._run(p, f, steps, stop) for p, f in zip(places.split(side), own.split(side), strict=True)]
+        ended, cost, normal = (torch.cat(part).double() for part in zip(*parts, strict=True))
+        turned = self._turn @ normal @ self._turn.T
+        return Rest(torch.linalg.solve_triangular(self._turn, ended, upper=False, left=False), cost, turned)
+
+    def _run(self, places: Tensor, phi: Tensor, steps: int, stop: Callable[[], bool]) -> tuple[Tensor, Tensor, Tensor]:
+        damping = torch.full_like(phi[:, 0], 1e-2)
+        cost, slope, normal = self.normal(places, phi)
+        active = torch.arange(len(places), device=phi.device)
+        phi, stuck = phi.clone(), torch.zeros_like(places)
+        least, near = 8 * torch.finfo(self.dtype).eps, NEAR if self.dtype == torch.float32 else 0.0
+        for _ in range(steps):
+            if stop() or not len(active):
+                break
+            part = normal[active]
+            diagonal = part.diagonal(dim1=1, dim2=2)
+            bend = damping[active].unsqueeze(-1) * (diagonal + 1e-3 * diagonal.mean(dim=1, keepdim=True))
+            bend = bend + least * diagonal.amax(dim=1, keepdim=True) + 1e-30
+            factor, failed = torch.linalg.cholesky_ex(part + torch.diag_embed(bend))
+            step = torch.cholesky_solve(slope[active].unsqueeze(-1), factor).squeeze(-1)
+            step = torch.where((failed == 0).unsqueeze(1), step, 0.0).nan_to_num(0.0, 0.0, 0.0)
+            moved = phi[active] - step
+            after = self.normal(places[active], moved)
+            better = after[0] < cost[active]
+            kept = active[better]
+            gain = 1 - after[0][better] / cost[kept].clamp(min=1e-30)
+            phi[kept], cost[kept] = moved[better], after[0][better]
+            slope[kept], normal[kept] = after[1][better], after[2][better]
+            damping[active] = torch.where(better, damping[active] * 0.2, damping[active] * 5).clamp(1e-12, 1e6)
+            stuck[active] += 1
+            stuck[kept] = torch.where(gain > PROGRESS, 0, stuck[kept])
+            active = active[(stuck[active] < STUCK) & (cost[active] > near)]
+        return phi, cost, normal
