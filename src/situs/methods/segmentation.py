@@ -86,7 +86,8 @@ class Segmentation(Method):
             own = number < len(self.norms)
             patches = self.norms[number](z) if own else self.backbone.finish(replace(stream, z=z)).patches
             sides = [-(-side // 2**level.halved) for side in grid]
-            found.append(patches.transpose(1, 2).unflatten(2, sides))
+            # Contiguous: of other strides a convolution's result has strides that the compiler does not foresee.
+            found.append(patches.transpose(1, 2).unflatten(2, sides).contiguous())
         return found if self.pyramid is None else self.pyramid(found)
 
     def logits(self, inputs: Tensor) -> Tensor:
