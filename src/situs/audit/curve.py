@@ -274,4 +274,5 @@ def _why(pair: Outcome) -> str:
         return ""
     verdicts = dict.fromkeys(str(fact["verdict"]) for fact in pair.facts if fact.get("verdict"))
     doubt = None if verdicts or pair.caveat else pair.doubt
-    return "; ".join(dict.fromkeys(filter(None, (pair.partial, pair.caveat, *verdicts, doubt))))
+    stopped = pair.partial and f"stopped after {pair.partial}"
+    return "; ".join(dict.fromkeys(filter(None, (stopped, pair.caveat, *verdicts, doubt))))

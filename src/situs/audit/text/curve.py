@@ -59,7 +59,9 @@ def trace_texts(
                 for rung in axis.rungs:
                     label = beside if rung.defence.name == "none" else f"{rung.defence.label}, {beside}"
                     row = rows[label]
-                    said = "; ".join(dict.fromkeys(filter(None, (row.partial, *row.reasons))))
+                    said = "; ".join(
+                        dict.fromkeys(filter(None, (row.partial and f"stopped after {row.partial}", *row.reasons)))
+                    )
                     values = row.shares if row.reads else {}
                     points.append(Point(rung.name, label, "sentences" if row.reads else "", values, said=said))
                 lines.append(Line(name, beside, axis.label, points))
