@@ -45,9 +45,9 @@ CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
 
 NO_REMEDY = f"""
 Keeping back the gradient of the position table, freezing it, and fixed (sin-cos) or rotary positions are no remedies:
-the patches stand in the gradients of the first block as well, and the attack tokens reads them there. Nor are local steps
-(FedAvg): the inputs of the first step lie in the row spaces of their sum. Where this page
-says "{REFUSED}", nothing is known.
+the patches stand in the gradients of the first block as well, and the attack tokens reads them there. Nor are local
+steps (FedAvg): the inputs of the first step lie in the row spaces of their sum. Where this page says "{REFUSED}",
+nothing is known.
 """
 
 REMEDIES = """
