@@ -36,6 +36,9 @@ POLISH = 12
 SMOOTH = (2, 3, 4, 6, 8)
 """Sides of the noise that smooth pictures are drawn from: what tokens are like."""
 
+CONTRAST = 2.0
+"""Of the pictures that tell how much a unit bends, beside those that paths begin with."""
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -125,13 +128,13 @@ class Search:
         block = self.block
         if not self.activation.plain:
             return block.weight.new_zeros(self.activation.hidden)
-        m = torch.cat([block.middle(self.smooth(1, side))[0][0] for side in SMOOTH])
+        m = torch.cat([block.middle(self.smooth(1, side, CONTRAST))[0][0] for side in SMOOTH])
         weight, bias = block.entry()
         u = block.norm2.apply(m) @ weight.T + bias
         slopes = self.activation.slopes(u)[1]
         return (slopes.std(dim=0) * u.unflatten(1, slopes.shape[1:]).std(dim=0)).square().sum(dim=0)
 
-    def smooth(self, count: int, side: int) -> Tensor:
+    def smooth(self, count: int, side: int, contrast: float = 1.0) -> Tensor:
         """Patches [count, N, K] of pictures of smooth colours, noise of `side` x `side` numbers grown to their size."""
         backbone, shape = self.block.backbone, self.block.backbone.input.shape
         assert shape is not None
@@ -139,4 +142,4 @@ class Search:
         mixed = 0.4 * drawn[:, :1] + 0.2 * drawn[:, 1:]  # brightness, and what is left to colour
         grown = F.interpolate(mixed, size=tuple(shape), mode="bilinear", align_corners=True).to(self.block.weight)
         middle, width = (self.pixels.low + self.pixels.high) / 2, (self.pixels.high - self.pixels.low) / 2
-        return middle + width * patches_of(grown, backbone, self.block.stem)
+        return middle + contrast * width * patches_of(grown, backbone, self.block.stem)
