@@ -27,6 +27,7 @@ KEPT = {
     "train/log.py": "a key of metrics.jsonl",
     "train/loop.py": "keys of metrics.jsonl and of a checkpoint's state",
     "train/nan.py": "a key of steps that were saved before",
+    "train/inputs.py": "the size of a model's images, and what it takes in place of them",
     "train/run.py": "the data of a run, images or clips; any number of classes is for images alone",
     "evaluate/finetune.py": "channels, a field of the data's config; of clips always 1",
     "evaluate/probe/position.py": "the height of a grid of places, 1 of frames in a row",

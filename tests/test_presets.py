@@ -18,7 +18,15 @@ from situs.train.config import TrainConfig
 from situs.train.run import RunConfig, make_method
 
 NAMES = preset_names()
-CLASSES = {"cifar100": 100, "tiny-imagenet": 200, "imagenet": 1000, "samples": 10, "speech": 12, "ade20k": 150}
+CLASSES = {
+    "cifar100": 100,
+    "tiny-imagenet": 200,
+    "imagenet": 1000,
+    "samples": 10,
+    "speech": 12,
+    "ade20k": 150,
+    "sst2": 2,
+}
 TUNED = ("finetune", "upernet")
 """What the names of recipes say that start from another model."""
 
@@ -68,6 +76,8 @@ def test_the_recipe_is_strict_complete_and_can_be_built(name: str) -> None:
     assert ("finetune" if "finetune" in name else named) in name
     assert "label" not in METHODS[config.method_name].needs_targets or config.method_name in ("supervised", "mjp")
     assert config.train.epochs != TrainConfig().epochs or "epochs" in load_preset(name)["train"]
+    if config.data.kind == "text":  # the model is the one that it starts from
+        return
     with torch.device("meta"):
         method = make_method(config, tuple(map(str, range(CLASSES[set_of(name)]))))
     height, width = config.data.size
@@ -85,6 +95,13 @@ def test_segmentation_is_the_recipe_of_maes_evaluation() -> None:
     fields(config.augment, crop="scaled", scales=[0.5, 2.0], flip=0.5)
     fields(config.optim, lr=1e-4, weight_decay=0.05, layer_decay=0.65, schedule="linear", warmup_steps=1500)
     assert (config.train.max_steps, config.backbone.drop_path) == (160_000, 0.1)
+
+
+def test_sentences_are_learned_by_berts_recipe() -> None:
+    config = recipe("sst2-finetune")
+    fields(config.optim, lr=5e-5, weight_decay=0.01, schedule="linear", clip=1.0)
+    assert (config.train.epochs, config.data.batch, config.method.label_smoothing) == (3, 32, 0.0)
+    assert (config.data.kind, config.data.text.longest) == ("text", 128)
 
 
 # --- MP3: SPEC §2 -------------------------------------------------------------------------------------------

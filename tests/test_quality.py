@@ -143,6 +143,12 @@ COVERED = {
     "situs.train.checkpoint.checkpoints": "test_folder",
     "situs.train.checkpoint.records": "test_folder",
     "situs.train.config": "test_loop",
+    "situs.train.inputs": "test_run_texts",
+    "situs.data.sources.rows": "test_text",
+    "situs.data.tokeniser": "test_text",
+    "situs.methods.language": "test_run_texts",
+    "situs.evaluate.perplexity": "test_run_texts",
+    "situs.cli.evaluate.perplexity": "test_run_texts",
     "situs.train.contract": "test_loop",
     "situs.train.graph": "test_loop_gpu",
 }

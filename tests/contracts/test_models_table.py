@@ -150,13 +150,14 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
 
 VERBS = (
     "info", "verify", "features", "evaluate accuracy", "evaluate consistency", "evaluate ensemble", "evaluate knn",
-    "evaluate position", "evaluate probe", "evaluate robustness", "evaluate segments", "analyze attention",
-    "analyze correlation", "analyze positions", "analyze reconstruct", "audit gradients", "audit positions",
-    "audit split", "finetune --from", "export", "lock",
+    "evaluate perplexity", "evaluate position", "evaluate probe", "evaluate robustness", "evaluate segments",
+    "analyze attention", "analyze correlation", "analyze positions", "analyze reconstruct", "audit gradients",
+    "audit positions", "audit split", "finetune --from", "export", "lock",
 )  # fmt: skip
 
 UNTRAINED, WHOLE = "no trained classifier", "runs only as a whole"
 UNSEGMENTED = "was not trained to segment"
+WORDLESS = "has no head for the next word"
 NO_HEAD = "no run, (so it has no|and only a run keeps its) position head"
 REFUSED: dict[str, dict[str, str]] = {
     "features": {"own": WHOLE},
@@ -164,6 +165,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "evaluate consistency": {"name": UNTRAINED, "own": WHOLE},
     "evaluate ensemble": {"name": UNTRAINED},
     "evaluate knn": {"own": WHOLE},
+    "evaluate perplexity": dict.fromkeys(KINDS, WORDLESS),  # of images, as all models here
     "evaluate position": dict.fromkeys(KINDS[1:], NO_HEAD),
     "evaluate probe": {"own": WHOLE},
     "evaluate robustness": {"name": UNTRAINED},
@@ -189,6 +191,7 @@ SHORT = {
     UNTRAINED: "no trained classifier",
     WHOLE: "runs only as a whole",
     UNSEGMENTED: "not trained to segment",
+    WORDLESS: "reads no words",
     NO_HEAD: "no position head",
     "random weights": "nothing to start from",
     "a run cannot make again by itself": "cannot be made again",

@@ -204,7 +204,7 @@ def test_a_model_of_words_is_opened_and_has_no_images(tmp_path: Path) -> None:
     config = transformers.BertConfig(**sizes, vocab_size=30, max_position_embeddings=12)
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
     found = open_model(tmp_path / "bert")
-    assert found.input is None and not found.classifier
+    assert found.samples.kind == "text" and found.samples.size == (1, 12) and not found.classifier
     with pytest.raises(SitusError, match="takes no images"):
         _ = found.data
 

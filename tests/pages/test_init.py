@@ -57,6 +57,7 @@ from situs.evaluate.consistency import Consistency, ConsistencyCurve
 from situs.evaluate.ensemble import Ensemble
 from situs.evaluate.knn import LayerAccuracy, LayerKnn
 from situs.evaluate.multi_label import LabelAccuracy, label_scores
+from situs.evaluate.perplexity import Perplexity, WordScores
 from situs.evaluate.position import Cell, PositionCurve, PositionGrid
 from situs.evaluate.probe.classes import ClassProbe, ClassProbes
 from situs.evaluate.probe.linear import Fitted, Linear, Score, Tried
@@ -302,6 +303,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "StepComparison": (_comparison_of_steps, set()),
     "StepTable": (_steps, set()),
     "SegmentProbes": (lambda: _probes("segments"), {"classes", "confusion"}),
+    "Perplexity": (lambda: Perplexity(WordScores(math.exp(2.0), 2.0, 0.25, 40)), set()),
     "Segments": (_segments, {"classes", "confusion", "worst"}),
     "StudyResult": (_study_result, {"curves"}),
     "TextAudit": (_text_audit, set()),

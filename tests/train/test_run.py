@@ -17,6 +17,7 @@ from situs.errors import SitusError
 from situs.models.initialise import starting
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.distributed import Ranks
+from situs.train.inputs import own_size
 from situs.train.run import (
     RunConfig,
     describe,
@@ -24,7 +25,6 @@ from situs.train.run import (
     load_run,
     make_eval_loader,
     make_method,
-    own_size,
     settled,
     train_run,
 )

@@ -73,11 +73,13 @@ class InputSpec(NamedTuple):
     shape: its sides without the channels, (height, width) of an image; None where it takes several.
     channels: numbers at each place of it; 0 for the ids of words.
     patch: the sides of what becomes one token; None where the model has no tokens, or one a word.
+    words: how many words it knows, where it takes their ids.
     """
 
     shape: tuple[int, ...] | None = None
     channels: int = 0
     patch: tuple[int, ...] | None = None
+    words: int = 0
 
 
 class Level(NamedTuple):
@@ -273,6 +275,11 @@ class Backbone(nn.Module, ABC):
     def num_classes(self) -> int:
         """How many classes of images its own head tells apart; 0 where it has no such head."""
         return 0
+
+    @property
+    def next_words(self) -> bool:
+        """Whether its own head gives the word to come behind each word."""
+        return False
 
     @property
     def patch_values(self) -> int:

@@ -76,7 +76,7 @@ def _strip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 HEADS = (
     *("head.", "head_dist.", "fc.", "fc_norm.", "classifier.", "pooler.", "vit.pooler.", "bert.pooler."),
-    *("cls.", "lm_head."),
+    *("cls.", "lm_head.", "score."),
 )
 """A head that does not fit is left as it was made: a file without one, or one for other classes."""
 

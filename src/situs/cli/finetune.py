@@ -1,4 +1,4 @@
-"""Train a classifier or a segmentation on a pretrained model, with the positions of your choice.
+"""Train a classifier, a segmentation or a language model, starting from a pretrained one.
 
 For example: situs finetune --from runs/mp3 --positions learned --data PATH --out runs/ft
 
@@ -42,6 +42,7 @@ class Args(Training):
 
 
 def run(args: Args) -> int:
-    """Fine-tunes; the log holds val_top1 and val_top5, val_map of multi-label data, val_miou of masks."""
+    """Fine-tunes; the log holds val_top1 and val_top5, or val_map of multi-label data, val_miou of masks, and
+    val_perplexity of words."""
     asked = {"source": args.source, "positions": args.positions, "validate_every": args.validate_every}
     return tell(args.out or args.resume, args.config, train_finetuning(args.config, **asked, **args.place()))

@@ -38,6 +38,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "evaluate knn": ("situs.cli.evaluate.knn", "nearest neighbours on the features of each layer"),
         "evaluate probe": ("situs.cli.evaluate.probe", "places, classes or masks that a linear classifier reads off"),
+        "evaluate perplexity": ("situs.cli.evaluate.perplexity", "how unsure a language model is of the next word"),
         "evaluate segments": ("situs.cli.evaluate.segments", "mIoU of a segmentation, the worst images first"),
         "evaluate robustness": (
             "situs.cli.evaluate.robustness",

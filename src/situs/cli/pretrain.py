@@ -24,7 +24,7 @@ EVERYDAY = {"data": (NAMED["data"],), **SHORT}
 """Everyday flags, each for fields of the run's config."""
 
 
-JUDGES = {"label": "accuracy", "mask": "segments"}
+JUDGES = {"label": "accuracy", "mask": "segments", "words": "perplexity"}
 """What a method learns -> the verb of evaluate that judges it."""
 
 

@@ -135,6 +135,9 @@ def check(
     if kind_of(path) == "audio":
         said = "holds clips, and the check looks at images; a training names the clips that cannot be read"
         raise SitusError(f"{path}: {said}", field="data")
+    if kind_of(path, multi_label=multi_label) == "text":
+        said = "holds sentences, and the check looks at images; a training names those that cannot be read"
+        raise SitusError(f"{path}: {said}", field="data")
     tell = progress or (lambda *_: None)
     gather = _Gathering(huge_mpx * 1e6, decode_pixels)
     folder = Path(path).expanduser()

@@ -11,12 +11,14 @@ from situs.data.audio import AudioConfig
 from situs.data.image_pipeline import Decoder, Resizer
 from situs.data.masks import MaskConfig
 from situs.data.sources.base import Kind
+from situs.data.text import LONGEST, TextConfig
 from situs.errors import SitusError
 from situs.limits import Count, Natural, Positive, Within
 
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BATCH = 256
 _OF_IMAGES = ("multi_label", "decode", "resize", "crop_share", "target")
+_NOT_OF_TEXT = (*_OF_IMAGES[:-1], "img_size", "channels", "mean", "std")
 _OF_CLASSES = ("multi_label", "decode", "resize", "per_class")
 NO_DATA = "give the images, or samples for the embedded set of 9,000 pictures of clothes"
 
@@ -26,11 +28,11 @@ class DataConfig(Checked):
     """Where the samples are and how they come to the model."""
 
     path: str = ""
-    """Image folder, folder of parquet or tar files, CIFAR batches, "samples" for the embedded set; or clips of sound in
-    folders, as Speech Commands has them, or parquet."""
+    """Image folder, folder of parquet or tar files, CIFAR batches, "samples" for the embedded set; clips of sound in
+    folders, as Speech Commands has them, or parquet; or sentences in parquet, csv, tsv, jsonl or txt."""
 
     kind: Kind | None = None
-    """image or audio; by default what lies at the path."""
+    """image, audio or text; by default what lies at the path."""
 
     split: str | None = None
     """train, val or test; by default the training split where there is one, and val for evaluation."""
@@ -39,8 +41,9 @@ class DataConfig(Checked):
     """Whether an image has any number of the classes: by a table among the files, or by a list or 0/1 columns of
     parquet files. By default it has one."""
 
-    target: Literal["class", "mask"] = "class"
-    """What is known of an image: its class (or any number of them), or a mask, which gives each of its pixels one."""
+    target: Literal["class", "mask", "words"] = "class"
+    """What is known of an image: its class (or any number of them), or a mask, which gives each of its pixels one; of
+    text the class of each sentence, or its words, for a language model."""
 
     held_out: Annotated[float, Within("[0, 1)")] = 0.0
     """Share of data without a val or test split that is held out as both, by the images' names; train is the rest."""
@@ -108,8 +111,12 @@ class DataConfig(Checked):
     masks: MaskConfig = field(default_factory=MaskConfig)
     """Masks: what the numbers in them mean."""
 
+    text: TextConfig = field(default_factory=TextConfig)
+    """Sentences: their columns and their ids."""
+
     def check(self) -> None:
         clips = self.kind == "audio"
+        self._check_text()
         count, each = (self.audio.width, "number of a frame") if clips else (self.channels, "channel")
         for name in ("mean", "std"):
             if len(getattr(self, name)) not in {0, count}:
@@ -128,31 +135,46 @@ class DataConfig(Checked):
             allowed = f"{self.audio.size[0]},{self.audio.size[1]}, which the clips' features have"
             raise SitusError(field="img_size", value=self.img_size, allowed=allowed)
 
+    def _check_text(self) -> None:
+        texts, plain = self.kind == "text", DataConfig.__dataclass_fields__
+        for name in _NOT_OF_TEXT if texts else ():
+            if (value := getattr(self, name)) != plain[name].default:
+                said = f"{name}={value}: is for images, and {self.path or 'the set'} holds sentences"
+                raise SitusError(said, field=name)
+        if (texts and self.target == "mask") or (self.kind not in (None, "text") and self.target == "words"):
+            allowed = "class or words for text" if texts else "class or mask: words are read from text"
+            raise SitusError(field="target", value=self.target, allowed=allowed)
+
     def wanted(self) -> dict[str, Any]:
         """How the set is asked for, by the arguments of `open_source`."""
-        names = ("channels", "strict", "held_out", "multi_label", "kind", "audio")
+        names = ("channels", "strict", "held_out", "multi_label", "kind", "audio", "text")
         masks = self.masks if self.target == "mask" else None
-        return {name: getattr(self, name) for name in names} | {"masks": masks}
+        return {name: getattr(self, name) for name in names} | {"masks": masks, "words": self.target == "words"}
 
     def learned_by(self, method: str, needs: Sequence[str]) -> DataConfig:
-        """With the targets that a method needs: masks are read for one that learns from them."""
+        """With the targets that a method needs: masks or words are read for one that learns from them."""
         if "mask" in needs:
             return replace(self, target="mask", multi_label=False)
         if "label" in needs and self.target == "mask":
             said = f"{method} learns a class an image, and masks are asked for"
             raise SitusError(said, field=("data.target", "method"))
-        return self
+        if "words" in needs:
+            return replace(self, target="words", kind="text")
+        return replace(self, target="class") if self.target == "words" else self
 
     def split_by(self) -> dict[str, Any]:
         """What decides which splits the set has, by the arguments of `splits_at`."""
-        return {"multi_label": self.multi_label, "kind": self.kind, "masks": self.target == "mask"}
+        asked = {"masks": self.target == "mask", "words": self.target == "words"}
+        return {"multi_label": self.multi_label, "kind": self.kind, **asked}
 
     def told(self) -> dict[str, Any]:
         """How a model's samples are prepared, as an export of it tells: no places on any machine.
 
         Of images mean, std and crop, and "masks" where they have some; of clips "audio", with their mean and deviation
-        in it.
+        in it; of sentences "text", how long they may be.
         """
+        if self.kind == "text":
+            return {"text": {"longest": self.longest}}
         mean, std = self.normalisation
         if self.kind != "audio":
             masks = {"masks": to_dict(self.masks)} if self.target == "mask" else {}
@@ -169,12 +191,19 @@ class DataConfig(Checked):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width that the model sees."""
+        """Height and width that the model sees; of sentences 1 and the ids of the longest."""
+        if self.kind == "text":
+            return 1, self.longest
         if self.kind == "audio":
             return self.audio.size
         if self.img_size is None:
             raise SitusError("img_size: must be given where no model says it", field="img_size")
         return (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size
+
+    @property
+    def longest(self) -> int:
+        """Ids of a sentence at most."""
+        return self.text.longest or LONGEST
 
     @property
     def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:

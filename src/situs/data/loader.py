@@ -21,13 +21,14 @@ from situs.data.image_pipeline import ImagePipeline
 from situs.data.mask_pipeline import MaskPipeline
 from situs.data.pipeline import Pipeline
 from situs.data.resident import Progress, Resident, load_resident
-from situs.data.sampler import BatchPlan, Drawn, batches_for, sample_of
+from situs.data.sampler import BatchPlan, Drawn, LengthBuckets, batches_for, sample_of
 from situs.data.sources import kind_of, open_source
 from situs.data.sources.audio import noise_folder, read_noise
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.speech import part_of
 from situs.data.sources.subset import PerClass, Subset
 from situs.data.streaming import WorkerStream
+from situs.data.text_pipeline import TextPipeline, check_augment, lengths_of
 from situs.errors import BrokenSampleError, SitusError
 
 # On a GPU, batches smaller than this many numbers are augmented several at a time: a sample's view does not depend on
@@ -62,6 +63,8 @@ class Loader(ABC):
         order = self.plan.order
         if self.plan.drawn is not None:
             return f"{self.plan.n} samples, each step by chance"
+        if isinstance(order, LengthBuckets):
+            return f"{self.plan.n} samples by their lengths ({int(order.lengths.sum())} in all)"
         return (
             f"{self.plan.n} samples {f'in blocks ({order.mark})' if isinstance(order, BlockOrder) else 'in any order'}"
         )
@@ -215,6 +218,8 @@ def make_loader(
         source = Subset(source, config.count)
     if augment is not None and config.per_class is not None:
         source = PerClass(source, config.per_class)
+    if config.kind == "text":
+        return _text_loader(source, config, augment, device, rank, world, drawn)
     clips = config.kind == "audio"
     if not clips and source.things == "clips":
         raise SitusError(f"{source.name}: holds clips, and images are asked for", field="data")
@@ -247,17 +252,48 @@ def make_loader(
     return StreamLoader(pipeline, plan, device, config.workers, said)
 
 
-def settle(config: DataConfig) -> DataConfig:
-    """The config with what its data says: that it is clips, of one channel, and the mean and deviation of their frames.
+class TextLoader(StreamLoader):
+    """Sentences, or blocks of words, whose ids are in memory already."""
 
-    The same data always gives the same config. Of images with masks the names of the classes; other images are left as
-    they are.
+    def describe(self) -> str:
+        """Count, and how they are shuffled."""
+        said = f"{self.source.name}: {len(self.source):,} {self.source.things} in memory as ids{self.order}"
+        return "\n".join([said, *self.source.notes])
+
+
+def _text_loader(
+    source: Source,
+    config: DataConfig,
+    augment: AugmentConfig | None,
+    device: torch.device,
+    rank: int,
+    world: int,
+    drawn: Drawn | None,
+) -> Loader:
+    training, words = augment is not None, config.target == "words"
+    if augment is not None:
+        check_augment(augment)
+    count = len(source)
+    batch = config.batch or default_batch(count, world, training=training)
+    plan = BatchPlan(count, batch, config.seed, rank, world, shuffle=training, drop_last=training, drawn=drawn)
+    said = ""
+    if training and not words and drawn is None:
+        plan, said = replace(plan, order=LengthBuckets(lengths_of(source), batch)), ", like lengths together"
+    return TextLoader(TextPipeline(source, config.longest, training=training, words=words), plan, device, 0, said)
+
+
+def settle(config: DataConfig) -> DataConfig:
+    """The config with what its data says: that it is text; that it is clips, of one channel, and the mean and deviation
+    of their frames; of images with masks the names of the classes.
+
+    The same data always gives the same config. Other images are left as they are.
     """
     if config.target == "mask" and config.path and not config.masks.classes:
         classes = open_source(config.path, config.split, **config.wanted()).classes
         return replace(config, masks=replace(config.masks, classes=classes or ()))
-    if not config.path or kind_of(config.path, config.kind) == "image":
-        return config
+    kind = kind_of(config.path, config.kind, multi_label=config.multi_label) if config.path else "image"
+    if kind != "audio":
+        return replace(config, kind=kind) if kind == "text" else config
     try:  # the size is checked by the config itself, and the channels of clips are no choice
         told = replace(config, kind="audio", channels=1, img_size=config.img_size or config.audio.size)
     except SitusError as error:

@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from situs.errors import SitusError
 from situs.evaluate.multi_label import LabelAccuracy, LabelScores, LabelTally
 from situs.methods.base import Batch
-from situs.models.data import AnyData, AnyModel, Chosen, check_classes, check_labels, load_set, made_with, opened
+from situs.models.data import AnyData, AnyModel, Chosen, check_classes, check_labels, load_any, made_with, opened
 from situs.models.inference import Total, evaluating
 from situs.results import Result, Summary, Table, percent
 from situs.train.step import autocast
 
-Classifier = Callable[[Tensor], Tensor]
-"""Inputs [B, …] -> logits [B, classes]; a backbone is one."""
+Classifier = Callable[..., Tensor]
+"""Inputs [B, …] -> logits [B, classes]; a backbone is one. Called with a mask where a batch has padding."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,11 @@ def evaluate_accuracy(
     Of a multi-label one mean average precision, accuracy and F1 over the classes, and each class's own.
 
     model: whatever `open_model` takes. data: a path or a source; None for the samples that a run was trained on.
-    precision: fp32, or bf16 for autocast. seed: of random weights. chosen: see `load_set`. Under torchrun the ranks
+    precision: fp32, or bf16 for autocast. seed: of random weights. chosen: see `load_any`. Under torchrun the ranks
     share the samples.
     """
     model = opened(model, seed)
-    loader = load_set(model, data, shared=True, **chosen)
+    loader = load_any(model, data, shared=True, **chosen)
     check_classes(model, loader, multi_label=True)
     classes = check_labels(loader, multi_label=True)
     told = {"classes": len(classes), "precision": precision}
@@ -179,7 +179,7 @@ def _run(
     with evaluating(model):
         for batch in batches:
             with autocast(batch.inputs.device, precision):
-                logits = model(batch.inputs)
+                logits = model(batch.inputs) if batch.mask is None else model(batch.inputs, batch.mask)
             if classes not in (None, logits.shape[-1]):
                 raise SitusError(f"the model has {logits.shape[-1]} classes and the data {classes}", field="data")
             tally.add(logits, labels_of(batch, tally.target))

@@ -21,6 +21,7 @@ SAME_DATA = (
     "path",
     "kind",
     "audio",
+    "text",
     "multi_label",
     "held_out",
     "img_size",
@@ -82,8 +83,8 @@ def beginning(source: str | Path) -> Beginning:
         raise SitusError(told, field="source")
     # The shapes tell all; the weights are read when the training starts.
     model = open_model(folder or name, any_weights=True, device="meta")
-    data = to_dict(model.data)
-    seen = {name: data[name] for name in ("kind", "audio", "img_size", "channels", "mean", "std", "crop_share")}
+    data = to_dict(model.samples)
+    seen = {name: data[name] for name in ("kind", "audio", "text", "img_size", "channels", "mean", "std", "crop_share")}
     if folder is None:
         return Beginning(BackboneConfig(name), name if weights == PUBLISHED else weights, seen, True, named=True)
     return Beginning(_described(model, folder), str(folder), seen, model.positions)

@@ -18,6 +18,7 @@ from situs.errors import SitusError
 from situs.evaluate.accuracy import hard, measure_accuracy, measure_labels
 from situs.evaluate.features import extract
 from situs.evaluate.knn import knn_accuracy
+from situs.evaluate.perplexity import measure_perplexity
 from situs.evaluate.position import position_accuracy
 from situs.evaluate.segments.measure import measure, seeing
 from situs.evaluate.segments.windows import Inference
@@ -93,7 +94,7 @@ class OnlineProbe(_Looks):
 
 class Validation(_Looks):
     """Top-1, top-5 and loss on the validation set; of a multi-label one mean average precision, accuracy and loss; of
-    masks mIoU, accuracy and loss.
+    masks mIoU, accuracy and loss; of words perplexity, accuracy and loss.
 
     note: said at the first look.
     """
@@ -110,6 +111,9 @@ class Validation(_Looks):
 
     def look(self, method: Method) -> dict[str, float]:
         """The accuracy over the validation set of all ranks."""
+        if "words" in method.needs_targets:
+            words = measure_perplexity(method.backbone, self.loader, precision=self.precision)
+            return {"val_perplexity": words.perplexity, "val_accuracy": words.accuracy, "val_loss": words.loss}
         if isinstance(method, Segmentation):
             see = seeing(method, method.logits, Inference(), self.precision)
             scores = measure(see, self.loader, method.classes).scores

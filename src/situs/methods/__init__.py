@@ -8,6 +8,7 @@ from situs.backbones.base import Backbone
 from situs.errors import unknown_name
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.methods.droppos import DropPos, DropPosConfig
+from situs.methods.language import Language, LanguageConfig
 from situs.methods.mae import MAE, MAEConfig
 from situs.methods.mjp import MJP, MJPConfig
 from situs.methods.mp3 import MP3, MP3Config
@@ -18,6 +19,7 @@ from situs.methods.supervised import Supervised, SupervisedConfig
 METHODS = Registry(
     {
         "droppos": DropPos,
+        "language": Language,
         "mae": MAE,
         "mjp": MJP,
         "mp3": MP3,
@@ -48,7 +50,7 @@ def create_method(name: str, backbone: Backbone, config: Any = None, classes: in
 
 def classifies(kind: type[Method]) -> bool:
     """Whether a method classifies by itself, and not by its backbone's head."""
-    return bool(kind.needs_targets) and "label" not in kind.needs_targets
+    return bool(kind.needs_targets) and not {"label", "words"} & {*kind.needs_targets}
 
 
 __all__ = [
@@ -60,6 +62,8 @@ __all__ = [
     "Draws",
     "DropPos",
     "DropPosConfig",
+    "Language",
+    "LanguageConfig",
     "MAEConfig",
     "MJPConfig",
     "MP3Config",

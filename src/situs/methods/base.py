@@ -71,8 +71,9 @@ class Method(nn.Module, ABC):
     """Capabilities the backbone must not refuse; see `situs.backbones.base.CAPABILITIES`."""
 
     needs_targets: ClassVar[tuple[str, ...]] = ()
-    """Names in `Batch.targets` that it cannot do without; "label" gives the backbone a classifier. A method with others
-    classifies by itself: it is made with the number of classes as its third argument, and an export keeps its parts."""
+    """Names in `Batch.targets` that it cannot do without; "label" gives the backbone a classifier, "words" keeps its
+    own head. A method with others classifies by itself: it is made with the number of classes as its third argument,
+    and an export keeps its parts."""
 
     puzzle_ratios: ClassVar[tuple[str, ...]] = ()
     """Fields of its config that say how a puzzle for its position head is made; none where it has no such head."""

@@ -60,7 +60,9 @@ def label_loss(logits: Tensor, batch: Batch, smoothing: float) -> tuple[Tensor, 
     if "label" not in batch.targets:
         raise SitusError("supervised training needs labels, and this data has none", field="data")
     labels = batch.targets["label"]
-    loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing if labels.dim() == 1 else 0.0)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    truth = labels if labels.dim() == 1 else labels.to(wide.dtype)
+    loss = F.cross_entropy(wide, truth, label_smoothing=smoothing if labels.dim() == 1 else 0.0)
     return loss, {"accuracy": top1(logits, labels)}
 
 

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, Unpack
 
 from torch import Tensor, nn
 
@@ -24,6 +24,7 @@ from situs.models.model import Model, check_classifier
 from situs.models.open import open_model
 from situs.results import Provenance
 from situs.train import distributed
+from situs.train.inputs import check_words
 
 AnyModel = str | Path | nn.Module | Model
 """What `open_model` takes."""
@@ -33,7 +34,7 @@ AnyData = str | Path | Source | None
 
 
 class Chosen(TypedDict, total=False):
-    """Which of the samples, for every measurement; `load_set` says what each means."""
+    """Which of the samples, for every measurement; `load_any` says what each means."""
 
     split: str | None
     held_out: float | None
@@ -70,13 +71,26 @@ def load_set(
     model: Model,
     data: AnyData = None,
     *,
+    shared: bool = False,
+    target: Literal["class", "mask"] = "class",
+    **chosen: Unpack[Chosen],
+) -> Loader:
+    """`load_any`, for what looks at images or clips alone: a model that reads sentences is refused."""
+    assert model.data.kind != "text"  # which `data` has refused
+    return load_any(model, data, shared=shared, target=target, **chosen)
+
+
+def load_any(
+    model: Model,
+    data: AnyData = None,
+    *,
     split: str | None = None,
     held_out: float | None = None,
     count: int | None = None,
     batch: int = 256,
     snr_db: float | None = None,
     shared: bool = False,
-    target: Literal["class", "mask"] = "class",
+    target: Literal["class", "mask", "words"] = "class",
     masks: MaskConfig | None = None,
 ) -> Loader:
     """The samples at `data` as the model was trained to see them, on its device: not augmented, in their own order.
@@ -86,18 +100,20 @@ def load_set(
     is the same every time. batch: so many at a time. snr_db: with background noise so many decibels below each clip,
     cut from the split's own part of the noise and the same every time. shared: only this rank's part of them, for an
     evaluation that sums over the ranks; else each rank has them all. target: what is asked of an image, its class or
-    its mask. masks: how masks are read, where not as the model's own.
+    its mask; of text the class of a sentence, or words. masks: how masks are read, where not as the model's own.
     """
     rank, world = (distributed.rank(), distributed.world()) if shared else (0, 1)
     if world > 1:  # each rank takes the same share of a batch
         batch = max(world, batch - batch % world)
-    config = replace(model.holding_out(held_out).data, split=split, batch=batch)
+    model = model.holding_out(held_out)
+    config = replace(model.samples, split=split, batch=batch)
     if target != config.target and config.kind != "audio":
         config = replace(config, target=target, multi_label=config.multi_label and target == "class")
     config = config if masks is None else replace(config, masks=masks)
     if snr_db is not None:
         if config.kind != "audio":
-            raise SitusError(f"snr_db={snr_db:g}: is for clips, and {model.name} takes images", field="snr_db")
+            things = "sentences" if config.kind == "text" else "images"
+            raise SitusError(f"snr_db={snr_db:g}: is for clips, and {model.name} takes {things}", field="snr_db")
         config = replace(config, audio=replace(config.audio, snr_db=snr_db))
     if isinstance(data, Source):
         source = data
@@ -111,14 +127,16 @@ def load_set(
             taken = f"is not split, so that all its {source.things} were taken{told}"
             source.notes.append(f"{source.name}: {taken}; a share can be held out")
     else:
-        things = "clips" if config.kind == "audio" else "images"
+        things = {"audio": "clips", "text": "sentences"}.get(config.kind or "", "images")
         raise SitusError(f"{model.name}: only a run knows its data; say where the {things} are", field="data")
     if count is not None:
         check_value("count", count, ">= 1")
         source = Subset(source, count)
     if world > max(1, len(source)):  # which would leave a rank with nothing to add to the sums
         raise SitusError(f"{source.name}: {len(source)} {source.things} are too few for {world} ranks", field="count")
-    return make_loader(config, None, model.device, rank=rank, world=world, source=source)
+    loader = make_loader(config, None, model.device, rank=rank, world=world, source=source)
+    check_words(model.backbone, loader)
+    return loader
 
 
 def load_bank(
@@ -220,8 +238,9 @@ def made_with(
     """
     from situs import __version__
 
-    size = "x".join(map(str, model.data.size))
-    made = {"data": loader.source.name, "img_size": size, "seed": seed, "precision": precision, "situs": __version__}
+    texts = model.samples.kind == "text"  # whose length its pipeline tells
+    size = {} if texts else {"img_size": "x".join(map(str, model.data.size))}
+    made = {"data": loader.source.name, **size, "seed": seed, "precision": precision, "situs": __version__}
     said = tuple(dict.fromkeys(text for each in (*beside, loader) for text in each.source.left_out()))
     left = {"left out": " ".join(said)} if said else {}
     return Provenance(

@@ -29,6 +29,7 @@ def export_run(source: str | Path, to: str | Path, *, ema: bool | None = None, f
         ema=averaged,
         classes=classes,
         multi_label=config.data.multi_label,
+        tokeniser=config.data.text.tokeniser if config.data.kind == "text" else None,
         **config.data.told(),
     )
     return write_export(method, to, provenance, force=force)

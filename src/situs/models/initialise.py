@@ -26,7 +26,7 @@ POSITION_PARTS = re.compile(r"(^|\.)(pos_embed|position_embeddings|rel_pos|share
 """Parameters that tell a place: left as the model was made where fresh positions are asked for. The bias within
 Swin's windows belongs to its blocks and comes along."""
 
-MAY_BE_NEW = re.compile(r"^(head|head_dist|fc|fc_norm|norm|classifier|((vit|bert)\.)?pooler)\.")
+MAY_BE_NEW = re.compile(r"^(head|head_dist|fc|fc_norm|norm|classifier|score|cls|lm_head|((vit|bert)\.)?pooler)\.")
 """What a model may have that a file has not: a classifier, and the norm of another way of pooling."""
 
 BACKBONE, MODEL = "backbone.", "model."

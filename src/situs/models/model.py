@@ -24,8 +24,8 @@ class Model:
     """A model that was opened, on its device and in eval mode.
 
     method: what a run was trained with, its own heads and tokens included; None for all that is no run. input: how its
-    images are prepared (and, of a run, where they are); None for a model that takes no images. classes: their names,
-    where they are known. facts: where it comes from, no paths. classifier: whether it has a head that was trained.
+    images, clips or sentences are prepared (and, of a run, where they are); None where nobody knows. classes: their
+    names, where they are known. facts: where it comes from, no paths. classifier: whether it has a trained head.
     positions: whether its positions took part in training. locked: whether it is a locked folder opened without its
     key. identity: a hash of where it was opened from, by which one model's results are told from another's. home: the
     folder it lies in, or its weights, which tells it from another of its name. notes: what a reader of its results must
@@ -51,10 +51,15 @@ class Model:
 
     @property
     def data(self) -> DataConfig:
-        """How its images are prepared; a model that takes none is refused."""
-        if self.input is None:
+        """How its images or clips are prepared; a model that takes none is refused."""
+        if self.input is None or self.input.kind == "text":
             raise SitusError(f"{self.name}: takes no images")
         return self.input
+
+    @property
+    def samples(self) -> DataConfig:
+        """How its images, clips or sentences are prepared."""
+        return self.input if self.input is not None and self.input.kind == "text" else self.data
 
     @property
     def multi_label(self) -> bool:
@@ -78,7 +83,7 @@ class Model:
 
     def holding_out(self, share: float | None) -> Model:
         """The same, with another share held out of data without a split to be judged on; None keeps what there is."""
-        return self if share is None else replace(self, input=replace(self.data, held_out=share))
+        return self if share is None else replace(self, input=replace(self.samples, held_out=share))
 
 
 def identity_of(origin: str) -> str:

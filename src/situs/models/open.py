@@ -31,7 +31,7 @@ from situs.methods.base import Method
 from situs.models.defended import trained_under
 from situs.models.model import Model, folder_name, identity_of
 from situs.models.module import OwnModule, in_float32, make_module, names_module, wrap_module
-from situs.models.prepared import class_names, described, images_for, is_multi_label, read_prepared
+from situs.models.prepared import class_names, described, images_for, is_multi_label, read_prepared, sentences_for
 from situs.train.checkpoint import run_and_step
 from situs.train.export import PARTS, last_name
 from situs.train.private.accounting import Spent, epsilon_of
@@ -203,6 +203,9 @@ def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], de
     if unlock is not None:
         with unlock(folder) as (readable, opened):
             model = _open_folder(readable, fields, "cpu")
+            if model.input is not None and model.input.kind == "text":  # what was readable is gone in a moment
+                text = replace(model.input.text, tokeniser=str(folder))
+                model = replace(model, input=replace(model.input, text=text))
             model = replace(model, name=folder_name(folder), backbone=opened(model.backbone).to(device).eval())
         return replace(model, facts={**model.facts, "locked": "opened with its key"})
     manifest = read_json(folder / MANIFEST)
@@ -225,11 +228,15 @@ def _open_folder(folder: Path, fields: dict[str, Any], device: torch.device | st
     backbone = _create(folder, {**size, **fields}, device)
     told = described(folder, backbone)
     method = None if str(device) == "meta" else _kept_method(folder, backbone, ours)
+    if backbone.input.words:
+        prepared = sentences_for(backbone, folder, ours)
+    else:
+        prepared = images_for(backbone, told.get("pretrained_cfg", {}), multi_label=is_multi_label(told), told=ours)
     return Model(
         folder_name(folder),
         backbone,
         method,
-        images_for(backbone, told.get("pretrained_cfg", {}), multi_label=is_multi_label(told), told=ours),
+        prepared,
         class_names(told) if method is None else tuple(ours["masks"]["classes"]),
         {"kind": "export", "model": backbone.source["architecture"], "method": ours.get("method")},
         classifier=told.get("num_classes", 1) > 0,

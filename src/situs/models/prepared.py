@@ -14,6 +14,7 @@ from situs.backbones.base import Backbone
 from situs.config import from_dict
 from situs.data.config import DataConfig
 from situs.data.masks import MaskConfig
+from situs.data.text import LONGEST, TextConfig
 from situs.files import read_json
 from situs.train.export import MULTI_LABEL, PREPARED
 
@@ -73,6 +74,13 @@ def images_for(
         target="class" if masks is None else "mask",
         masks=masks or MaskConfig(),
     )
+
+
+def sentences_for(backbone: Backbone, folder: Path, told: Mapping[str, Any]) -> DataConfig:
+    """How the sentences of a model in a folder are prepared. told: what Situs wrote there of them."""
+    longest = told.get("text", {}).get("longest")
+    text = TextConfig(tokeniser=str(folder), longest=longest or min(LONGEST, backbone.num_tokens))
+    return DataConfig(kind="text", target="words" if backbone.next_words else "class", text=text)
 
 
 def _as_timm_says(backbone: Backbone, prepared: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ PAGES = {
     "LockAudit": "lock.audit_page",
     "LockTuning": "lock.tuning_page",
     "Packed": "data.packed",
+    "Perplexity": "evaluate.perplexity",
     "PositionAudit": "positions_audit.page",
     "PositionCurve": "evaluate.position_curve",
     "PositionGrid": "evaluate.position_grid",

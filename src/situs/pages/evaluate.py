@@ -11,6 +11,7 @@ from situs.evaluate.accuracy import ClassAccuracy
 from situs.evaluate.ensemble import Ensemble
 from situs.evaluate.knn import POOLS, LayerKnn
 from situs.evaluate.multi_label import LabelAccuracy
+from situs.evaluate.perplexity import Perplexity
 from situs.evaluate.position import PositionCurve, PositionGrid
 from situs.evaluate.probe.classes import ClassProbes
 from situs.evaluate.probe.linear import Probe, Probes
@@ -42,6 +43,21 @@ def accuracy(found: ClassAccuracy) -> Page:
         [[row["class"], row["count"], f"{100 * row['top1']:.2f}", row["taken_for"] or "none"] for row in weakest],
     )
     return page.end(found.provenance.facts, ACCURACY)
+
+
+PERPLEXITY = """
+Each word but the first of its block is guessed from those before it there; the perplexity is the exponential of the
+mean of -log p, the model's probability of the word that stands there. A longer block and another tokeniser give another
+perplexity of the same text.
+"""
+
+
+def perplexity(found: Perplexity) -> Page:
+    """The scores."""
+    said = found.summary()
+    page = Page(f"{found.provenance.name}: perplexity", lead=said.sentence)
+    page.section("How well it knows the next word").table(*said.tables[0][1:], f"{found.scores.words:,} words.")
+    return page.end(found.provenance.facts, PERPLEXITY)
 
 
 LABELS = """

@@ -19,7 +19,6 @@ import torch
 from situs.backbones import BackboneConfig, create_backbone
 from situs.backbones.base import Backbone
 from situs.backbones.lora import merge_lora
-from situs.backbones.shapes import shapes_alone
 from situs.config import Checked, choice, choices_of, from_dict
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import BATCH, NO_DATA, DataConfig
@@ -35,6 +34,7 @@ from situs.train.checkpoint import CLASSES, MARK, Checkpoint, RunFolder, check_t
 from situs.train.config import TrainConfig
 from situs.train.contract import Hook, TrainResult
 from situs.train.export.write import load_checkpoint
+from situs.train.inputs import absolute, check_words, own_size, settle_text
 from situs.train.loop import fit
 from situs.train.optim import OptimConfig
 from situs.train.private.accounting import DpConfig
@@ -55,7 +55,7 @@ class RunConfig(Checked):
     """The model. Its input's size, channels and classes follow from the data."""
 
     data: DataConfig = field(default_factory=DataConfig)
-    """The images, or clips of sound."""
+    """The images, clips of sound, or sentences."""
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     """What happens to a training image or clip."""
@@ -94,43 +94,22 @@ def settled(config: RunConfig) -> RunConfig:
         raise SitusError(NO_DATA, field="data")
     data = data.learned_by(config.method_name, METHODS[config.method_name].needs_targets)
     if data.path != SAMPLES:
-        data = replace(data, path=_absolute(data.path))
+        data = replace(data, path=absolute(data.path))
     if data.audio.noise is not None:
-        data = replace(data, audio=replace(data.audio, noise=_absolute(data.audio.noise)))
+        data = replace(data, audio=replace(data.audio, noise=absolute(data.audio.noise)))
     data = settle(data)
     if init is not None:
-        init = _absolute(init)
+        init = absolute(init)
     name, mark = backbone.name.removeprefix("hf:"), "hf:" if backbone.name.startswith("hf:") else ""
     if (mark and Path(name).is_file()) or (Path(name) / "config.json").is_file():  # and not a timm name
-        backbone = replace(backbone, name=mark + _absolute(name))
+        backbone = replace(backbone, name=mark + absolute(name))
     if backbone.weights is not None:
-        backbone = replace(backbone, weights=_absolute(backbone.weights))
-    if data.img_size is None:
+        backbone = replace(backbone, weights=absolute(backbone.weights))
+    if data.kind == "text":
+        data = settle_text(data, backbone, config.method_name)
+    elif data.img_size is None:
         data = replace(data, img_size=backbone.img_size or own_size(backbone))
     return replace(config, backbone=backbone, data=data, init=init)
-
-
-def _absolute(text: str) -> str:
-    """A path that is there, from the root on; other text as it is."""
-    path = Path(text).expanduser()
-    return os.path.abspath(path) if path.exists() else text  # noqa: PTH100  (links stay links)
-
-
-def own_size(config: BackboneConfig) -> tuple[int, int]:
-    """Height and width of the inputs that a model is made for."""
-    bare = replace(config, img_size=None, weights=None, num_classes=0)
-    try:
-        with shapes_alone():
-            made = create_backbone(bare)
-    except (SitusError, RuntimeError):  # a family that computes while it is built; a mistake is said below
-        made = create_backbone(bare)
-    described: Any = getattr(made.model, "pretrained_cfg", None) or {}
-    size = made.input.shape or tuple(described.get("input_size", ()))[1:]
-    if len(size) != 2 or not made.input.channels:
-        raise SitusError(
-            f"img_size: {config.name} is made for no size of its own, so one must be given", field="data.img_size"
-        )
-    return size
 
 
 class Loaded(NamedTuple):
@@ -150,9 +129,10 @@ class Loaded(NamedTuple):
 def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     """The method on its backbone, freshly initialised from the run's seed."""
     kind = METHODS[config.method_name]
-    if kind.needs_targets and classes is None:
+    texts = config.data.kind == "text"
+    if kind.needs_targets and classes is None and "words" not in kind.needs_targets:
         said = f"{config.method_name} needs labels, and {config.data.path} has none"
-        if config.data.kind == "audio":
+        if texts or config.data.kind == "audio":
             raise SitusError(said, field="data")
         more = "" if config.data.multi_label else ", not one class an image; with any number of them it is multi-label"
         raise SitusError(said + more, field=("data", "data.multi_label"))
@@ -163,10 +143,11 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
             config.backbone,
             img_size=config.backbone.img_size or config.data.size,
             in_chans=config.data.channels,
-            num_classes=count if "label" in kind.needs_targets else 0,
+            num_classes=None if "words" in kind.needs_targets else count if "label" in kind.needs_targets else 0,
         )
     )
-    backbone.require("images")  # which the data of a run are
+    if not texts:
+        backbone.require("images")  # which the other data of a run are
     backbone.wide = config.train.residual == "float32"
     if backbone.input.shape not in (None, config.data.size):
         raise SitusError(field="data.img_size", value=backbone.input.shape, allowed=f"the data's {config.data.size}")
@@ -175,6 +156,8 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
 
 def make_training_loader(config: RunConfig, ranks: distributed.Ranks, private: Private | None = None) -> Loader:
     """This rank's part of the augmented training set; its augmentation is compiled where the method is."""
+    if private is not None and config.data.kind == "text":
+        raise SitusError("differential privacy is for images and clips here, not for sentences", field="dp.epsilon")
     data = config.data if private is None else replace(config.data, strict=True)  # another in its place came twice
     drawn = None if private is None else private.draws
     loader = make_loader(data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world, drawn=drawn)
@@ -248,7 +231,7 @@ def train_run(
         if config.data.batch is None and loader.global_batch < BATCH:
             speak(f"batch {loader.global_batch}: the set has no more {loader.source.things} for a step")
         told = _tell_skipped(loader, 0, speak)
-        method = make_method(config, loader.classes)
+        method = check_words(make_method(config, loader.classes), loader)
         if config.init is not None and fresh:
             for line in start(config, method.backbone):
                 speak(line)
@@ -334,7 +317,8 @@ def describe(config: RunConfig, method: Method, ranks: distributed.Ranks) -> str
     count = sum(p.numel() for p in method.parameters() if p.requires_grad)
     million = count / 1e6
     grid = " x ".join(map(str, method.backbone.grid))
-    tokens = f"{grid} patches, " if method.backbone.num_tokens else ""
+    things = "places" if method.backbone.input.words else "patches"
+    tokens = f"{grid} {things}, " if method.backbone.num_tokens else ""
     where = f"{ranks.world} x {ranks.device.type}" if ranks.world > 1 else str(ranks.device)
     name = config.backbone.name
     precision = config.train.precision_on(ranks.device)

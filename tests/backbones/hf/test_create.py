@@ -68,6 +68,7 @@ TEXTS = {
     "bert_words": ("BertForMaskedLM", BERT, (1, 15)),
     "gpt2": ("GPT2Model", GPT2, None),
     "gpt2_words": ("GPT2LMHeadModel", {**GPT2, "scale_attn_by_inverse_layer_idx": True}, (1, 15)),
+    "gpt2_classes": ("GPT2ForSequenceClassification", {**GPT2, "num_labels": 5, "pad_token_id": 0}, None),
     "llama": ("LlamaModel", LLAMA, None),
     "llama_words": ("LlamaForCausalLM", {**LLAMA, "attention_bias": True}, (1, 15)),
     "llama_yarn": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": YARN}, None),
@@ -611,8 +612,7 @@ def test_num_classes_gives_a_new_head_to_the_saved_body(tmp_path):
             assert gap(join(b.encode(b.embed(x), b.positions())), own_features(model, x)) < 1e-5
             bare = create_backbone(folder, num_classes=0, **arguments).eval()
             assert gap(bare(x), own_features(model, x)[:, 0]) < 1e-5
-    with pytest.raises(SitusError, match="num_classes=3: must be 0 or left out, for GPT2Model has no classifier"):
-        create_backbone(transformers.GPT2Config(**GPT2), num_classes=3)
+    assert create_backbone(transformers.GPT2Config(**GPT2), num_classes=3).name == "GPT2ForSequenceClassification"
     with pytest.raises(SitusError, match="num_classes=-1: must be at least 0"):
         create_backbone(transformers.ViTConfig(**VIT), num_classes=-1)
 

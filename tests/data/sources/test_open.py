@@ -192,7 +192,7 @@ def test_the_embedded_samples():
         (lambda p: write(p / "f/x.tar", b"no tar" * 200), "f", None, "x.tar: is not a plain tar"),
         (lambda p: tar(p / "f/x.tar", {"a.txt": b""}), "f", None, "f: its tar files hold no images"),
         (lambda p: tar(p / "f/x.tar", {"a.png": png(), "a.cls": b"cat"}), "f", None, "x.tar: is not a plain tar"),
-        (lambda p: pq.write_table(pa.table({"text": ["a"]}), p / "x.parquet"), "x.parquet", None, "no image column"),
+        (lambda p: pq.write_table(pa.table({"count": [1]}), p / "x.parquet"), "x.parquet", None, "no image column"),
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path, make, path, split, sentence):

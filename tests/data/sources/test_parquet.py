@@ -155,7 +155,7 @@ def test_offsets_that_run_backwards_are_named(tmp_path, monkeypatch):
         def read_row_group(self, *_: Any, **__: Any) -> pa.Table:
             return pa.table({"image": image})
 
-    monkeypatch.setattr(parquet, "_open", lambda *_: Damaged())
+    monkeypatch.setattr(parquet, "open_parquet", lambda *_: Damaged())
     with pytest.raises(SitusError, match=r"x\.parquet: row group 0 is damaged "):
         source.payload(0)
 

@@ -34,7 +34,7 @@ class HFFamily(NamedTuple):
 
     adapter: Callable[[Any, Head, tuple[int, int] | None], Backbone]
     head: Head
-    classifier: str | None = None
+    classifier: str
 
 
 _VIT, _DINO, _REGISTERS = (
@@ -43,6 +43,7 @@ _VIT, _DINO, _REGISTERS = (
     "Dinov2WithRegistersForImageClassification",
 )
 _BERT, _AST = "BertForSequenceClassification", "ASTForAudioClassification"
+_GPT2, _LLAMA, _MISTRAL, _QWEN2 = (f"{name}ForSequenceClassification" for name in ("GPT2", "Llama", "Mistral", "Qwen2"))
 
 FAMILIES: dict[str, HFFamily] = {
     "ViTModel": HFFamily(hf_image.ViTBackbone, hf_image.vit_pooled, _VIT),
@@ -56,14 +57,18 @@ FAMILIES: dict[str, HFFamily] = {
     "BertModel": HFFamily(hf_text.BertBackbone, hf_text.bert_pooled, _BERT),
     _BERT: HFFamily(hf_text.BertBackbone, hf_text.bert_classes, _BERT),
     "BertForMaskedLM": HFFamily(hf_text.BertBackbone, hf_text.bert_words, _BERT),
-    "GPT2Model": HFFamily(hf_text.GPT2Backbone, hf_text.hidden),
-    "GPT2LMHeadModel": HFFamily(hf_text.GPT2Backbone, hf_text.next_words),
-    "LlamaModel": HFFamily(hf_text.LlamaBackbone, hf_text.hidden),
-    "LlamaForCausalLM": HFFamily(hf_text.LlamaBackbone, hf_text.next_words),
-    "MistralModel": HFFamily(hf_text.MistralBackbone, hf_text.hidden),
-    "MistralForCausalLM": HFFamily(hf_text.MistralBackbone, hf_text.next_words),
-    "Qwen2Model": HFFamily(hf_text.Qwen2Backbone, hf_text.hidden),
-    "Qwen2ForCausalLM": HFFamily(hf_text.Qwen2Backbone, hf_text.next_words),
+    "GPT2Model": HFFamily(hf_text.GPT2Backbone, hf_text.hidden, _GPT2),
+    "GPT2LMHeadModel": HFFamily(hf_text.GPT2Backbone, hf_text.next_words, _GPT2),
+    _GPT2: HFFamily(hf_text.GPT2Backbone, hf_text.last_classes, _GPT2),
+    "LlamaModel": HFFamily(hf_text.LlamaBackbone, hf_text.hidden, _LLAMA),
+    "LlamaForCausalLM": HFFamily(hf_text.LlamaBackbone, hf_text.next_words, _LLAMA),
+    _LLAMA: HFFamily(hf_text.LlamaBackbone, hf_text.last_classes, _LLAMA),
+    "MistralModel": HFFamily(hf_text.MistralBackbone, hf_text.hidden, _MISTRAL),
+    "MistralForCausalLM": HFFamily(hf_text.MistralBackbone, hf_text.next_words, _MISTRAL),
+    _MISTRAL: HFFamily(hf_text.MistralBackbone, hf_text.last_classes, _MISTRAL),
+    "Qwen2Model": HFFamily(hf_text.Qwen2Backbone, hf_text.hidden, _QWEN2),
+    "Qwen2ForCausalLM": HFFamily(hf_text.Qwen2Backbone, hf_text.next_words, _QWEN2),
+    _QWEN2: HFFamily(hf_text.Qwen2Backbone, hf_text.last_classes, _QWEN2),
 }
 """transformers class -> how it is wrapped. A subclass, or a class of the same name elsewhere, is refused."""
 
@@ -200,11 +205,9 @@ def _class_of(config: Any, num_classes: int | None) -> tuple[str, dict[str, Any]
         return name, {}
     if num_classes == 0:
         return BARE[config.model_type]
-    classifier = FAMILIES[name].classifier
-    if num_classes < 0 or classifier is None:
-        allowed = "at least 0" if classifier else f"0 or left out, for {name} has no classifier"
-        raise SitusError(field="num_classes", value=num_classes, allowed=f"{allowed}")
-    return classifier, {}
+    if num_classes < 0:
+        raise SitusError(field="num_classes", value=num_classes, allowed="at least 0")
+    return FAMILIES[name].classifier, {}
 
 
 def _build(config: Any, weights: str | Path | None, folder: Path | None, num_classes: int | None) -> Any:

@@ -7,16 +7,17 @@ Their tokens are all ordinary: [CLS] is one of the input ids, so there are no pr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from situs.backbones.base import Features, Stream, Taps
+from situs.backbones.base import Features, InputSpec, Stream, Taps
 from situs.backbones.hf.layers import EncoderBackbone, Head, HFBackbone, fit
 from situs.backbones.hf.layout import write_bert, write_gpt2, write_llama
+from situs.backbones.hf.names import own_state
 from situs.backbones.layout import LayoutBuilder
 from situs.core.position import Positions
 from situs.core.tokens import Grid
@@ -70,6 +71,25 @@ class TextBackbone(HFBackbone):
             said = f"img_size={size}: {type(model).__name__} reads a row of 1 to {longest} tokens: give (1, length)"
             raise SitusError(said, field="img_size")
         super().__init__(model, head, (length,), 0)
+        self.input = InputSpec(words=self.inner.get_input_embeddings().num_embeddings)
+
+    @property
+    def num_classes(self) -> int:
+        return self.model.config.num_labels if self.name.endswith("ForSequenceClassification") else 0
+
+    @property
+    def next_words(self) -> bool:
+        """Whether its head gives the words to come."""
+        return self.name.endswith(("LMHeadModel", "ForCausalLM"))
+
+    def renamed(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # Old files hold the numbers of the places and causal masks, which newer models make themselves.
+        kept = {
+            name: value
+            for name, value in state.items()
+            if not name.endswith(("position_ids", ".attn.bias", ".attn.masked_bias"))
+        }
+        return own_state(self.model, kept)
 
     def _length(self, grid: Grid | None) -> int:
         """How many places a grid has, (length,); refused where they are more than the model knows."""
@@ -93,7 +113,12 @@ class TextBackbone(HFBackbone):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The wrapped model's own forward: ids [B, N] -> logits. mask: [B, N] bool, False for padding."""
-        return self.head(self.encode(self.embed(x), self.positions((x.shape[1],)), mask=mask))
+        features = self.encode(self.embed(x), self.positions((x.shape[1],)), mask=mask)
+        return self.head(features if mask is None else self.before_head(features, mask))
+
+    def before_head(self, features: Features, mask: Tensor) -> Features:  # noqa: ARG002  (a decoder uses it)
+        """What the head reads of sentences that are filled up behind their ends."""
+        return features
 
 
 class BertBackbone(TextBackbone, EncoderBackbone):
@@ -147,6 +172,13 @@ class DecoderBackbone(TextBackbone):
     """A causal model. It is never asked for a context, so its layers run through transformers' own code."""
 
     refusals = CAUSAL
+
+    def before_head(self, features: Features, mask: Tensor) -> Features:
+        """A classifier reads the last token: the last real one, in the place of what fills a sentence up."""
+        if not self.num_classes:
+            return features
+        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)
+        return features._replace(patches=features.patches[torch.arange(len(last), device=mask.device), last][:, None])
 
     def _masks(self, stream: Stream) -> dict[bool, Any]:
         """The attention masks in whatever form the model's attention wants: {sliding window or not: mask}."""
@@ -299,6 +331,11 @@ def bert_words(model: Any, features: Features) -> Tensor:
 def hidden(_: Any, features: Features) -> Tensor:
     """A decoder without a head gives its last hidden states, as its own forward does."""
     return features.patches
+
+
+def last_classes(model: Any, features: Features) -> Tensor:
+    """A linear layer on the last token."""
+    return model.score(features.patches[:, -1])
 
 
 def next_words(model: Any, features: Features) -> Tensor:

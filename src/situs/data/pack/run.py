@@ -96,6 +96,8 @@ def pack(
     if kind_of(path) == "audio":
         said = "holds clips, and packing shrinks images; clips are decoded once and held as they are"
         raise SitusError(f"{path}: {said}", field="data")
+    if kind_of(path, multi_label=how.multi_label) == "text":
+        raise SitusError(f"{path}: holds sentences, and packing shrinks images", field="data")
     _check_place(path, out)
     packing = _Packing(path, out, how, splits, workers, progress)
     try:

@@ -29,7 +29,7 @@ SPLIT_WORDS = ("train", "training", "val", "validation", "valid", "test")
 _MOST_CLASSES = 1_000_000
 
 
-Kind = Literal["image", "audio"]
+Kind = Literal["image", "audio", "text"]
 """What a set holds."""
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from situs.data.audio import AUDIO, AudioConfig
 from situs.data.masks import MaskConfig
@@ -17,15 +17,27 @@ from situs.data.sources.folder import TABLES, FolderSource, split_folders
 from situs.data.sources.images import IMAGE_SUFFIXES
 from situs.data.sources.parquet import ParquetSource, column_kind
 from situs.data.sources.remote import is_remote, mount
+from situs.data.sources.rows import SUFFIXES as ROWS
 from situs.data.sources.samples import load_samples
 from situs.data.sources.segments import mask_splits, open_masks
 from situs.data.sources.speech import open_speech, speech_splits
 from situs.data.sources.subset import hold_out
 from situs.data.sources.table import SUFFIXES, TableSource, has_table, table_splits
+from situs.data.sources.text import PLAIN, open_text, text_splits
 from situs.data.sources.webdataset import TarSource
+from situs.data.text import TEXT, TextConfig
 from situs.errors import SitusError
 
 SAMPLES = "samples"
+
+
+class Reading(TypedDict, total=False):
+    """How each kind of sample is read; `open_source` says what each means."""
+
+    audio: AudioConfig
+    masks: MaskConfig | None
+    text: TextConfig
+    words: bool
 
 
 def open_source(
@@ -38,10 +50,9 @@ def open_source(
     held_out: float = 0.0,
     multi_label: bool = False,
     kind: Kind | None = None,
-    audio: AudioConfig = AUDIO,
-    masks: MaskConfig | None = None,
+    **reading: Unpack[Reading],
 ) -> Source:
-    """The samples at `path`: image folder, Hugging Face parquet, WebDataset tars, CIFAR batches, "samples", or clips.
+    """The samples at `path`: image folder, parquet, WebDataset tars, CIFAR batches, "samples", clips or text.
 
     With `multi_label` an image folder with a table of labels, that table (csv), or parquet.
 
@@ -54,20 +65,27 @@ def open_source(
     strict:   a broken image is an error for the loaders, not skipped.
     held_out: share of data without a val or test split that is held out as both; train is the rest.
     multi_label: read the labels as any number of classes an image.
-    kind:     images or audio; None looks at the path. audio: how clips are read (`situs.data.sources.speech`).
+    kind:     image, audio or text; None looks at the path. audio: how clips are read (`situs.data.sources.speech`).
     masks:    read a mask with each image, in this way (`situs.data.sources.segments`).
+    text:     how sentences are read (`situs.data.sources.text`). words: as blocks of words, without labels.
     """
     if channels is not None and channels < 1:
         raise SitusError(field="channels", value=channels, allowed="at least 1")
     if not 0 <= held_out < 1:
         raise SitusError(field="held_out", value=held_out, allowed="in [0, 1)")
     with _told(path):
-        wanted = Wanted(split, labels, channels, strict, multi_label, kind_of(path, kind), masks)
-        told = {"multi_label": multi_label, "kind": wanted.kind, "masks": masks is not None}
+        kind, masks = kind_of(path, kind, multi_label=multi_label), reading.get("masks")
+        wanted = Wanted(split, labels, channels, strict, multi_label, kind, masks)
+        told = {
+            "multi_label": multi_label,
+            "kind": kind,
+            "masks": masks is not None,
+            "words": reading.get("words", False),
+        }
         if not held_out or splits_at(path, **told) & {*SPLITS["val"], *SPLITS["test"]}:
-            return _open(path, wanted, audio)
+            return _open(path, wanted, reading)
         choose_split(SPLITS, split, str(path))  # refuses a name that means no split
-        whole = _open(path, wanted._replace(split=None), audio)
+        whole = _open(path, wanted._replace(split=None), reading)
     return hold_out(whole, held_out, held=split in {*SPLITS["val"], *SPLITS["test"]})
 
 
@@ -88,19 +106,22 @@ def judged_split(path: str | Path, held_out: float = 0.0, **told: Any) -> str | 
     return "val" if held_out or splits_at(path, **told) else None
 
 
-def kind_of(path: str | Path, wanted: Kind | None = None) -> Kind:
-    """What the set at `path` holds: audio where the column or the first file that could be either says so.
+def kind_of(path: str | Path, wanted: Kind | None = None, *, multi_label: bool = False) -> Kind:
+    """What the set at `path` holds, by its columns, by the first file that is an image or a clip, or else by tables.
 
-    wanted: what is asked for; refuses a set that holds the other, and is believed of one that does not tell.
+    wanted: what is asked for; refuses a set that holds another, and is believed of one that does not tell. multi_label:
+    a table is one of labels.
     """
-    found = _kind_at(path, wanted)
+    if wanted == "text" and str(path) != SAMPLES:
+        return wanted  # whose reader says what it misses
+    found = _kind_at(path, wanted, multi_label)
     if wanted is not None and found not in (None, wanted):
-        things = {"image": "images", "audio": "clips"}
+        things = {"image": "images", "audio": "clips", "text": "sentences"}
         raise SitusError(f"{path}: holds {things[found]}, and {things[wanted]} are asked for", field="data")
     return found or wanted or "image"
 
 
-def _kind_at(path: str | Path, wanted: Kind | None) -> Kind | None:
+def _kind_at(path: str | Path, wanted: Kind | None, multi_label: bool) -> Kind | None:
     """What the set at `path` tells of itself, of a folder of both what is wanted; None where it does not."""
     if str(path) == SAMPLES:
         return "image"
@@ -110,7 +131,7 @@ def _kind_at(path: str | Path, wanted: Kind | None) -> Kind | None:
     if shards := list_shards(path, ".parquet") if path.is_dir() else [path] * (path.suffix == ".parquet"):
         return column_kind(shards[0])
     if not path.is_dir():
-        return None
+        return "text" if path.suffix in (*ROWS, PLAIN) and not multi_label and path.is_file() else None
     if (path / NOISE_FOLDER).is_dir():
         return "audio"
     found: Kind | None = "image" if find_cifar(path) or list_shards(path, ".tar") else None
@@ -121,19 +142,28 @@ def _kind_at(path: str | Path, wanted: Kind | None) -> Kind | None:
                 found = "audio" if suffix in AUDIO_SUFFIXES else "image"
                 if wanted in (None, found):
                     return found
+    if found is None and not multi_label and any(list_shards(path, each) for each in ROWS):
+        return "text"
     return found
 
 
 def splits_at(
-    path: str | Path, *, multi_label: bool = False, kind: Kind | None = None, masks: bool = False
+    path: str | Path,
+    *,
+    multi_label: bool = False,
+    kind: Kind | None = None,
+    masks: bool = False,
+    words: bool = False,
 ) -> set[str]:
     """The splits that the data at `path` is divided into; none for one that is not."""
     if str(path) == SAMPLES:
         return {"train", "test"}
     with _told(path):
-        path, kind = _existing(path), kind or kind_of(path)
+        path, kind = _existing(path), kind or kind_of(path, multi_label=multi_label)
         if kind == "audio":
             return speech_splits(path)
+        if kind == "text":
+            return text_splits(path, words=words)
         if masks:
             return mask_splits(path)
         if _has_table(path, multi_label):
@@ -163,14 +193,26 @@ def _existing(path: str | Path) -> Path:
     return path
 
 
-def _open(path: str | Path, wanted: Wanted, audio: AudioConfig) -> Source:
-    if wanted.kind == "audio":
-        if wanted.multi_label or wanted.masks is not None:
-            raise SitusError(
-                f"{path}: clips have one class each, and not any number of them, nor masks",
-                field=("multi_label", "target"),
-            )
-        return open_speech(_existing(path), wanted.split, labels=wanted.labels, strict=wanted.strict, audio=audio)
+def _open(path: str | Path, wanted: Wanted, reading: Reading) -> Source:
+    return _open_images(path, wanted) if wanted.kind == "image" else _open_other(path, wanted, reading)
+
+
+def _open_other(path: str | Path, wanted: Wanted, reading: Reading) -> Source:
+    things = "clips" if wanted.kind == "audio" else "sentences"
+    if str(path) == SAMPLES:
+        raise SitusError(f"{SAMPLES}: are images, and {things} are asked for", field="data")
+    if wanted.multi_label or wanted.masks is not None:
+        raise SitusError(
+            f"{path}: {things} have one class each, and not any number of them, nor masks",
+            field=("multi_label", "target"),
+        )
+    if wanted.kind == "text":
+        return open_text(_existing(path), wanted, reading.get("text", TEXT), words=reading.get("words", False))
+    told = {"labels": wanted.labels, "strict": wanted.strict, "audio": reading.get("audio", AUDIO)}
+    return open_speech(_existing(path), wanted.split, **told)
+
+
+def _open_images(path: str | Path, wanted: Wanted) -> Source:
     if wanted.masks is not None and str(path) != SAMPLES:
         return open_masks(_existing(path), wanted)
     if str(path) == SAMPLES and not wanted.multi_label and wanted.masks is None:

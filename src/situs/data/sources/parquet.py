@@ -38,8 +38,8 @@ _COLUMNS: dict[Kind, tuple[str, ...]] = {
     "image": ("image", "img", "jpg", "png", "webp"),
     "audio": ("audio", "wav", "flac", "ogg", "opus"),
 }
-_LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
-_MASK_COLUMNS = ("mask", "masks", "annotation", "annotations", "segmentation", "segmentation_mask", *_LABEL_COLUMNS)
+LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
+_MASK_COLUMNS = ("mask", "masks", "annotation", "annotations", "segmentation", "segmentation_mask", *LABEL_COLUMNS)
 # Sets up to this size are held in memory, encoded. Of a larger one a row group is read where one of its images is asked
 # for. In training the order is one in which each is read once and held until it is released (`situs.data.blocks`).
 _HELD_BYTES = 4 << 30
@@ -121,7 +121,7 @@ class ParquetSource(EncodedSource):
                 return self._held[group]
         file, number = self._file(group)
         rows = self._ends[group] - (self._ends[group - 1] if group else 0)
-        with _reading(self._files[file], f"row group {number}"):
+        with reading(self._files[file], f"row group {number}"):
             images, labels = self._read_group(file, number)
             if len(images) != rows:
                 raise ValueError(f"{len(images)} rows and not {rows}")
@@ -135,7 +135,7 @@ class ParquetSource(EncodedSource):
         return images, labels
 
     def _read_group(self, file: int, number: int) -> tuple[Any, Any]:
-        opened = _open(self._files[file], self._footer(file))
+        opened = open_parquet(self._files[file], self._footer(file))
         check_state(self._files[file], self._files[file].stat(), self._states[file])
         encoded = [self._image, *(() if self._numbers or self.multi_label else self._labels)]
         fields = {name: opened.schema_arrow.field(name).type.num_fields for name in encoded}
@@ -164,7 +164,7 @@ class ParquetSource(EncodedSource):
             if file in self._footers:
                 self._footers.move_to_end(file)
                 return self._footers[file]
-        footer = _open(self._files[file]).metadata
+        footer = open_parquet(self._files[file]).metadata
         with self._lock:
             self._footers[file] = footer
             while (
@@ -217,16 +217,20 @@ class ParquetSource(EncodedSource):
 
 
 def column_kind(file: Path) -> Kind | None:
-    """Whether a file's rows hold images or sound, by its columns' names; one that cannot be read says it later."""
+    """Whether a file's rows hold images, sound or text, by its columns; one that cannot be read says it later."""
+    import pyarrow as pa
+
     with suppress(SitusError):
-        names = set(_open(file).schema_arrow.names)
-        found: list[Kind] = [kind for kind, usual in _COLUMNS.items() if names.intersection(usual)]
+        schema = open_parquet(file).schema_arrow
+        found: list[Kind] = [kind for kind, usual in _COLUMNS.items() if {*schema.names}.intersection(usual)]
+        if not found and any(pa.types.is_string(each.type) or pa.types.is_large_string(each.type) for each in schema):
+            return "text"
         return found[0] if len(found) == 1 else None  # of both the one that is asked for
     return None
 
 
 @contextmanager
-def _reading(file: Path, part: str = "") -> Iterator[None]:
+def reading(file: Path, part: str = "") -> Iterator[None]:
     """One sentence for whatever Arrow says of a damaged file."""
     import pyarrow as pa
 
@@ -240,12 +244,13 @@ def _reading(file: Path, part: str = "") -> Iterator[None]:
         raise SitusError(f"{file}: {what} ({reason})", field="data") from error
 
 
-def _open(file: Path, footer: Any = None) -> Any:
+def open_parquet(file: Path, footer: Any = None) -> Any:
+    """The file as pyarrow has it. footer: where it was read before."""
     import pyarrow.parquet as pq
 
     # Of a remote shard that is not here the footer is asked for alone; for its rows it is fetched whole.
     source = opened(file, parts=footer is None) if is_kept(file) else file
-    with _reading(file):
+    with reading(file):
         return pq.ParquetFile(source, metadata=footer, page_checksum_verification=True)
 
 
@@ -269,12 +274,12 @@ def _read_footers(files: list[Path], wanted: Wanted) -> list[_Footer]:
 
 
 def _read_footer(file: Path, wanted: Wanted) -> _Footer:
-    opened = _open(file)
-    with _reading(file):
+    opened = open_parquet(file)
+    with reading(file):
         schema, footer = opened.schema_arrow, opened.metadata
     image, labels = _columns(file, schema, wanted)
     label = labels[0] if labels and not wanted.multi_label and wanted.masks is None else None
-    with _reading(file):
+    with reading(file):
         paths = [footer.schema.column(number).path for number in range(footer.num_columns)]
         read = (image, f"{image}.bytes", *labels)
         numbers = [number for number, path in enumerate(paths) if path in read or path.partition(".")[0] in labels]
@@ -301,7 +306,7 @@ def _layout(files: list[Path], footers: list[_Footer]) -> tuple[str, tuple[str, 
     most = max(footer.most for footer in footers)
     if most < 0:
         return image, (), None  # the hub marks a withheld label with -1
-    names = _class_names(files[0], _open(files[0]).schema_arrow, labels[0])
+    names = class_names(files[0], open_parquet(files[0]).schema_arrow, labels[0])
     if not names:
         return image, labels, number_names(most, f"{files[0]}, column {labels[0]!r}")
     if most >= len(names):
@@ -315,15 +320,15 @@ def _multi_label_classes(path: Path, file: Path, labels: tuple[str, ...]) -> tup
     """The class names of a multi-label set: the 0/1 columns, those beside the schema, or all that any shard has."""
     import pyarrow as pa
 
-    schema = _open(file).schema_arrow
+    schema = open_parquet(file).schema_arrow
     if not pa.types.is_nested(schema.field(labels[0]).type):
         return labels
-    if names := _class_names(file, schema, labels[0]):
+    if names := class_names(file, schema, labels[0]):
         return names
     found: set[Any] = set()
     for shard in list_shards(path, ".parquet"):
-        with _reading(shard, f"column {labels[0]!r}"):
-            found |= classes_in(_open(shard).read(columns=[labels[0]])[labels[0]])
+        with reading(shard, f"column {labels[0]!r}"):
+            found |= classes_in(open_parquet(shard).read(columns=[labels[0]])[labels[0]])
     if any(isinstance(each, int) for each in found):
         return number_names(max(found), f"{path}, column {labels[0]!r}")
     return tuple(sorted(found))
@@ -347,12 +352,12 @@ def _columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, tuple[str, .
         _check_bytes_column(file, schema, mask, "masks")
         return image, (mask,)
     if wanted.multi_label:
-        with _reading(file):
-            return image, label_columns(file, schema, (*LISTS, *_LABEL_COLUMNS))
-    label = next((name for name in _LABEL_COLUMNS if name in schema.names), None) if wanted.labels else None
+        with reading(file):
+            return image, label_columns(file, schema, (*LISTS, *LABEL_COLUMNS))
+    label = next((name for name in LABEL_COLUMNS if name in schema.names), None) if wanted.labels else None
     if label is None:
         return image, ()
-    with _reading(file):
+    with reading(file):
         kind = schema.field(label).type
     if not pa.types.is_integer(kind):
         more = "; several an image are multi-label" if pa.types.is_nested(kind) else ""
@@ -363,7 +368,7 @@ def _columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, tuple[str, .
 def _check_bytes_column(file: Path, schema: Any, name: str, what: str) -> None:
     import pyarrow as pa
 
-    with _reading(file):
+    with reading(file):
         kind = schema.field(name).type
     if pa.types.is_struct(kind):
         place = kind.get_field_index("bytes")
@@ -373,7 +378,7 @@ def _check_bytes_column(file: Path, schema: Any, name: str, what: str) -> None:
         raise SitusError(f"{file}: column {name!r} is {str(kind)[:80]}, {what} must be bytes or {{bytes, path}}")
 
 
-def _class_names(file: Path, schema: Any, label: str) -> tuple[str, ...]:
+def class_names(file: Path, schema: Any, label: str) -> tuple[str, ...]:
     """The names that Hugging Face writes beside the schema; none where it wrote none."""
     written = (schema.metadata or {}).get(b"huggingface")
     if written is None:
@@ -391,7 +396,7 @@ def _class_names(file: Path, schema: Any, label: str) -> tuple[str, ...]:
 
 def _largest_label(file: Path, opened: Any, label: str) -> int:
     """Of all rows, for shards may be sorted by class. -1 where there are none."""
-    with _reading(file, f"column {label!r}"):
+    with reading(file, f"column {label!r}"):
         column = opened.read(columns=[label])[label]
         column.validate(full=True)
         values = column.drop_null().to_numpy()

@@ -19,7 +19,8 @@ class ModelProvenance:
     numbers of its log. step: updates made. ema: whether the weights are the mean of the run's. mean, std, crop: how
     its images were normalised, and the share of their shorter side that the centre crop keeps. classes: their names.
     multi_label: whether an image has any number of them. audio: of a model of clips, in place of mean, std and crop,
-    what `situs.data.config.DataConfig.told` says; masks: likewise, of one that tells the class of each pixel.
+    what `situs.data.config.DataConfig.told` says; masks: likewise, of one that tells the class of each pixel;
+    text: of one that reads sentences, and tokeniser: the folder whose tokeniser turns them into ids, which is copied.
     """
 
     method: str
@@ -35,6 +36,8 @@ class ModelProvenance:
     multi_label: bool = False
     audio: Mapping[str, Any] | None = None
     masks: Mapping[str, Any] | None = None
+    text: Mapping[str, Any] | None = None
+    tokeniser: str | None = None
 
 
 _UNTOLD = frozenset({"step", "epoch", "lr", "seconds", "images_per_second", "data_wait", "memory_gib", "loss_scale"})
@@ -79,6 +82,8 @@ def _what(backbone: Backbone, provenance: ModelProvenance) -> str:
         facts.append(f"- Clips: {clip['seconds']:g} s at {clip['rate']:,} samples a second, {clip['level']} in level")
         facts.append(f"- Features: {numbers_of_one} {what} of each of {frames} frames, [1, {numbers_of_one}, {frames}]")
         facts.append("- Normalised by the mean and deviation of each, which config.json holds under situs.audio")
+    elif provenance.text is not None:
+        facts.append(f"- Sentences: at most {provenance.text['longest']} ids of the tokeniser beside it")
     elif backbone.input.shape is not None:
         height, width = backbone.input.shape
         facts.append(f"- Images: {backbone.input.channels} channels, {height} × {width} pixels")

@@ -26,6 +26,7 @@ from torch import Tensor
 from situs import __version__
 from situs.backbones.base import Backbone
 from situs.config import to_dict
+from situs.data.tokeniser import FILES, Tokeniser
 from situs.errors import SitusError
 from situs.files import write_text
 from situs.methods import classifies
@@ -164,6 +165,8 @@ def _write_timm(folder: Path, backbone: Backbone, method: Method, provenance: Mo
 def _made_by(method: Method, provenance: ModelProvenance) -> dict[str, Any]:
     """What Situs alone reads of a config.json."""
     own = {"version": __version__, "method": provenance.method, "positions": method.sees_positions}
+    if provenance.text is not None:
+        own |= {"text": dict(provenance.text)}
     if provenance.masks is not None:
         own |= {"settings": to_dict(method.config), "masks": dict(provenance.masks)}
     return own if provenance.audio is None else own | {"audio": dict(provenance.audio)}
@@ -217,7 +220,8 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
     from situs.backbones.hf.image import image_processor
     from situs.backbones.hf.names import quietly
 
-    model = backbone.model if "label" in method.needs_targets else backbone.model.base_model
+    headed = bool({"label", "words"} & {*method.needs_targets})
+    model = backbone.model if headed else backbone.model.base_model
     backbone.source = {**backbone.source, "architecture": type(model).__name__}
     model.config.situs = _made_by(method, provenance)
     if "label" in method.needs_targets and provenance.classes is not None:
@@ -225,12 +229,19 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
         model.config.label2id = {name: number for number, name in enumerate(provenance.classes)}
         if provenance.multi_label:
             model.config.update(MULTI_LABEL)
+    if provenance.tokeniser is not None:
+        tokeniser = Tokeniser(provenance.tokeniser)
+        for name in FILES:
+            if (tokeniser.folder / name).is_file():
+                shutil.copyfile(tokeniser.folder / name, folder / name)
+        if model.config.pad_token_id is None:  # by which transformers finds the end of a sentence
+            model.config.pad_token_id = tokeniser.pad
     with quietly():
         model.save_pretrained(folder)
     if backbone.input.shape is not None and model.main_input_name == "pixel_values":
         prepared = image_processor(backbone.input, provenance.crop, provenance.mean or (), provenance.std or ())
         write_text(folder / PREPARED, json.dumps(prepared, indent=2) + "\n")
-    return [] if "label" in method.needs_targets else ["It has no classifier: none was trained."]
+    return [] if headed else ["It has no classifier: none was trained."]
 
 
 def _check_target(folder: Path, force: bool) -> None:

@@ -1,0 +1,109 @@
+"""Tables of sentences: parquet, csv, tsv and jsonl, as columns by name."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from situs.data.sources.parquet import LABEL_COLUMNS, class_names, open_parquet, reading
+from situs.errors import SitusError
+
+SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl")
+LABELS = LABEL_COLUMNS
+
+
+class Table:
+    """The rows of one file. names: its columns. words: those that hold text."""
+
+    def __init__(self, file: Path, columns: dict[str, list[Any]], written: dict[str, tuple[str, ...]]) -> None:
+        self.file, self._columns, self._written = file, columns, written
+        self.names = list(columns)
+        self.words = [name for name, values in columns.items() if any(isinstance(each, str) for each in values)]
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values()), ()))
+
+    def column(self, name: str) -> list[Any]:
+        """Its values, None where there is none."""
+        return self._columns[name]
+
+    def class_names(self, name: str) -> tuple[str, ...]:
+        """The names of the classes that are written beside a column of numbers."""
+        return self._written.get(name, ())
+
+
+def read_table(file: Path) -> Table:
+    """The rows of a file, by its ending."""
+    if file.suffix == ".parquet":
+        return _read_parquet(file)
+    if file.suffix not in SUFFIXES:
+        raise SitusError(f"{file}: sentences are read from {', '.join(SUFFIXES)}", field="data")
+    try:
+        columns = _read_lines(file) if file.suffix == ".jsonl" else _read_cells(file)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise SitusError(f"{file}: cannot be read ({str(error)[:80]})", field="data") from error
+    return Table(file, columns, {})
+
+
+def _read_parquet(file: Path) -> Table:
+    import pyarrow as pa
+
+    opened = open_parquet(file)
+    with reading(file):
+        schema = opened.schema_arrow
+        kinds = (
+            pa.types.is_string,
+            pa.types.is_large_string,
+            pa.types.is_integer,
+            pa.types.is_floating,
+            pa.types.is_boolean,
+        )
+        plain = [each.name for each in schema if any(kind(each.type) for kind in kinds)]
+        held = opened.read(columns=plain)
+        held.validate(full=True)
+        columns = {name: held[name].to_pylist() for name in plain}
+        written = {name: class_names(file, schema, name) for name in LABELS if name in plain}
+    return Table(file, columns, written)
+
+
+def _read_cells(file: Path) -> dict[str, list[Any]]:
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.reader(lines, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
+        names = next(reader, [])
+        if len({*names}) < len(names):
+            raise SitusError(f"{file}: two of its columns have one name ({', '.join(names)[:100]})", field="data")
+        rows = []
+        for row in reader:
+            if len(row) != len(names):
+                said = f"has {len(row)} cells, and the heading {len(names)}"
+                raise SitusError(f"{file}, line {reader.line_num}: {said}", field="data")
+            rows.append(row)
+    return {name: _numbers([row[at] for row in rows]) for at, name in enumerate(names)}
+
+
+def _numbers(cells: list[str]) -> list[Any]:
+    """Cells as numbers where all that are not empty are; else as they are."""
+    try:
+        found = [float(each) if each.strip() else None for each in cells]
+    except ValueError:
+        return list(cells)
+    return [int(each) if each is not None and each.is_integer() else each for each in found]
+
+
+def _read_lines(file: Path) -> dict[str, list[Any]]:
+    rows = []
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise SitusError(f"{file}, line {number}: is no JSON ({str(error)[:80]})", field="data") from error
+            if not isinstance(row, dict):
+                raise SitusError(f"{file}, line {number}: must be an object with a name for each value", field="data")
+            rows.append(row)
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}

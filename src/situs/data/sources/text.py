@@ -1,0 +1,270 @@
+"""Sentences with labels from tables (parquet, csv, tsv, jsonl), and plain text in blocks of words.
+
+A set is one file, or a folder of files whose names or folders say their split. The labels are numbers or names; the
+classes are those of the training split. Held in memory: the sentences as they are and as compact ids.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from situs.data.sources.base import SPLITS, Source, Wanted, choose_split, list_shards, number_names, split_of, splits_of
+from situs.data.sources.rows import LABELS, SUFFIXES, Table, read_table
+from situs.data.text import LONGEST, TextConfig
+from situs.data.tokeniser import Ids, Tokeniser
+from situs.errors import BrokenSampleError, SitusError
+
+PLAIN = ".txt"
+
+
+def text_files(path: Path, *, words: bool) -> list[Path]:
+    """The files of a set of text, of every split. words: plain text before tables."""
+    if path.is_file():
+        return [path]
+    plain = list_shards(path, PLAIN) if words else []
+    found = plain or next((files for suffix in SUFFIXES if (files := list_shards(path, suffix))), [])
+    if not found:
+        allowed = ", ".join((*SUFFIXES, *((PLAIN,) if words else ())))
+        raise SitusError(f"{path}: holds no sentences, in files that end in {allowed}", field="data")
+    return found
+
+
+def text_splits(path: Path, *, words: bool) -> set[str]:
+    """The splits of a set of text; none of one file."""
+    return set() if path.is_file() else splits_of(text_files(path, words=words))
+
+
+def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = False) -> Source:
+    """The sentences at `path`; words: all of them as one text, in blocks."""
+    files = text_files(path, words=words)
+    chosen = None if path.is_file() and wanted.split in (None, *SPLITS["train"]) else choose_split(
+        text_splits(path, words=words), wanted.split, str(path)
+    )  # fmt: skip
+    own = [file for file in files if chosen is None or split_of(file) == chosen]
+    name = path.stem + (f" ({chosen})" if chosen else "")
+    tokeniser = None if text.tokeniser is None else Tokeniser(text.tokeniser)
+    if words:
+        if tokeniser is None:
+            raise SitusError(f"{path}: is cut in blocks of ids, and no tokeniser is named", field="text.tokeniser")
+        return BlockSource(name, [part for file in own for part in _plain(file, text)], tokeniser, text, wanted)
+    if any(file.suffix == PLAIN for file in own):
+        raise SitusError(f"{own[0]}: is plain text without labels, which a language model learns from", field="data")
+    home = [file for file in files if split_of(file) in SPLITS["train"]] or own
+    tables = [read_table(file) for file in own]
+    column, label = _columns(tables, text)
+    texts = [each for table in tables for each in table.column(column)]
+    if not texts:
+        raise SitusError(f"{path}: its files hold no rows", field="data")
+    entries = [(table.file, row) for table in tables for row in range(len(table))]
+    numbers, classes = None, None
+    if label is not None and wanted.labels:
+        first = tables if home == own else [read_table(file) for file in home]
+        classes = _classes(first, label)
+    if classes is not None:
+        assert label is not None
+        known = {name: number for number, name in enumerate(classes)}
+        numbers = [_number(table, label, row, known) for table in tables for row in range(len(table))]
+    return TextSource(name, texts, numbers, classes, entries, tokeniser, text.longest or LONGEST, strict=wanted.strict)
+
+
+class TextSource(Source):
+    """Sentences, each with its class where they have some. A sample is "ids" [n] and "label".
+
+    texts: of each row, None where there is none. numbers: its class; None where it has none. entries: its file and row.
+    tokeniser: None where the sentences are looked at and no model reads them; a sample is then "text" and "label".
+    """
+
+    things = "sentences"
+
+    def __init__(
+        self,
+        name: str,
+        texts: list[str | None],
+        numbers: list[int | None] | None,
+        classes: tuple[str, ...] | None,
+        entries: list[tuple[Path, int]],
+        tokeniser: Tokeniser | None,
+        longest: int,
+        *,
+        strict: bool = False,
+    ) -> None:
+        import pyarrow as pa
+
+        super().__init__(name, classes, None, strict)
+        self.texts, self._entries, self.tokeniser, self.longest = (
+            pa.array(texts, pa.large_string()),
+            entries,
+            tokeniser,
+            longest,
+        )
+        self._whole = np.array([each is not None and bool(each.strip()) for each in texts], bool)
+        self._labels = None if numbers is None else np.array([-1 if each is None else each for each in numbers])
+        self.ids: Ids | None = None
+        if tokeniser is not None:
+            self.ids = tokeniser.encode([each or "" for each in texts], longest)
+            if self.ids.cut:
+                said = f"of its {len(texts):,} sentences {self.ids.cut:,} were cut at {longest} ids"
+                self.notes.append(f"{name}: {said} (text.longest)")
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def text(self, index: int) -> str:
+        """The sentence itself."""
+        return self.texts[index].as_py()
+
+    def length(self, index: int) -> int:
+        """How many ids the sentence has."""
+        assert self.ids is not None
+        return self.ids.length(index)
+
+    def read(self, index: int) -> dict[str, Any]:
+        if not self._whole[index]:
+            raise BrokenSampleError(f"{self.entry(index)}: the sentence is empty")
+        sample: dict[str, Any] = {"text": self.text(index)} if self.ids is None else {"ids": _tensor(self.ids[index])}
+        if self.ids is not None and not self.length(index):
+            raise BrokenSampleError(f"{self.entry(index)}: the sentence has no word that the tokeniser knows")
+        label = self.label(index)
+        return sample if label is None else sample | {"label": label}
+
+    def label(self, index: int) -> int | None:
+        if self._labels is None:
+            return None
+        number = int(self._labels[index])
+        if number < 0:
+            raise BrokenSampleError(f"{self.entry(index)}: the row has no label, others have one")
+        return number
+
+    def key(self, index: int) -> str:
+        """The sentence: where it stands twice, both go to one side of a split."""
+        return self.texts[index].as_py() or ""
+
+    def entry(self, index: int) -> str:
+        """What an error calls this sentence."""
+        file, row = self._entries[index]
+        return f"{file}, row {row}"
+
+
+class BlockSource(Source):
+    """Texts one behind another, the tokeniser's end between them, in blocks of `longest` ids. A sample is "ids"."""
+
+    things = "blocks"
+
+    def __init__(self, name: str, texts: list[str], tokeniser: Tokeniser, text: TextConfig, wanted: Wanted) -> None:
+        super().__init__(name, None, None, wanted.strict)
+        self.tokeniser, self.longest = tokeniser, text.longest or LONGEST
+        coded = tokeniser.encode([each for each in texts if each.strip()], special=False)
+        ends = [] if tokeniser.end is None else [tokeniser.end]
+        parts = [
+            part for number in range(len(coded.ends)) for part in (coded[number], np.array(ends, coded.flat.dtype))
+        ]
+        flat = np.concatenate(parts) if parts else coded.flat
+        if len(flat) < 2:
+            raise SitusError(
+                f"{name}: has {len(flat)} words, and a language model learns the next from the one before", field="data"
+            )
+        count = -(-len(flat) // self.longest)
+        if len(flat) - (count - 1) * self.longest < 2:  # a last word alone has nothing behind it
+            count -= 1
+        last = min(len(flat), count * self.longest)
+        self.ids = Ids(flat[:last], np.minimum(np.arange(1, count + 1) * self.longest, last), 0)
+        self.notes.append(f"{name}: {last:,} ids in {count:,} blocks of {self.longest}")
+
+    def __len__(self) -> int:
+        return len(self.ids.ends)
+
+    def length(self, index: int) -> int:
+        """How many ids the block has: the last has fewer."""
+        return self.ids.length(index)
+
+    def read(self, index: int) -> dict[str, Any]:
+        return {"ids": _tensor(self.ids[index])}
+
+
+def _tensor(ids: np.ndarray) -> Tensor:
+    return torch.from_numpy(ids.astype(np.int64))
+
+
+def _plain(file: Path, text: TextConfig) -> list[str]:
+    """The texts of a file: plain text as a whole, of a table one a row."""
+    if file.suffix != PLAIN:
+        table = read_table(file)
+        return [each for each in table.column(_columns([table], text)[0]) if each]
+    try:
+        return [file.read_text(encoding="utf-8")]
+    except UnicodeDecodeError as error:
+        raise SitusError(f"{file}: is no text in UTF-8 ({str(error)[:80]})", field="data") from error
+
+
+def _columns(tables: list[Table], text: TextConfig) -> tuple[str, str | None]:
+    """The columns of sentences and labels, the same in every file."""
+    found = [_columns_of(table, text) for table in tables]
+    for table, each in zip(tables, found, strict=True):
+        if each != found[0]:
+            raise SitusError(f"{table.file}: its columns are {each}, in {tables[0].file.name} {found[0]}", field="data")
+    return found[0]
+
+
+def _columns_of(table: Table, text: TextConfig) -> tuple[str, str | None]:
+    listed = ", ".join(table.names)[:200]
+    for field, asked in (("text.column", text.column), ("text.label", text.label)):
+        if asked is not None and asked not in table.names:
+            raise SitusError(f"{table.file}: has no column {asked!r}, only {listed}", field=field)
+    label = text.label or next((name for name in LABELS if name in table.names and name != text.column), None)
+    if text.column is not None:
+        return text.column, label
+    words = [name for name in table.words if name != label]
+    if not words:
+        raise SitusError(f"{table.file}: has no column of sentences, only {listed}", field="text.column")
+    if len(words) > 1:
+        said = f"several columns hold words, {', '.join(words)[:200]}: say which holds the sentences"
+        raise SitusError(f"{table.file}: {said}", field="text.column")
+    return words[0], label
+
+
+def _classes(tables: list[Table], label: str) -> tuple[str, ...] | None:
+    """Their names: written beside the table, those in it, or its numbers; None where every label is hidden."""
+    for table in tables:
+        if label not in table.names:
+            raise SitusError(f"{table.file}: has no column {label!r} of labels, other files have", field="text.label")
+        if names := table.class_names(label):
+            return names
+    found = {_label(table, label, row) for table in tables for row in range(len(table))} - {None}
+    named = sorted(each for each in found if isinstance(each, str))
+    if named and len(named) < len(found):
+        raise SitusError(
+            f"{tables[0].file}: column {label!r} holds numbers and names, as {named[0]!r}", field="text.label"
+        )
+    if named:
+        return tuple(named)
+    numbers = [each for each in found if isinstance(each, int)]
+    return number_names(max(numbers), f"{tables[0].file}, column {label!r}") if numbers else None
+
+
+def _label(table: Table, label: str, row: int) -> int | str | None:
+    """A row's label: a number from 0 on, a name, or None where it is missing or hidden (-1)."""
+    value = table.column(label)[row]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value is None or value == "" or (isinstance(value, int) and value == -1):
+        return None
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and value >= 0:
+        return int(value)
+    raise SitusError(f"{table.file}, row {row}: the label {value!r} is no class number and no name", field="text.label")
+
+
+def _number(table: Table, label: str, row: int, known: dict[str, int]) -> int | None:
+    found = _label(table, label, row)
+    if isinstance(found, str):
+        found = known.get(found, found)
+    if isinstance(found, str) or (found is not None and found >= len(known)):
+        said = f"the label {found!r} is not among the {len(known):,} of the training split"
+        raise SitusError(f"{table.file}, row {row}: {said}", field="data")
+    return found

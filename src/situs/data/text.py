@@ -1,0 +1,32 @@
+"""Where the sentences of a set stand and how they become ids: one config for a set of text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from situs.config import Checked
+from situs.limits import Count
+
+LONGEST = 128
+"""Ids of a sample at most, where nobody says how many and the model knows as many places."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(Checked):
+    """Which column holds the sentences, and how they become ids."""
+
+    tokeniser: str | None = None
+    """Folder whose tokenizer.json turns sentences into ids; by default the model's own."""
+
+    column: str | None = None
+    """Column of the sentences; by default the only one that holds words."""
+
+    label: str | None = None
+    """Column of the labels; by default label, labels, cls or class, where there is one."""
+
+    longest: Count | None = None
+    """Ids of a sentence at most, those that the tokeniser adds among them: what is longer is cut at its end. Of plain
+    text the length of a block. By default 128, or the places of the model where they are fewer."""
+
+
+TEXT = TextConfig()

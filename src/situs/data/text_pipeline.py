@@ -1,0 +1,85 @@
+"""The way of a sentence: its ids, filled up to the longest of its batch, and the mask that says which are real.
+
+A batch is [B, N] int64, N a multiple of 8: a few lengths are met again and again, which a compiled step knows already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from situs.data.augment.recipes import AugmentConfig
+from situs.data.batch import Batch
+from situs.data.pipeline import Noise, Pipeline
+from situs.data.sources.base import Source
+from situs.data.sources.text import BlockSource, TextSource
+from situs.errors import SitusError
+
+_MULTIPLE = 8
+
+
+def check_augment(augment: AugmentConfig) -> None:
+    """Refuses what is done to images and clips."""
+    for each in fields(augment):
+        value = getattr(augment, each.name)
+        if value != (each.default if each.name != "audio" else type(value)()):
+            raise SitusError(f"{each.name}={value}: is not for sentences", field=f"augment.{each.name}")
+
+
+def text_of(source: Source) -> TextSource | BlockSource:
+    """The set of text that a source is, or is a part of."""
+    whole = source.origin(0)[0] if len(source) else source
+    if not isinstance(whole, (TextSource, BlockSource)) or whole.ids is None or whole.tokeniser is None:
+        raise SitusError(f"{source.name}: holds no sentences that a tokeniser has read", field="data")
+    return whole
+
+
+def lengths_of(source: Source) -> Tensor:
+    """How many ids each sample has, [n]."""
+    whole = text_of(source)
+    return torch.tensor([whole.length(source.origin(index)[1]) for index in range(len(source))])
+
+
+class TextPipeline(Pipeline):
+    """A source of ids ("ids", and "label" where there is one) to batches of them.
+
+    longest: that the model takes. words: the ids themselves are what is to be learned.
+    """
+
+    by_rows = False  # each batch has a width of its own
+
+    def __init__(self, source: Source, longest: int, *, training: bool, words: bool) -> None:
+        super().__init__(source, training=training)
+        whole = text_of(source)
+        assert whole.tokeniser is not None
+        self.longest, self.words, self.pad = longest, words, whole.tokeniser.pad
+        self.row_bytes = 8 * longest
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """How many ids a sample has at most."""
+        return {"longest": self.longest}
+
+    def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:  # noqa: ARG002
+        """ "ids" and "mask" [b, N], and the labels."""
+        lengths = torch.tensor([len(sample["ids"]) for sample in samples])
+        width = self.longest if self.words else min(self.longest, -(-int(lengths.max()) // _MULTIPLE) * _MULTIPLE)
+        ids = torch.full((len(samples), width), self.pad)
+        for row, sample in enumerate(samples):
+            ids[row, : lengths[row]] = sample["ids"]
+        values = {"ids": ids, "mask": torch.arange(width) < lengths[:, None]}
+        if "label" in samples[0]:
+            values["label"] = torch.tensor([sample["label"] for sample in samples])
+        return values
+
+    def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:  # noqa: ARG002
+        """The words of a language model are its own targets, -1 where there is none."""
+        mask = values["mask"]
+        targets = {"label": values["label"]} if "label" in values else {}
+        if self.words:
+            targets = {"words": torch.where(mask, values["ids"], -1)}
+        return Batch(values["ids"], ids, targets, mask)

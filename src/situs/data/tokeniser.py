@@ -1,0 +1,106 @@
+"""The tokenizer.json of a model's folder, read by the library that wrote it; nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from situs.errors import SitusError, missing_extra
+
+FILE = "tokenizer.json"
+FILES = (
+    FILE,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""What belongs to a tokeniser in a model's folder."""
+
+_AT_ONCE = 4096
+
+
+class Ids(NamedTuple):
+    """Several sequences, compact. flat: all ids, of 16 or 32 bits. ends: [n] int64, where each ends. cut: how many
+    were cut."""
+
+    flat: np.ndarray
+    ends: np.ndarray
+    cut: int
+
+    def __getitem__(self, index: int) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.flat[self.ends[index - 1] if index else 0 : self.ends[index]]
+
+    def length(self, index: int) -> int:
+        """Of sequence `index`."""
+        return int(self.ends[index] - (self.ends[index - 1] if index else 0))
+
+
+class Tokeniser:
+    """A model's own tokeniser. words: how many ids there are. pad: what fills a batch up. end: what ends a text."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(str(folder).removeprefix("hf:")).expanduser()
+        file = self.folder / FILE
+        if not file.is_file():
+            raise SitusError(
+                f"{self.folder}: holds no {FILE}, so that sentences cannot become ids", field="text.tokeniser"
+            )
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise missing_extra("tokenizers", "hf", "reading text") from error
+        try:
+            self._coder = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises Exception itself
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+            raise SitusError(f"{file}: cannot be read: {reason}", field="text.tokeniser") from error
+        self._coder.no_padding()  # a folder may keep its author's
+        self.words = 1 + max(self._coder.get_vocab(with_added_tokens=True).values(), default=-1)
+        pad, self.end = self._special("pad"), self._special("eos")
+        self.pad = next((each for each in (pad, self.end) if each is not None), 0)
+
+    def encode(self, texts: Sequence[str], longest: int | None = None, *, special: bool = True) -> Ids:
+        """The ids of each text, at most `longest`. special: with those that the model's inputs begin and end with."""
+        if longest is None:
+            self._coder.no_truncation()
+        else:
+            self._coder.enable_truncation(longest)
+        parts, lengths, cut = [], [], 0
+        for start in range(0, len(texts), _AT_ONCE):
+            for each in self._coder.encode_batch(list(texts[start : start + _AT_ONCE]), add_special_tokens=special):
+                parts.append(np.array(each.ids, self.dtype))
+                lengths.append(len(each.ids))
+                cut += bool(each.overflowing)
+        flat = np.concatenate(parts) if parts else np.empty(0, self.dtype)
+        return Ids(flat, np.cumsum(lengths, dtype=np.int64), cut)
+
+    @property
+    def dtype(self) -> type[np.signedinteger[Any]]:
+        """The smallest integers that hold every id."""
+        return np.int16 if self.words <= 1 << 15 else np.int32
+
+    def _special(self, name: str) -> int | None:
+        """The id of a special token, as the files beside it name it."""
+        for file in ("tokenizer_config.json", "special_tokens_map.json"):
+            token = self._read(file).get(f"{name}_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str) and (found := self._coder.token_to_id(token)) is not None:
+                return found
+        found = self._read("config.json").get(f"{name}_token_id")
+        return found if isinstance(found, int) and 0 <= found < self.words else None
+
+    def _read(self, name: str) -> dict[str, Any]:
+        file = self.folder / name
+        try:
+            told = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        except ValueError as error:
+            raise SitusError(f"{file}: cannot be read: {str(error)[:80]}", field="text.tokeniser") from error
+        return told if isinstance(told, dict) else {}

@@ -1,0 +1,68 @@
+"""Language modelling: each word from those before it, by a causal model's own head.
+
+The loss is the mean over the words of a block that have one before them there, and its exponential the perplexity. A
+last, shorter block is filled up, and what fills it adds 0 to the mean of its batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.backbones.base import Backbone
+from situs.config import Checked
+from situs.errors import SitusError
+from situs.methods.base import Batch, Draws, Method, Output
+
+NONE = -1
+"""In `Batch.targets["words"]`: no word."""
+
+
+@dataclass(frozen=True)
+class LanguageConfig(Checked):
+    """There is nothing to choose."""
+
+
+class Language(Method):
+    """Cross entropy of the next word. Works on every causal model with a head for words."""
+
+    Config: ClassVar[type[LanguageConfig]] = LanguageConfig
+    needs: ClassVar[tuple[str, ...]] = ("tokens",)
+    needs_targets: ClassVar[tuple[str, ...]] = ("words",)
+
+    def __init__(self, backbone: Backbone, config: LanguageConfig) -> None:
+        super().__init__(backbone)
+        if not backbone.next_words:
+            raise SitusError(
+                f"{backbone.name} has no head for the next word, as GPT2LMHeadModel and LlamaForCausalLM have"
+            )
+        self.config = config
+
+    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+        return {}
+
+    def forward(self, batch: Batch, draws: Draws) -> Output:
+        logits = self.backbone(batch.inputs, batch.mask)
+        if "words" not in batch.targets:
+            raise SitusError("a language model learns from words, and this data has none", field="data")
+        each, known = word_losses(logits, batch.targets["words"])
+        loss = each.sum() / known.numel()  # so that the parts of a batch, by ranks or accumulation, come to the whole's
+        with torch.no_grad():
+            right = (logits[:, :-1].argmax(dim=-1) == batch.targets["words"][:, 1:]) & known
+            accuracy = right.sum() / known.sum().clamp(min=1)
+        return Output(loss, {"accuracy": accuracy}, {"logits": logits.detach()})
+
+
+def word_losses(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
+    """-log p of each word but the first, [B, N - 1], 0 where there is none, and whether there is one.
+
+    logits: [B, N, V]. words: [B, N], NONE for padding.
+    """
+    truth = words[:, 1:]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    each = F.cross_entropy(logits[:, :-1].to(dtype).flatten(0, 1), truth.flatten(), ignore_index=NONE, reduction="none")
+    return each.view_as(truth), truth != NONE

@@ -1,0 +1,82 @@
+"""What a run's model is given: the size of its images or clips, or how many ids of a sentence."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from situs.backbones import BackboneConfig, create_backbone
+from situs.backbones.base import Backbone
+from situs.backbones.shapes import shapes_alone
+from situs.data.config import DataConfig
+from situs.data.loader import Loader
+from situs.data.text import LONGEST
+from situs.data.text_pipeline import text_of
+from situs.errors import SitusError
+from situs.methods import METHODS
+from situs.methods.base import Method
+
+Reader = TypeVar("Reader", Method, Backbone)
+
+TAUGHT_BY_TEXT = {"label", "words"}
+"""What methods learn from sentences (`Method.needs_targets`)."""
+
+
+def absolute(text: str) -> str:
+    """A path that is there, from the root on; other text as it is."""
+    path = Path(text).expanduser()
+    return os.path.abspath(path) if path.exists() else text  # noqa: PTH100  (links stay links)
+
+
+def own_size(config: BackboneConfig) -> tuple[int, int]:
+    """Height and width of the inputs that a model is made for."""
+    made = _shaped(config)
+    made.require("images")
+    described: Any = getattr(made.model, "pretrained_cfg", None) or {}
+    size = made.input.shape or tuple(described.get("input_size", ()))[1:]
+    if len(size) != 2 or not made.input.channels:
+        raise SitusError(
+            f"img_size: {config.name} is made for no size of its own, so one must be given", field="data.img_size"
+        )
+    return size
+
+
+def _shaped(config: BackboneConfig) -> Backbone:
+    bare = replace(config, img_size=None, weights=None, num_classes=0)
+    try:
+        with shapes_alone():
+            return create_backbone(bare)
+    except (SitusError, RuntimeError):  # a family that computes while it is built; a mistake is said here
+        return create_backbone(bare)
+
+
+def settle_text(data: DataConfig, backbone: BackboneConfig, method: str) -> DataConfig:
+    """The data of sentences with the tokeniser that reads them and the ids of the longest: the model's own."""
+    if not TAUGHT_BY_TEXT & {*METHODS[method].needs_targets}:
+        said = f"{method} learns from images and clips, and {data.path} holds sentences"
+        raise SitusError(f"{said}; supervised and language learn from them", field=("method", "data"))
+    made = _shaped(backbone)
+    if not made.input.words:
+        raise SitusError(f"{made.name} takes images, and {data.path} holds sentences", field="data")
+    folder = Path(backbone.name.removeprefix("hf:"))
+    own = folder.parent if folder.is_file() else folder
+    longest = data.text.longest or min(LONGEST, made.num_tokens)
+    if longest > made.num_tokens:
+        allowed = f"at most {made.num_tokens}, the places that {made.name} knows"
+        raise SitusError(field="data.text.longest", value=longest, allowed=allowed)
+    return replace(data, text=replace(data.text, tokeniser=absolute(data.text.tokeniser or str(own)), longest=longest))
+
+
+def check_words(model: Reader, loader: Loader) -> Reader:
+    """The method or backbone itself; refused are sentences whose ids mean words that it does not have."""
+    backbone = model.backbone if isinstance(model, Method) else model
+    if not backbone.input.words:
+        return model
+    tokeniser = text_of(loader.source).tokeniser
+    assert tokeniser is not None
+    if tokeniser.words > backbone.input.words:
+        said = f"its tokeniser has {tokeniser.words:,} words, and {backbone.name} knows {backbone.input.words:,}"
+        raise SitusError(f"{tokeniser.folder}: {said}; name the folder of the model's own", field="data.text.tokeniser")
+    return model

@@ -1,0 +1,183 @@
+"""Sentences from every form of table, plain text in blocks, and one sentence for each fault."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from sentences import lines
+from tiny_texts import WORDS, write_folder
+
+from situs.data.sources import kind_of, open_source, splits_at
+from situs.data.sources.text import BlockSource, TextSource
+from situs.data.text import TextConfig
+from situs.data.tokeniser import Tokeniser
+from situs.errors import BrokenSampleError, SitusError
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def tokeniser(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_folder(tmp_path_factory.mktemp("bert"), "bert"))
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> Path:
+    if file.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    elif file.suffix == ".jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        with file.open("w", newline="") as opened:
+            writer = csv.writer(opened, delimiter="\t" if file.suffix == ".tsv" else ",")
+            writer.writerows([list(rows[0]), *(["" if v is None else v for v in row.values()] for row in rows)])
+    return file
+
+
+def read(path: Path, tokeniser: str | None, split: str | None = None, **text: Any) -> TextSource:
+    found = open_source(path, split, text=TextConfig(tokeniser=tokeniser, **text))
+    assert isinstance(found, TextSource)
+    return found
+
+
+def ids(text: str) -> list[int]:
+    return [2, *(WORDS.index(word) for word in text.split()), 3]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".tsv", ".jsonl"])
+@pytest.mark.parametrize("named", [False, True])
+def test_every_table_gives_the_same_sentences(suffix: str, named: bool, tokeniser: str, tmp_path: Path) -> None:
+    for name, count in (("train", 12), ("validation", 5)):
+        rows = [
+            {"idx": at, "sentence": text, "label": ("bad", "good")[label] if named else label}
+            for at, (text, label) in enumerate(lines(count, len(name)))
+        ]
+        write(tmp_path / f"{name}{suffix}", rows)
+    assert kind_of(tmp_path) == "text" and splits_at(tmp_path) == {"train", "validation"}
+    for split, count in ((None, 12), ("val", 5)):
+        source = read(tmp_path, tokeniser, split)
+        wanted = lines(count, 5 if split is None else 10)
+        assert source.classes == (("bad", "good") if named else ("0", "1")) and source.things == "sentences"
+        found = [source.read(index) for index in range(len(source))]
+        assert [(each["ids"].tolist(), each["label"]) for each in found] == [(ids(t), n) for t, n in wanted]
+    one = read(tmp_path / f"train{suffix}", None)
+    assert one.read(3) == {"text": lines(12, 5)[3][0], "label": lines(12, 5)[3][1]}
+    with pytest.raises(SitusError, match="has no split 'val'"):
+        read(tmp_path / f"train{suffix}", tokeniser, "val")
+
+
+def test_names_written_beside_a_parquet_file_are_the_classes(tmp_path: Path, tokeniser: str) -> None:
+    table = pa.Table.from_pylist([{"text": "w1 w2", "label": 1}])
+    told = {"info": {"features": {"label": {"names": ["negative", "positive"], "_type": "ClassLabel"}}}}
+    pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(told)}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", tokeniser).classes == ("negative", "positive")
+
+
+def test_longer_sentences_are_cut_as_transformers_cuts_them_and_it_is_said(tokeniser: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"text": text, "label": label} for text, label in lines(30)])
+    source = read(path, tokeniser, longest=6)
+    own = transformers.AutoTokenizer.from_pretrained(tokeniser, local_files_only=True)
+    wanted = own([text for text, _ in lines(30)], truncation=True, max_length=6)["input_ids"]
+    assert [source.read(index)["ids"].tolist() for index in range(30)] == wanted
+    long = sum(len(text.split()) > 4 for text, _ in lines(30))
+    assert 0 < long < 30 and source.notes == [f"a: of its 30 sentences {long} were cut at 6 ids (text.longest)"]
+    assert read(path, tokeniser, longest=14).notes == []
+
+
+def test_empty_sentences_and_missing_labels_are_broken_samples(tokeniser: str, tmp_path: Path) -> None:
+    rows = [
+        {"text": "w1", "label": 1},
+        {"text": "  ", "label": 0},
+        {"text": "w2", "label": None},
+        {"text": None, "label": 1},
+    ]
+    source = read(write(tmp_path / "a.jsonl", rows), tokeniser)
+    assert source.read(0)["label"] == 1
+    for index, said in ((1, "the sentence is empty"), (2, "the row has no label"), (3, "the sentence is empty")):
+        with pytest.raises(BrokenSampleError, match=said):
+            source.read(index)
+
+
+@pytest.mark.parametrize(
+    ("rows", "text", "said"),
+    [
+        ([{"label": 1, "n": 2.5}], {}, "has no column of sentences, only label, n"),
+        ([{"a": "w1", "b": "w2", "label": 1}], {}, "several columns hold words, a, b: say which"),
+        ([{"a": "w1", "label": 1}], {"column": "c"}, "has no column 'c', only a, label"),
+        ([{"a": "w1", "label": 1}], {"label": "c"}, "has no column 'c', only a, label"),
+        ([{"a": "w1", "label": 0.5}], {}, "row 0: the label 0.5 is no class number and no name"),
+        ([{"a": "w1", "label": -7}], {}, "the label -7 is no class number"),
+        ([{"a": "w1", "label": [1]}], {}, r"the label \[1\] is no class number"),
+        ([{"a": "w1", "label": 1}, {"a": "w1", "label": "x"}], {}, "holds numbers and names, as 'x'"),
+    ],
+)
+def test_each_fault_is_one_sentence(rows: list[Any], text: Any, said: str, tokeniser: str, tmp_path: Path) -> None:
+    with pytest.raises(SitusError, match=said):
+        read(write(tmp_path / "a.jsonl", rows), tokeniser, **text)
+
+
+def test_faults_of_files(tokeniser: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "w1"}\nw2\n')
+    (tmp_path / "b.csv").write_text("text,label\nw1,1\nw2\n")
+    (tmp_path / "c.csv").write_bytes(b"text,label\n\xff\xfe,1\n")
+    (tmp_path / "d.txt").write_text("w1 w2")
+    (tmp_path / "e.csv").write_text("")
+    said = {
+        "a.jsonl": "line 2: is no JSON",
+        "b.csv": "line 3: has 1 cells, and the heading 2",
+        "c.csv": "cannot be read",
+    }
+    said |= {"d.txt": "is plain text without labels", "e.csv": "has no column of sentences"}
+    for name, sentence in said.items():
+        with pytest.raises(SitusError, match=sentence):
+            open_source(tmp_path / name, text=TextConfig(tokeniser=tokeniser))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SitusError, match=r"holds no sentences, in files that end in .parquet, .csv"):
+        open_source(tmp_path / "empty", kind="text")
+    with pytest.raises(SitusError, match=r"holds no tokenizer\.json"):
+        Tokeniser(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(SitusError, match=r"tokenizer\.json: cannot be read"):
+        Tokeniser(tmp_path)
+
+
+def test_a_label_that_the_training_split_has_not_is_refused(tokeniser: str, tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", [{"text": "w1", "label": "x"}])
+    write(tmp_path / "val.jsonl", [{"text": "w1", "label": "y"}])
+    with pytest.raises(SitusError, match="the label 'y' is not among the 1 of the training split"):
+        read(tmp_path, tokeniser, "val")
+
+
+def test_hidden_labels_are_no_labels(tokeniser: str, tmp_path: Path) -> None:
+    assert read(write(tmp_path / "a.jsonl", [{"text": "w1", "label": -1}]), tokeniser).classes is None
+
+
+def test_plain_text_comes_in_blocks_of_every_word_once(tokeniser: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(" ".join(f"w{number}" for number in range(50)))
+    source = open_source(tmp_path / "a.txt", text=TextConfig(tokeniser=tokeniser, longest=8), words=True)
+    assert isinstance(source, BlockSource) and len(source) == 7 and source.things == "blocks"
+    found = [source.read(index)["ids"].tolist() for index in range(7)]
+    assert [len(each) for each in found] == [8] * 6 + [2]
+    assert [word for each in found for word in each] == [WORDS.index(f"w{number}") for number in range(50)]
+    held = open_source(
+        tmp_path / "a.txt", "val", held_out=0.5, text=TextConfig(tokeniser=tokeniser, longest=8), words=True
+    )
+    assert 0 < len(held) < 7
+    (tmp_path / "b.txt").write_text("w1")
+    with pytest.raises(SitusError, match="has 1 words"):
+        open_source(tmp_path / "b.txt", text=TextConfig(tokeniser=tokeniser), words=True)
+    with pytest.raises(SitusError, match="no tokeniser is named"):
+        open_source(tmp_path / "b.txt", words=True)
+
+
+def test_equal_sentences_are_held_out_together(tokeniser: str, tmp_path: Path) -> None:
+    rows = [{"text": text, "label": label} for text, label in lines(20)] * 2
+    path = write(tmp_path / "a.jsonl", rows)
+    sides = [open_source(path, split, held_out=0.4, text=TextConfig(tokeniser=tokeniser)) for split in ("train", "val")]
+    first, second = ({tuple(side.read(at)["ids"].tolist()) for at in range(len(side))} for side in sides)
+    assert first and second and not first & second and sum(map(len, sides)) == 40

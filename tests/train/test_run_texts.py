@@ -1,0 +1,265 @@
+"""Sentences through the whole engine: fine-tuned, killed and resumed, judged, exported, with transformers as oracle."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentences import lines, write_plain, write_set
+from tiny_texts import WORDS, write_folder
+
+from situs import api
+from situs.backbones import create_backbone
+from situs.errors import SitusError
+from situs.evaluate.accuracy import evaluate_accuracy
+from situs.evaluate.finetune import FinetuneConfig, data_as_seen, finetune_config
+from situs.evaluate.perplexity import evaluate_perplexity
+from situs.models import open_model
+from situs.models.initialise import starting
+from situs.train.checkpoint import RunFolder
+from situs.train.contract import RunState
+from situs.train.run import train_run
+
+transformers = pytest.importorskip("transformers")
+
+QUICK: dict[str, Any] = {"device": "cpu", "quiet": True, "batch": 8, "validate_every": 0}
+OPTIM = {"lr": 5e-3, "warmup_epochs": 0, "ema": 0.9}
+KINDS = ["bert", "gpt2", "llama"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models, two sets, and what comes of them."""
+    base = tmp_path_factory.mktemp("texts")
+    write_set(base / "set")
+    write_plain(base / "plain")
+    small = {"num_hidden_layers": 1} | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.1)
+    write_folder(base / "bert", "bert", width=16, **small)
+    write_folder(base / "gpt2", "gpt2", width=16, n_layer=1)
+    write_folder(base / "llama", "llama", width=16, num_hidden_layers=1)
+    for kind in KINDS:
+        tuned = {**QUICK, "validate_every": 1} if kind == "bert" else QUICK
+        api.finetune(base / kind, data=base / "set", out=base / f"{kind}-ft", steps=6, optim=OPTIM, **tuned)
+        api.export(base / f"{kind}-ft", base / f"{kind}-export")
+    words = {"data": {"path": str(base / "plain"), "text": {"longest": 16}}, "method": "language"}
+    tuned = {**QUICK, "validate_every": 1}
+    api.finetune(base / "gpt2", out=base / "lm", steps=24, optim=OPTIM, **words, **tuned)
+    api.export(base / "lm", base / "lm-export", ema=False)
+    return base
+
+
+def config_of(world: Path, **over: Any) -> Any:
+    from situs.config import from_dict, merge
+
+    tables = {"optim": OPTIM, "data": {"path": str(world / "set"), "batch": 8}, "train": {"seed": 3, "max_steps": 7}}
+    tables = merge(tables, over, {"method"})
+    made = from_dict(FinetuneConfig, merge(data_as_seen(world / "bert"), tables, {"method"}))
+    return finetune_config(made, world / "bert", None)
+
+
+class KilledError(Exception):
+    pass
+
+
+class Killer:
+    def after_step(self, state: RunState) -> None:
+        if state.step == 5:
+            raise KilledError
+
+    def after_epoch(self, state: RunState) -> None: ...
+
+
+def test_a_run_killed_and_resumed_ends_with_the_same_bits(world: Path, tmp_path: Path) -> None:
+    config = config_of(world, train={"save_every": 2, "log_every": 1})
+    asked: dict[str, Any] = {"device": "cpu", "quiet": True, "start": starting()}
+    train_run(config, out=tmp_path / "peace", **asked)
+    with pytest.raises(KilledError):
+        train_run(config, out=tmp_path / "killed", hooks=lambda *_: [Killer()], **asked)
+    assert RunFolder.open(tmp_path / "killed", writer=False).latest().step == 4  # pyright: ignore[reportOptionalMemberAccess]
+    train_run(config, resume=tmp_path / "killed", **asked)
+    a, b = (RunFolder.open(tmp_path / name, writer=False).latest() for name in ("peace", "killed"))
+    assert a is not None and b is not None and a.step == b.step == 7  # into the second epoch, with dropout
+    for file in ("model", "optimizer", "ema", "generators"):
+        left, right = a.tensors(file), b.tensors(file)
+        assert left.keys() == right.keys() and left
+        assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@torch.no_grad()
+def alone(model: Any, texts: list[str], tokeniser: Any) -> torch.Tensor:
+    """transformers' own logits, a sentence at a time and so without padding."""
+    return torch.cat([model(torch.tensor([tokeniser(text)["input_ids"]])).logits for text in texts])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_export_is_transformers_own_classifier_with_its_tokeniser(kind: str, world: Path) -> None:
+    folder = world / f"{kind}-export"
+    own = transformers.AutoModelForSequenceClassification.from_pretrained(folder, local_files_only=True).double().eval()
+    tokeniser = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    texts, labels = zip(*lines(20, 2), strict=True)
+    wanted = alone(own, list(texts), tokeniser)
+    batch = tokeniser(list(texts), padding=True, return_tensors="pt")
+    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+    assert not mask.all()
+    opened = open_model(folder).backbone.double()
+    with torch.no_grad():
+        assert (opened(ids, mask) - wanted).abs().max() < 1e-10  # padding changes nothing
+        padded = own(input_ids=ids, attention_mask=batch["attention_mask"]).logits
+        assert (opened(ids, mask) - padded).abs().max() < 1e-10
+    for source in (world / f"{kind}-ft", folder):
+        found = evaluate_accuracy(source, world / "set", batch=6)
+        assert (found.accuracy.count, found.provenance.things) == (20, "sentences")
+        assert found.accuracy.top1 == (wanted.argmax(1) == torch.tensor(labels)).double().mean()
+        loss = torch.nn.functional.cross_entropy(wanted, torch.tensor(labels))
+        assert math.isclose(found.accuracy.loss, float(loss), rel_tol=1e-4)
+        assert "img_size" not in found.provenance.facts and found.provenance.facts["longest"] == 16
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Mistral", "Qwen2"])
+def test_a_causal_classifier_reads_the_last_real_token_as_transformers_does(name: str) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    more = {} if name == "GPT2" else {"intermediate_size": 24, "num_key_value_heads": 1}
+    kind = getattr(transformers, f"{name}ForSequenceClassification")
+    special = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**sizes, **more, **special, num_labels=3)).double().eval()
+    ids = torch.randint(3, 40, (4, 9))
+    mask = torch.arange(9) < torch.tensor([9, 1, 5, 7])[:, None]
+    ids[~mask] = 0
+    backbone = create_backbone(model)
+    assert backbone.num_classes == 3 and not backbone.next_words
+    with torch.no_grad():
+        wanted = model(input_ids=ids, attention_mask=mask.long()).logits
+        assert (backbone(ids, mask) - wanted).abs().max() < 1e-10
+        short = torch.cat([backbone(row[None, : int(own.sum())]) for row, own in zip(ids, mask, strict=True)])
+        assert (short - wanted).abs().max() < 1e-10
+
+
+def test_the_log_holds_the_validation_and_a_tiny_model_learns(world: Path) -> None:
+    told = {}
+    for name in ("bert-ft", "lm"):
+        records = map(json.loads, (world / name / "metrics.jsonl").read_text().splitlines())
+        told[name] = [each for each in records if "val_loss" in each]
+    assert all("val_top1" in each for each in told["bert-ft"]) and told["bert-ft"]
+    losses = [each["val_loss"] for each in told["lm"]]
+    assert len(losses) == 12 and losses == sorted(losses, reverse=True) and losses[-1] < 0.9 * losses[0]
+    assert all(math.isclose(each["val_perplexity"], math.exp(each["val_loss"]), rel_tol=1e-9) for each in told["lm"])
+
+
+def test_perplexity_is_that_of_transformers(world: Path) -> None:
+    own = transformers.GPT2LMHeadModel.from_pretrained(world / "lm-export", local_files_only=True).double().eval()
+    ids = [WORDS.index(word) for word in (world / "plain" / "valid.txt").read_text().split()]
+    total = count = 0.0
+    for start in range(0, 300, 16):
+        block = torch.tensor([ids[start : start + 16]])
+        with torch.no_grad():
+            total += float(own(block, labels=block).loss) * (block.shape[1] - 1)
+        count += block.shape[1] - 1
+    for source in (world / "lm-export", open_model(world / "lm", ema=False)):
+        found = evaluate_perplexity(source, world / "plain", batch=5)
+        assert found.scores.words == count == 300 - 19
+        assert math.isclose(found.scores.loss, total / count, rel_tol=1e-5)
+        assert math.isclose(found.scores.perplexity, math.exp(total / count), rel_tol=1e-4)
+    assert "has a perplexity of" in found.summary().sentence
+    with pytest.raises(SitusError, match="has no head for the next word"):
+        evaluate_perplexity(world / "bert", world / "plain")
+    with pytest.raises(SitusError, match="no trained classifier"):
+        evaluate_accuracy(world / "lm", world / "set")
+
+
+def test_padding_does_not_change_a_language_models_loss(world: Path) -> None:
+    from situs.methods import create_method
+    from situs.methods.base import Batch
+
+    torch.manual_seed(1)
+    method = create_method("language", open_model(world / "gpt2").backbone.double())
+    ids = torch.randint(5, 60, (2, 7))
+    short = Batch(ids, torch.arange(2), {"words": ids}, torch.ones(2, 7, dtype=torch.bool))
+    more = torch.cat([ids, torch.full((2, 5), 9)], dim=1)
+    mask = torch.arange(12) < 7
+    long = Batch(more, torch.arange(2), {"words": more.masked_fill(~mask, -1)}, mask.expand(2, -1))
+    losses = [float(method(each, {}).loss) * (each.inputs.shape[1] - 1) for each in (short, long)]
+    assert abs(losses[0] - losses[1]) < 1e-10
+
+
+def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
+    def refused(said: str, source: str, **over: Any) -> None:
+        asked = {"data": world / "set", "steps": 1, "out": tmp_path / "run", **QUICK, **over}
+        with pytest.raises(SitusError, match=said):
+            api.finetune(world / source, **asked)
+        assert not (tmp_path / "run").exists()
+
+    refused("samples: holds images, and sentences are asked for", "bert", data="samples")
+    refused(
+        r"data.text.longest=17: must be at most 16", "bert", data={"path": str(world / "set"), "text": {"longest": 17}}
+    )
+    refused("mixup=0.8: is not for sentences", "bert", augment={"mixup": 0.8})
+    refused("has no head for the next word", "bert", method="language")
+    refused(
+        "img_size=8: is for images, and .* holds sentences", "bert", data={"path": str(world / "set"), "img_size": 8}
+    )
+    (tmp_path / "bare.jsonl").write_text('{"text": "w1 w2"}\n' * 9)
+    refused("supervised needs labels, and .*bare.jsonl has none", "bert", data=tmp_path / "bare.jsonl")
+    large = write_folder(tmp_path / "large", "bert", width=16)
+    vocabulary = json.loads((large / "tokenizer.json").read_text())
+    vocabulary["model"]["vocab"]["w99"] = 99
+    (large / "tokenizer.json").write_text(json.dumps(vocabulary))
+    refused(
+        "its tokeniser has 100 words, and BertForSequenceClassification knows 60",
+        "bert",
+        data={"path": str(world / "set"), "text": {"tokeniser": str(large)}},
+    )
+    with pytest.raises(SitusError, match=r"mp3 learns from images and clips, and .* holds sentences"):
+        api.pretrain(world / "set", backbone=str(world / "bert"), out=tmp_path / "run", device="cpu", quiet=True)
+    with pytest.raises(SitusError, match=r"takes images, and .* holds sentences"):
+        api.pretrain(
+            world / "set", method="supervised", backbone="vit_tiny_patch16_224", out=tmp_path / "run", device="cpu"
+        )
+
+
+def test_broken_sentences_are_left_out_and_told(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_set(tmp_path / "set")
+    with (tmp_path / "set" / "validation.jsonl").open("a") as file:
+        file.write('{"sentence": "", "label": 1}\n')
+    found = evaluate_accuracy(world / "bert-ft", tmp_path / "set")
+    assert found.accuracy.count == 20
+    assert any("1 of 21 sentences" in said and "the sentence is empty" in said for said in found.provenance.left_out)
+
+
+def test_authorised_fine_tuning_of_a_locked_bert_is_the_normal_one(world: Path) -> None:
+    """float64, 50 steps, from one head and one order: the key holder's losses are those of the open model."""
+    from situs.data.loader import make_loader
+    from situs.locks.groups import permute_state, random_keys, residual_only
+    from situs.locks.owner import with_key
+    from situs.methods import Supervised
+    from situs.train.run import make_method, settled
+    from situs.train.step import Moment, Stepper
+
+    still = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    config = settled(config_of(world, backbone={"model_args": still}))
+    loader = make_loader(config.data, config.augment)
+
+    def train(*, locked: bool) -> list[float]:
+        method: Any = make_method(config, loader.classes).double()
+        if locked:
+            groups = residual_only(method.backbone.groups())
+            keys = random_keys(groups, torch.Generator().manual_seed(1))
+            method.backbone.model.load_state_dict(permute_state(method.backbone.model.state_dict(), groups, keys))
+            method = Supervised(with_key(method.backbone, groups, keys), config.method)
+        told: dict[str, Any] = {"seed": 0, "precision": "fp32", "accumulate": 1, "parallel": "ddp", "compiled": False}
+        stepper, losses = Stepper(method.train(), config.optim, **told), []
+        for step in range(50):
+            batch = next(loader.iterate(*divmod(step, loader.steps_per_epoch)))
+            losses.append(float(method(batch, {}).loss))
+            stepper.update(batch, Moment(step, step // loader.steps_per_epoch, step / 50), 5e-3, ragged=False)
+        return losses
+
+    normal, authorised = train(locked=False), train(locked=True)
+    assert max(abs(a - b) for a, b in zip(normal, authorised, strict=True)) < 1e-9
+    assert normal[-1] < 0.8 * normal[0]
