@@ -218,14 +218,11 @@ class ParquetSource(EncodedSource):
 
 def column_kind(file: Path) -> Kind | None:
     """Whether a file's rows hold images, sound or text, by its columns; one that cannot be read says it later."""
-    import pyarrow as pa
-
     with suppress(SitusError):
         schema = open_parquet(file).schema_arrow
         found: list[Kind] = [kind for kind, usual in _COLUMNS.items() if {*schema.names}.intersection(usual)]
-        if not found and any(pa.types.is_string(each.type) or pa.types.is_large_string(each.type) for each in schema):
-            return "text"
-        return found[0] if len(found) == 1 else None  # of both the one that is asked for
+        words = any(str(each.type) in ("string", "large_string") for each in schema)
+        return found[0] if len(found) == 1 else "text" if words and not found else None  # of both what is asked for
     return None
 
 
