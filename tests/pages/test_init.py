@@ -119,7 +119,7 @@ def _reconstruction() -> Reconstruction:
 
 def _remedies() -> Remedies:
     trial = Trial(NAME, "above", 30.0, "patchembed", NAME, 2)
-    named = Remedy("noise", NAME, NAME, trial, trial, trial, None, Cost(0.5, 1.0, None, NAME), (trial,))
+    named = Remedy("noise", NAME, NAME, trial, trial, trial, None, Cost(0.5, 1.0, None, NAME), tried=(trial,))
     return Remedies(NAME, parse_limit("psnr=20"), (named, Remedy("clip", None, NAME)), 2, 2, ("patchembed",))
 
 

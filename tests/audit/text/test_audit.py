@@ -76,7 +76,7 @@ def test_wrong_calls_are_one_sentence(llama: Path, texts: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"count": 5}, "holds 4 sentences, and 5 are asked for"),
         ({"count": 4, "batch": 3}, "4 sentences do not make whole batches of 3"),
-        ({"count": 4, "defences": ["mjp"]}, "one of clip, noise, none for texts"),
+        ({"count": 4, "defences": ["mjp"]}, "clip, clip-batch, fp16, int8, noise, none for texts"),
         ({"count": 4, "defences": []}, "one or more"),
         ({"count": 4, "fail_above": "psnr=20"}, "unknown metric"),
     ]

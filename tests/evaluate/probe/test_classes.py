@@ -62,7 +62,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(SitusError, match="has no tokens"):
         probe_class(create_backbone("test_resnet", num_classes=3), [], [], 3)
     backbone = small_vit(8, depth=1, width=12)
-    with pytest.raises(SitusError, match="kind='place': must be position or class"):
+    with pytest.raises(SitusError, match="kind='place': must be position, class or segments"):
         evaluate_probe(backbone, kind="place")  # type: ignore[arg-type]
     images = DataConfig("", img_size=8)
     other = Model("other", small_vit(16, depth=1, width=12), input=images)

@@ -148,5 +148,5 @@ def test_pretraining_keeps_the_study_images_apart(tmp_path: Path, monkeypatch: p
 def test_mistakes() -> None:
     with pytest.raises(SitusError, match="epochs=0"):
         TuningConfig(epochs=0)
-    with pytest.raises(SitusError, match=r"batch=50.*at most the 20 samples"):
+    with pytest.raises(SitusError, match=r"batch=50.*at most the 20 images"):
         TuningConfig(images=20)
