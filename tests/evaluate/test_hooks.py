@@ -171,3 +171,14 @@ def test_precision_follows_the_run() -> None:
     [hook] = validation_hooks(1)(config(train={"precision": "bf16"}), loader(config()), CPU)
     assert isinstance(hook, Validation)
     assert hook.precision == "bf16"
+
+
+def test_what_validation_skips_is_told_once() -> None:
+    own = config()
+    held, said = make_eval_loader(own, CPU), list[str]()
+    hook = Validation(held, 1, "fp32")
+    hook.look = lambda _method: held.source.skip(3, "broken") or {}  # pyright: ignore[reportAttributeAccessIssue]
+    method = make_method(own, CLASSES)
+    for step in (1, 2):
+        hook.after_epoch(RunState(method, None, step, step - 1, 2, 1, lambda _: None, said.append))
+    assert len(said) == 1 and said[0].endswith("could not be read and were skipped; the first: broken")

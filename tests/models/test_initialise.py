@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from builders import small_swin, small_vit
+from tiny_texts import write_folder
 from torch import Tensor
 
 from situs.backbones.base import Backbone
@@ -16,6 +17,7 @@ from situs.core.position import resample_table
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
 from situs.models.initialise import initialise
+from situs.models.open import open_model
 from situs.train.checkpoint import RunFolder
 from situs.train.export import ModelProvenance, write_export
 
@@ -290,3 +292,16 @@ def test_neither_a_file_nor_a_name(tmp_path: Path) -> None:
     assert said == "init=vit_nosuch: neither a run, an export, a weight file nor a timm model"
     (tmp_path / "text.pth").write_text("no weights")
     assert "text.pth: no torch file that can be loaded" in refusal(vit(1), tmp_path / "text.pth")
+
+
+def test_a_head_that_is_the_table_of_words_is_not_called_new(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    write_folder(tmp_path / "gpt2", "gpt2", width=16)
+    backbone = open_model(tmp_path / "gpt2").backbone
+    state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in backbone.parameters():
+            parameter.add_(1)
+    said = initialise(backbone, str(tmp_path / "gpt2"))
+    assert all(torch.equal(value, state[name]) for name, value in backbone.model.state_dict().items())
+    assert "lm_head.weight" in state and len(said) == 1  # and nothing is left as initialised

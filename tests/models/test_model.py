@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,18 @@ def test_an_identity_tells_models_apart_and_nobody_s_folders(tmp_path: Path) -> 
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     assert {folder_name(tmp_path / way) for way in ("real", "link", "real/../real", "link/.")} == {"real"}
+
+
+def test_who_tells_pixels_or_words_is_not_sent_to_learn_classes() -> None:
+    for target, said in (
+        ("mask", "tells the class of each pixel"),
+        ("words", "tells the next word"),
+        ("class", "has no"),
+    ):
+        config = (
+            DataConfig(img_size=16)
+            if target == "class"
+            else replace(DataConfig(kind="text" if target == "words" else None), target=target)
+        )
+        with pytest.raises(SitusError, match=f"run: {said}"):
+            check_classifier(Model("run", small_vit(), None, config, classifier=False))

@@ -205,7 +205,7 @@ def test_a_model_of_words_is_opened_and_has_no_images(tmp_path: Path) -> None:
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
     found = open_model(tmp_path / "bert")
     assert found.samples.kind == "text" and found.samples.size == (1, 12) and not found.classifier
-    with pytest.raises(SitusError, match="takes no images"):
+    with pytest.raises(SitusError, match="bert: reads sentences, and this is for models of images or clips"):
         _ = found.data
 
 

@@ -167,8 +167,8 @@ def test_perplexity_is_that_of_transformers(world: Path) -> None:
     assert "has a perplexity of" in found.summary().sentence
     with pytest.raises(SitusError, match="has no head for the next word"):
         evaluate_perplexity(world / "bert", world / "plain")
-    with pytest.raises(SitusError, match="no trained classifier"):
-        evaluate_accuracy(world / "lm", world / "set")
+    with pytest.raises(SitusError, match="lm: tells the next word, and no class"):
+        evaluate_accuracy(world / "lm")
 
 
 def test_padding_does_not_change_a_language_models_loss(world: Path) -> None:
@@ -200,7 +200,9 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     refused("mixup=0.8: is not for sentences", "bert", augment={"mixup": 0.8})
     refused("has no head for the next word", "bert", method="language")
     refused(
-        "img_size=8: is for images, and .* holds sentences", "bert", data={"path": str(world / "set"), "img_size": 8}
+        "img_size=8: is for images, and sentences are read here",
+        "bert",
+        data={"path": str(world / "set"), "img_size": 8},
     )
     (tmp_path / "bare.jsonl").write_text('{"text": "w1 w2"}\n' * 9)
     refused("supervised needs labels, and .*bare.jsonl has none", "bert", data=tmp_path / "bare.jsonl")

@@ -19,6 +19,7 @@ from situs.evaluate.multi_label import LabelAccuracy, LabelScores, LabelTally
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_classes, check_labels, load_any, made_with, opened
 from situs.models.inference import Total, evaluating
+from situs.models.model import check_classifier
 from situs.results import Result, Summary, Table, percent
 from situs.train.step import autocast
 
@@ -132,6 +133,7 @@ def evaluate_accuracy(
     share the samples.
     """
     model = opened(model, seed)
+    check_classifier(model, multi_label=True)
     loader = load_any(model, data, shared=True, **chosen)
     check_classes(model, loader, multi_label=True)
     classes = check_labels(loader, multi_label=True)

@@ -101,13 +101,16 @@ class Validation(_Looks):
 
     def __init__(self, loader: Loader, every: int, precision: str, note: str = "") -> None:
         super().__init__(every, precision)
-        self.loader, self.note = loader, note
+        self.loader, self.note, self.told = loader, note, 0
 
     def _log(self, state: RunState) -> None:
         if self.note:
             state.say(self.note)
             self.note = ""
         super()._log(state)
+        if len(self.loader.source.skipped) > self.told:
+            self.told = len(self.loader.source.skipped)
+            state.say(str(self.loader.source.skip_report()))
 
     def look(self, method: Method) -> dict[str, float]:
         """The accuracy over the validation set of all ranks."""

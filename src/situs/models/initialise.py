@@ -64,7 +64,9 @@ def initialise(backbone: Backbone, source: str, *, positions: bool = True, unloc
     kept = load_weights(backbone, whole, f"init={source}")
     taken, missed = _load_beside(backbone, beside if positions else {}, source)
     lines = [f"started from {source}: {len(whole) - len({*left, *kept}) + taken} tensors"]
-    fresh = sorted({*left, *kept, *missed})
+    given = {own[name].data_ptr() for name in state if name in own}
+    tied = {name for name in left if own[name].data_ptr() in given}  # the weight of another name, which was read
+    fresh = sorted({*left, *kept, *missed} - tied)
     if fresh:
         lines.append(f"left as initialised: {', '.join(fresh[:6])}{' …' if len(fresh) > 6 else ''}")
     return lines

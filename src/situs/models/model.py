@@ -52,8 +52,10 @@ class Model:
     @property
     def data(self) -> DataConfig:
         """How its images or clips are prepared; a model that takes none is refused."""
-        if self.input is None or self.input.kind == "text":
+        if self.input is None:
             raise SitusError(f"{self.name}: takes no images")
+        if self.input.kind == "text":
+            raise SitusError(f"{self.name}: reads sentences, and this is for models of images or clips", field="model")
         return self.input
 
     @property
@@ -130,6 +132,9 @@ def told_places(share: float, trained: float) -> tuple[str, ...]:
 def check_classifier(model: Model, *, multi_label: bool = False) -> None:
     """Refuses a model whose head was never trained; and where one class is asked for, one that tells any number."""
     if not model.classifier:
-        raise SitusError(f"{model.name}: has no trained classifier; fine-tune it first (situs finetune)")
+        more = {"mask": "tells the class of each pixel, and none of a whole image (situs evaluate segments)"}
+        more["words"] = "tells the next word, and no class (situs evaluate perplexity)"
+        said = more.get("" if model.input is None else model.input.target)
+        raise SitusError(f"{model.name}: {said or 'has no trained classifier; fine-tune it first (situs finetune)'}")
     if model.multi_label and not multi_label:
         raise SitusError(f"{model.name}: is multi-label, and one class an image is asked for here")

@@ -149,3 +149,14 @@ def test_the_pets_are_read_with_their_trimaps(shared_data: Path) -> None:
     sample = source.read(0)
     assert (len(source), tuple(sample["image"].shape), tuple(sample["mask"].shape)) == (296, (3, 171, 128), (171, 128))
     assert [int((sample["mask"] == each).sum()) for each in (0, 1, VOID)] == [10289, 8844, 2755]
+
+
+def test_masks_of_which_none_can_be_read_are_not_called_masks_without_a_class(tmp_path: Path) -> None:
+    for folder in ("images", "masks"):
+        (tmp_path / folder).mkdir()
+    Image.fromarray(disc(20, 20, 0)[0]).save(tmp_path / "images" / "a.png")
+    Image.fromarray(disc(20, 20, 0)[1]).save(tmp_path / "masks" / "b.png")
+    with pytest.raises(
+        SitusError, match=r"none of its 1 masks can be read; the first: .*a\.png: has no mask of its name"
+    ):
+        open_source(tmp_path, masks=MaskConfig())

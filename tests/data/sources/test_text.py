@@ -132,7 +132,7 @@ def test_faults_of_files(tokeniser: str, tmp_path: Path) -> None:
         "b.csv": "line 3: has 1 cells, and the heading 2",
         "c.csv": "cannot be read",
     }
-    said |= {"d.txt": "is plain text without labels", "e.csv": "has no column of sentences"}
+    said |= {"d.txt": "is plain text without labels", "e.csv": "holds no rows"}
     for name, sentence in said.items():
         with pytest.raises(SitusError, match=sentence):
             open_source(tmp_path / name, text=TextConfig(tokeniser=tokeniser))
@@ -181,3 +181,26 @@ def test_equal_sentences_are_held_out_together(tokeniser: str, tmp_path: Path) -
     sides = [open_source(path, split, held_out=0.4, text=TextConfig(tokeniser=tokeniser)) for split in ("train", "val")]
     first, second = ({tuple(side.read(at)["ids"].tolist()) for at in range(len(side))} for side in sides)
     assert first and second and not first & second and sum(map(len, sides)) == 40
+
+
+def test_glues_own_names_and_blank_lines_are_read(tokeniser: str, tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text("sentence\tlabel\nw1 w2\t1\n\nw3\t0\n\n")
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\nw4\t1\n")
+    (tmp_path / "developed.tsv").write_text("sentence\tlabel\nw5\t1\n")  # which names no split
+    train, val = (read(tmp_path, tokeniser, split) for split in (None, "val"))
+    assert [train.text(row) for row in range(len(train))] == ["w1 w2", "w3"] and [train.label(0), train.label(1)] == [
+        1,
+        0,
+    ]
+    assert [val.text(row) for row in range(len(val))] == ["w4"] and splits_at(tmp_path) == {"train", "dev"}
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl"])
+def test_a_table_without_rows_is_called_so(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"train{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.table({"sentence": pa.array([], pa.string()), "label": pa.array([], pa.int64())}), file)
+    else:
+        file.write_text("sentence,label\n" if suffix == ".csv" else "")
+    with pytest.raises(SitusError, match=f"train{suffix}: holds no rows"):
+        read(tmp_path, None)

@@ -21,8 +21,8 @@ from situs.errors import SitusError
 # CIFAR no validation split).
 SPLITS = {
     "train": ("train", "training"),
-    "val": ("val", "validation", "valid", "test"),
-    "test": ("test", "val", "validation", "valid"),
+    "val": ("val", "validation", "valid", "dev", "test"),
+    "test": ("test", "val", "validation", "valid", "dev"),
 }
 SPLIT_WORDS = ("train", "training", "val", "validation", "valid", "test")
 # A label beyond this is an id or a damaged number; each class costs a name and a row of every classifier.
@@ -249,7 +249,7 @@ def split_of(file: Path) -> str | None:
     """A shard's split, by its folder (`train/1.tar`) or the start of its name (`train-1.tar`), or None."""
     if file.parent.name in SPLIT_WORDS:
         return file.parent.name
-    match = re.match(r"(train(?:ing)?|validation|valid|val|test)(?![a-zA-Z])", file.name)
+    match = re.match(r"(train(?:ing)?|validation|valid|val|dev|test)(?![a-zA-Z])", file.name)
     return match[1] if match else None
 
 

@@ -35,9 +35,14 @@ class Table:
 
 
 def read_table(file: Path) -> Table:
-    """The rows of a file, by its ending."""
-    if file.suffix == ".parquet":
-        return _read_parquet(file)
+    """The rows of a file, by its ending; one without any is refused."""
+    table = _read_parquet(file) if file.suffix == ".parquet" else _read_plain(file)
+    if not len(table):
+        raise SitusError(f"{file}: holds no rows", field="data")
+    return table
+
+
+def _read_plain(file: Path) -> Table:
     if file.suffix not in SUFFIXES:
         raise SitusError(f"{file}: sentences are read from {', '.join(SUFFIXES)}", field="data")
     try:
@@ -75,7 +80,7 @@ def _read_cells(file: Path) -> dict[str, list[Any]]:
         if len({*names}) < len(names):
             raise SitusError(f"{file}: two of its columns have one name ({', '.join(names)[:100]})", field="data")
         rows = []
-        for row in reader:
+        for row in filter(None, reader):  # a blank line is no row
             if len(row) != len(names):
                 said = f"has {len(row)} cells, and the heading {len(names)}"
                 raise SitusError(f"{file}, line {reader.line_num}: {said}", field="data")

@@ -54,14 +54,19 @@ class MaskReader(EncodedSource):
         return {"image": image, "mask": mask}
 
     def largest(self) -> int:
-        """The largest class number of all masks that can be read, -1 where there is none."""
-        most = -1
+        """The largest class number of all masks that can be read, -1 where there is none; refused where none can."""
+        most, broken = -1, []
         for index in range(len(self)):
             try:
                 found = self.numbers(index).unique().tolist()
-            except BrokenSampleError:
+            except BrokenSampleError as error:
+                broken.append(str(error))
                 continue
             most = max([most, *(number for number in found if number not in self.masks.void)])
+        if len(self) == len(broken):
+            raise SitusError(
+                f"{self.name}: none of its {len(self)} masks can be read; the first: {broken[0]}", field="data"
+            )
         return most
 
 

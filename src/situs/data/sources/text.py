@@ -58,8 +58,6 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
     tables = [read_table(file) for file in own]
     column, label = _columns(tables, text)
     texts = [each for table in tables for each in table.column(column)]
-    if not texts:
-        raise SitusError(f"{path}: its files hold no rows", field="data")
     entries = [(table.file, row) for table in tables for row in range(len(table))]
     numbers, classes = None, None
     if label is not None and wanted.labels:
