@@ -335,3 +335,22 @@ def test_defences_at_once_do_what_each_does(backbone: Any) -> None:
     assert "model.pos_embed" not in found and {g.dtype for g in found.values()} == {torch.bfloat16}
     assert create_defence("int8+mjp=0.5").hidden_share == 0.5
     assert "The attacker knows" in both.described and " + " in both.label
+
+
+def test_noise_comes_behind_the_clipping_of_a_batch_and_has_the_deviation_that_the_attacker_is_told(
+    backbone: Any,
+) -> None:
+    both = create_defence("noise=1e-3+clip-batch=0.01")
+    assert both.label == "clip-batch C=0.01 + noise σ=0.001"
+    clipped = victim_gradients(backbone, X, Y, defence=create_defence("clip-batch=0.01"))
+    found = victim_gradients(backbone, X, Y, defence=both)
+    added = torch.cat([(found[name] - g).flatten() for name, g in clipped.items()])
+    assert float(added.std()) == pytest.approx(both.noise_level(len(X)), rel=0.05)
+
+
+@pytest.mark.parametrize("text", ["int8+int8", "int8+fp16", "fedavg=8+fedavg=2", "fedavg+fedavg-adam", "mjp=0.5+mjp=0"])
+def test_two_defences_that_set_the_same_thing_are_refused(text: str) -> None:
+    with pytest.raises(SitusError, match="set the same thing") as caught:
+        create_defence(text)
+    assert caught.value.field == "defences"
+    create_defence("noise=1e-3+noise=1e-4+withhold=0+no-pe-gradient+dropout+drop-path")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from builders import small_vit
 from PIL import Image
 
 from situs.audit import audit_gradients, trace_defences
-from situs.audit.curve import axis_of, exact_patches, verdict
+from situs.audit.cases import Outcome
+from situs.audit.curve import IMAGES, Curves, Line, axis_of, exact_patches, point_of, verdict
 from situs.audit.deadline import Deadline
+from situs.audit.defences import NoDefence
 from situs.errors import SitusError
 
 
@@ -73,3 +76,26 @@ def test_a_patch_is_found_where_its_error_is_below_half_a_grey_level() -> None:
     found[..., 4:8, 4:8] += 0.51 / 255
     found[..., 8:12, 8:12] = 0.0
     assert exact_patches(found, real, small_vit()) == 14 / 16
+
+
+def _pair(attack: str, psnr: list[float], partial: str | None = None) -> Any:
+    case: Any = SimpleNamespace(attack=SimpleNamespace(name=attack, closed_form=True), defence=NoDefence(), name="")
+    status = "done" if partial is None else "stopped"
+    return Outcome(case, status, {"psnr": psnr}, [{} for _ in psnr], None, partial=partial)
+
+
+def test_the_image_that_came_back_best_is_any_attacks_and_what_was_cut_short_is_not_below() -> None:
+    def point(*pairs: Any, undone: tuple[Any, ...] = ()) -> Any:
+        audit: Any = SimpleNamespace(pairs=pairs, undone=undone, images=())
+        return point_of(audit, "1", "none", small_vit(), None)  # pyright: ignore[reportArgumentType]
+
+    def said(found: Any) -> str:
+        return verdict(Curves("m", [Line("noise", "none", "σ", [found])], IMAGES, 2))
+
+    mean, one = _pair("patchembed", [15.0, 15.0]), _pair("tokens", [5.0, 24.0])
+    both = point(mean, one)
+    assert both.by == "patchembed" and both.values["worst"] == 24.0 and "never below 20 dB" in said(both)
+    assert "below 20 dB at 1." in said(point(mean))
+    for cut in (point(_pair("tokens", [15.0], "1 of 2 images")), point(mean, undone=(("tokens", "none"),))):
+        assert "below 20 dB at" not in said(cut) and "not attacked to the end, which says nothing, at 1." in said(cut)
+    assert "not every image" in said(point(_pair("tokens", [99.0], "1 of 2 images")))

@@ -127,6 +127,7 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
         "analyze positions": [model, *flags, "--folds", "2", *end],
         "audit gradients": [model, *flags, "--data", str(world.base / "data"), "--count", "1", "--defence", "none",
                             "--attack", "patchembed", "--no-pictures", *end],
+        "audit curve": [model, *flags, *data, "--count", "1", "--over", "precision", "--attack", "patchembed", *end],
         "audit split": [model, *flags, *data, "--split", "train", "--count", "4", "--public", "20",
                         "--defences", "none", "--attacks", "order,linkage", *end],
         "audit positions": [model, *flags, *data, "--no-equivariance", "--ratios", "0.5", *end],
@@ -151,8 +152,8 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
 VERBS = (
     "info", "verify", "features", "evaluate accuracy", "evaluate consistency", "evaluate ensemble", "evaluate knn",
     "evaluate perplexity", "evaluate position", "evaluate probe", "evaluate robustness", "evaluate segments",
-    "analyze attention", "analyze correlation", "analyze positions", "analyze reconstruct", "audit gradients",
-    "audit positions", "audit split", "finetune --from", "export", "lock",
+    "analyze attention", "analyze correlation", "analyze positions", "analyze reconstruct", "audit curve",
+    "audit gradients", "audit positions", "audit split", "finetune --from", "export", "lock",
 )  # fmt: skip
 
 UNTRAINED, WHOLE = "no trained classifier", "runs only as a whole"

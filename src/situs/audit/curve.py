@@ -58,7 +58,7 @@ class Point:
     """What came back at one strength. values: by metric, of images by the strongest attack; empty where none applied.
 
     ends: of the 95 % interval of the first metric. said: why the attack stops there, or does not apply; never a proof
-    of privacy by itself."""
+    of privacy by itself. whole: whether every attack that applies saw everything to its end."""
 
     strength: str
     defence: str
@@ -66,6 +66,7 @@ class Point:
     values: Mapping[str, float]
     ends: tuple[float, float] | None = None
     said: str = ""
+    whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -144,13 +145,17 @@ def _ended(line: Line, found: Curves) -> str:
     if not there:
         return f"{name} {REFUSED}."
     key, bound = ("exact", 1.0) if "exact" in found.metrics else ("sentences", 1.0)
-    whole = [point.strength for point in there if point.values[key] >= bound]
+    ended = [point for point in there if point.whole]
+    whole = [point.strength for point in ended if point.values[key] >= bound]
     thing = "image" if key == "exact" else "sentence"
     kept = f"every {thing} exactly at {', '.join(whole)}" if whole else f"not every {thing} at any strength"
+    left = [point.strength for point in line.points if not (point.values and point.whole)]
+    cut = f"; not attacked to the end, which says nothing, at {', '.join(left)}" if left else ""
     if "worst" not in found.metrics:
-        return f"{name} {kept}."
-    low = [point.strength for point in there if point.values["worst"] < FAILED]
-    return f"{name} {kept}; " + (f"below {FAILED:g} dB at {', '.join(low)}." if low else f"never below {FAILED:g} dB.")
+        return f"{name} {kept}{cut}."
+    low = [point.strength for point in ended if point.values["worst"] < FAILED]
+    said = f"below {FAILED:g} dB at {', '.join(low)}" if low else f"never below {FAILED:g} dB where it was attacked"
+    return f"{name} {kept}; {said}{cut}."
 
 
 # --- images -----------------------------------------------------------------------------------------------------------
@@ -252,12 +257,14 @@ def point_of(audit: Audit, name: str, defence: str, model: Backbone | Method, te
         return Point(name, defence, "", {}, said="; ".join(reasons) or "not attacked before the stop")
     best = max(tried, key=lambda pair: (pair.mean_psnr, pair.exact))
     psnr = mean_of(best.scores["psnr"] or [0.0])
-    values = {"psnr": psnr.mean, "worst": best.worst_psnr, "exact": best.exact / best.count}
+    # The image that came back best may be another attack's.
+    values = {"psnr": psnr.mean, "worst": max(pair.worst_psnr for pair in tried), "exact": best.exact / best.count}
     backbone = model if isinstance(model, Backbone) else model.backbone
     if best.pictures is not None and len(audit.images):
         values["patches"] = exact_patches(best.pictures, test.real()[: len(best.pictures)], backbone)
     ends = None if psnr.low is None or psnr.high is None else (psnr.low, psnr.high)
-    return Point(name, defence, best.attack, values, ends, _why(best))
+    whole = not any(pair.partial for pair in tried) and not any(other == defence for _, other in audit.undone)
+    return Point(name, defence, best.attack, values, ends, _why(best), whole)
 
 
 def exact_patches(found: Tensor, real: Tensor, backbone: Backbone) -> float:

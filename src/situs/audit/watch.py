@@ -17,7 +17,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from situs.audit.attacks import create_attack
 from situs.audit.attacks.base import Attack, Fact, Knowledge, Refused
 from situs.audit.client import check_inputs, victim_gradients
-from situs.audit.defences import Defence, Gradients, NoDefence, create_defence
+from situs.audit.defences import Defence, Gradients, NoDefence, Step, create_defence
 from situs.audit.judge.gate import doubt_of, parse_limit
 from situs.audit.public import ATTACKED
 from situs.audit.scores.metrics import denormalise, psnr
@@ -150,7 +149,10 @@ class Guard:
         """What the attackers make of an upload of these images."""
         batch, size = len(images), (images.shape[2], images.shape[3])
         real = denormalise(images, *self.normalisation)
-        shared = {"local_steps": local_steps, "size": size, "normalisation": self.normalisation}
+        asked = self.defence.step(Step(batch, local_steps))  # how the step was made, as the attacker is told
+        came = next((g.dtype for g in upload.values() if g.dtype != torch.float32), torch.float32)
+        shared = {"local_steps": asked.local_steps, "size": size, "normalisation": self.normalisation}
+        shared |= {"sent": torch.int8 if asked.dtype == torch.int8 else came, "training": asked.training}
         known = Knowledge(self.defence, batch, **shared)
         best, by, proofs, doubts = -math.inf, "", list[str](), list[str]()
         for attack in self.attacks:
@@ -158,7 +160,7 @@ class Guard:
             if isinstance(ready, Refused):
                 doubts.append(f"{attack.name} does not apply: {ready.reason}")
                 continue
-            found = attack.recover(self.backbone, [upload], known)
+            found = attack.recover(self.backbone, [known.read(upload)], known)
             value = self._closest(pictures_of(found, real, batch, self.normalisation), real)
             if value > best:
                 best, by = value, attack.name
@@ -167,7 +169,8 @@ class Guard:
                 noise = self.defence.noise_level(batch)
                 clean = noise == 0 and all(g.dtype == torch.float32 for g in upload.values())
                 control = None if clean else partial(self._control, attack, upload, images, known)
-                doubt = doubt_of(ready.caveat, found.facts, noise, control)
+                caveat = "; ".join(filter(None, (ready.caveat, attack.spoiled(known)))) or None
+                doubt = doubt_of(caveat, found.facts, noise, control)
             proofs += [attack.name] if doubt is None else []
             doubts += [] if doubt is None else [f"{attack.name} proves nothing: {doubt}"]
         value = None if best == -math.inf else best
@@ -182,7 +185,7 @@ class Guard:
         equations of the model."""
         labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
         made = victim_gradients(self.backbone, images.float(), labels)
-        quiet = replace(known, defence=NoDefence(), normalisation=None)
+        quiet = Knowledge(NoDefence(), known.batch, size=known.size)
         return attack.recover(self.backbone, [{name: made[name] for name in upload}], quiet).facts
 
     def _closest(self, pictures: Tensor, real: Tensor) -> float:

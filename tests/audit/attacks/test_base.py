@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from situs.audit.attacks.base import Knowledge, steps_off
+from situs.audit.attacks.base import Knowledge, spoiled, steps_off
 from situs.audit.client import rounded
-from situs.audit.defences import Noise, Training
+from situs.audit.defences import Noise, Step, Training, create_defence
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "uniform"])
@@ -37,3 +37,21 @@ def test_one_step_of_adam_is_undone_as_far_as_it_is_said() -> None:
     assert known.read({"w": g})["w"] is not g
     several = Knowledge(training=Training(adam=True), local_steps=2)
     assert several.read({"w": g})["w"] is g and several.variance(g) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none", None),
+        ("bf16", "rounding to bfloat16 is no noise"),
+        ("fp16", "rounding to float16 is no noise"),
+        ("autocast", "rounding to bfloat16 is no noise"),
+        ("int8+noise=1", "rounding to int8 is no noise"),
+        ("bf16+noise=1", None),  # the control tells what of it is noise
+    ],
+)
+def test_what_rounding_alone_hides_proves_nothing(name: str, said: str | None) -> None:
+    defence = create_defence(name)
+    step = defence.step(Step())
+    found = spoiled(Knowledge(defence, sent=step.dtype, training=step.training))
+    assert found is None if said is None else said in str(found)

@@ -14,6 +14,7 @@ from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Clip, NoDefence, Noise, Step, Withhold
 from situs.audit.judge.gate import Limit
+from situs.audit.remedies.bisect import Answer
 from situs.audit.remedies.find import Search, part_of
 from situs.audit.remedies.ladders import CostConfig, Rung, cost_of, ladders, scale_of
 from situs.audit.remedies.result import Remedies, Remedy, Trial
@@ -107,6 +108,23 @@ def test_a_setting_that_fails_on_other_images_gives_way_to_a_stronger_one(
     assert none.named is None and "3 passed in the search and not on images" in none.said
 
 
+def test_a_stronger_setting_that_the_search_did_not_pass_is_not_named(
+    victim: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test = TestSet(torch.zeros(6, 1, 28, 28), torch.zeros(6, dtype=torch.int64), ([0.5], [0.5]))
+    rungs = [Rung(str(i), NoDefence(), Step()) for i in range(3)]
+    search = Search(victim, (), None, Deadline())  # pyright: ignore[reportArgumentType]
+    searched: list[Answer] = ["above", "passed", "not judged"]
+    others: list[Answer] = ["above", "above", "passed"]
+
+    def ask(rung: Rung, part: TestSet, *, unseen: bool = False) -> Trial:
+        return Trial(rung.label, (others if unseen else searched)[int(rung.label)], 1.0, "x", "", len(part), unseen)
+
+    monkeypatch.setattr(search, "ask", ask)
+    parts = [part_of(test, slice(at, at + 2)) for at in (0, 2, 4)]
+    assert search.remedy("noise", rungs, parts[0], parts[1:]).named is None
+
+
 def test_the_cost_is_the_cosine_with_the_gradient_what_is_sent_and_what_is_promised(victim: Backbone) -> None:
     chance = torch.Generator().manual_seed(0)
     test = TestSet(torch.randn(2, 1, 28, 28, generator=chance), torch.tensor([0, 1]), ([0.5], [0.5]))
@@ -121,6 +139,8 @@ def test_the_cost_is_the_cosine_with_the_gradient_what_is_sent_and_what_is_promi
     sent = victim_gradients(victim, test.pixels[:1], test.labels[:1], defence=withheld)
     assert {name.split(".")[1] for name in sent} == {"norm", "head"}
     assert cost.share == sum(g.numel() for g in sent.values()) / sum(p.numel() for p in victim.parameters())
+    local = cost_of(victim, Rung("c", Clip(1.0, 1.0), Step(local_steps=2)), test, CostConfig())
+    assert local.epsilon is None and local.promise == "none: behind 2 local steps a sample is not bounded by C"
     assert "worth its name" in cost_of(victim, Rung("c", Clip(1.0, 0.01), step), test, CostConfig()).promise
 
 

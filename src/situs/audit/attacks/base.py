@@ -180,10 +180,12 @@ class Attack(ABC):
 def spoiled(known: Knowledge) -> str | None:
     """Why equations between what layers are fed and their weights do not tell all; None where they do."""
     training, why = known.training, []
-    if known.sent == torch.int8:
+    coarse = known.sent in (torch.float16, torch.bfloat16) or training.autocast
+    if known.sent == torch.int8 or (coarse and known.defence.noise_level(known.batch) == 0):
+        kind = torch.bfloat16 if known.sent in (None, torch.float32) else known.sent
         why.append(
-            "rounding to int8 is no noise: it follows from the image, and a search for images that round alike may "
-            "find more"
+            f"rounding to {str(kind).removeprefix('torch.')} is no noise: it follows from the image, and a search for "
+            "images that round alike may find more"
         )
     if training.dropout:
         why.append(f"dropout of {training.dropout:g} between the layers, which nobody sees")

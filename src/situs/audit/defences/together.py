@@ -8,18 +8,35 @@ from typing import ClassVar
 
 import torch
 
-from situs.audit.defences.base import Defence, Gradients, Step
+from situs.audit.defences.base import Defence, Gradients, NoDefence, Step
+from situs.audit.defences.sent import ClipBatch, Noise, NoPositionGradient, Rounded, Withhold
+from situs.audit.defences.trained import FedAvg
 from situs.backbones.base import Backbone
+from situs.errors import SitusError
 from situs.methods.base import Method
+
+ADD_UP = (NoDefence, Noise, NoPositionGradient, Withhold)
+"""Those of which a client may have several; of all others the last would be the only one."""
 
 
 @dataclass(frozen=True)
 class Together(Defence):
-    """Several defences at once: the attacker knows them all. They are applied in their order."""
+    """Several defences at once: the attacker knows them all. They are applied in their order, clipping of the batch
+    first: noise that is clipped behind it has a deviation that nobody could tell the attacker."""
 
     parts: tuple[Defence, ...] = ()
 
     name: ClassVar[str] = "together"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(sorted(self.parts, key=lambda part: not isinstance(part, ClipBatch))))
+        kinds: dict[type[Defence], Defence] = {}
+        for part in self.parts:
+            kind = next((each for each in (Rounded, FedAvg) if isinstance(part, each)), type(part))
+            if kind in kinds and kind not in ADD_UP:
+                said = f"{kinds[kind].label} and {part.label} set the same thing: give one of them"
+                raise SitusError(said, field="defences")
+            kinds[kind] = part
 
     @property
     def label(self) -> str:

@@ -99,7 +99,7 @@ class Search:
             if len(fresh) < rungs[named].step.batch:
                 continue
             trial = self.ask(rungs[named], fresh, unseen=True)
-            if trial.answer == "passed" and (named in seen or ask(named) == "passed"):
+            if trial.answer == "passed" and (seen[named].answer if named in seen else ask(named)) == "passed":
                 weaker = seen.get(named - 1) or (failed[-1] if failed else None)
                 below = self._unseen(rungs[named - 1], others[number:]) if named else None
                 said = _remark(named, weaker, below, failed)

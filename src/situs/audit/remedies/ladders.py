@@ -154,14 +154,17 @@ def cost_of(victim: Backbone | Method, rung: Rung, test: TestSet, config: CostCo
         other = torch.cat([g.double().flatten() for g in own.values()])
         cosines.append(float(torch.nn.functional.cosine_similarity(one, other, dim=0)))
     share = sum(sizes.values()) / sum(p.numel() for p in whole.values())
-    epsilon, promise = _promised(defence, batch, config.private_images, config.private_epochs)
+    epsilon, promise = _promised(defence, step, config.private_images, config.private_epochs)
     return Cost(sum(cosines) / len(cosines), share, epsilon, promise)
 
 
-def _promised(defence: Defence, batch: int, images: int, epochs: int, delta: float = 1e-5) -> tuple[float | None, str]:
-    """ε at δ for a training on so many images, by batches of this size."""
+def _promised(defence: Defence, step: Step, images: int, epochs: int, delta: float = 1e-5) -> tuple[float | None, str]:
+    """ε at δ for a training on so many images, by steps as this one."""
+    batch = step.batch
     if not isinstance(defence, Clip):
         return None, "none: no gradient is bounded" if isinstance(defence, Noise) else "none"
+    if step.local_steps > 1:  # a sample also moves the weights at which those beside it are asked
+        return None, f"none: behind {step.local_steps} local steps a sample is not bounded by C"
     if defence.multiplier < LEAST_NOISE:
         return None, f"none worth its name: noise of {defence.multiplier:.3g} · C"
     steps = max(1, epochs * images // batch)

@@ -63,7 +63,8 @@ def trace_texts(
                         dict.fromkeys(filter(None, (row.partial and f"stopped after {row.partial}", *row.reasons)))
                     )
                     values = row.shares if row.reads else {}
-                    points.append(Point(rung.name, label, "sentences" if row.reads else "", values, said=said))
+                    by, whole = "sentences" if row.reads else "", row.partial is None
+                    points.append(Point(rung.name, label, by, values, said=said, whole=whole))
                 lines.append(Line(name, beside, axis.label, points))
         more = {"stopped": audit.stopped, "notes": audit.notes, "provenance": audit.provenance}
         return Curves(audit.model, lines, SHARES, len(audit.names), **more)
