@@ -139,7 +139,8 @@ class DataConfig(Checked):
         texts, plain = self.kind == "text", DataConfig.__dataclass_fields__
         for name in _NOT_OF_TEXT if texts else ():
             if (value := getattr(self, name)) != plain[name].default:
-                raise SitusError(f"{name}={value}: is for images, and sentences are read here", field=name)
+                said = f"{name}={value}: is for images, and {self.path or 'the set'} is read as sentences"
+                raise SitusError(said, field=name)
         if (texts and self.target == "mask") or (self.kind not in (None, "text") and self.target == "words"):
             allowed = "class or words for text" if texts else "class or mask: words are read from text"
             raise SitusError(field="target", value=self.target, allowed=allowed)

@@ -72,6 +72,10 @@ class Tokeniser:
         if longest is None:
             self._coder.no_truncation()
         else:
+            own = self._coder.num_special_tokens_to_add(is_pair=False) if special else 0
+            if longest <= own:
+                allowed = f"more than the {own} ids that the tokeniser adds itself"
+                raise SitusError(field="text.longest", value=longest, allowed=allowed)
             self._coder.enable_truncation(longest)
         parts, lengths, cut = [], [], 0
         for start in range(0, len(texts), _AT_ONCE):

@@ -204,3 +204,17 @@ def test_a_table_without_rows_is_called_so(suffix: str, tmp_path: Path) -> None:
         file.write_text("sentence,label\n" if suffix == ".csv" else "")
     with pytest.raises(SitusError, match=f"train{suffix}: holds no rows"):
         read(tmp_path, None)
+
+
+def test_too_short_a_sample_and_a_column_of_numbers_are_refused(tokeniser: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [{"text": "w1 w2", "label": 1}, {"text": 7, "label": 0}])
+    with pytest.raises(SitusError, match=r"a.jsonl, row 1: column 'text' holds 7, which is no sentence"):
+        read(file, tokeniser)
+    with pytest.raises(SitusError, match=r"row 0: column 'label' holds 1, which is no sentence"):
+        read(file, tokeniser, column="label")
+    write(file, [{"text": "w1 w2", "label": 1}])
+    with pytest.raises(SitusError, match=r"text.longest=2: must be more than the 2 ids that the tokeniser adds"):
+        read(file, tokeniser, longest=2)
+    assert len(read(file, tokeniser, longest=3).read(0)["ids"]) == 3
+    with pytest.raises(SitusError, match=r"text.longest=1: must be at least 2"):
+        open_source(file, text=TextConfig(tokeniser=tokeniser, longest=1), words=True)

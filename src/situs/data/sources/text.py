@@ -57,7 +57,7 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
     home = [file for file in files if split_of(file) in SPLITS["train"]] or own
     tables = [read_table(file) for file in own]
     column, label = _columns(tables, text)
-    texts = [each for table in tables for each in table.column(column)]
+    texts = [each for table in tables for each in _sentences(table, column)]
     entries = [(table.file, row) for table in tables for row in range(len(table))]
     numbers, classes = None, None
     if label is not None and wanted.labels:
@@ -156,6 +156,9 @@ class BlockSource(Source):
     def __init__(self, name: str, texts: list[str], tokeniser: Tokeniser, text: TextConfig, wanted: Wanted) -> None:
         super().__init__(name, None, None, wanted.strict)
         self.tokeniser, self.longest = tokeniser, text.longest or LONGEST
+        if self.longest < 2:
+            allowed = "at least 2: a language model learns the next word from the one before"
+            raise SitusError(field="text.longest", value=self.longest, allowed=allowed)
         coded = tokeniser.encode([each for each in texts if each.strip()], special=False)
         ends = [] if tokeniser.end is None else [tokeniser.end]
         parts = [
@@ -192,11 +195,19 @@ def _plain(file: Path, text: TextConfig) -> list[str]:
     """The texts of a file: plain text as a whole, of a table one a row."""
     if file.suffix != PLAIN:
         table = read_table(file)
-        return [each for each in table.column(_columns([table], text)[0]) if each]
+        return [each for each in _sentences(table, _columns([table], text)[0]) if each]
     try:
         return [file.read_text(encoding="utf-8")]
     except UnicodeDecodeError as error:
         raise SitusError(f"{file}: is no text in UTF-8 ({str(error)[:80]})", field="data") from error
+
+
+def _sentences(table: Table, column: str) -> list[str | None]:
+    for row, value in enumerate(table.column(column)):
+        if not isinstance(value, str | None):
+            said = f"column {column!r} holds {str(value)[:40]}, which is no sentence"
+            raise SitusError(f"{table.file}, row {row}: {said}", field="text.column")
+    return table.column(column)
 
 
 def _columns(tables: list[Table], text: TextConfig) -> tuple[str, str | None]:
