@@ -77,11 +77,12 @@ def run(args: Args) -> int:
     auto = args.defences == ("auto",)
     with first_ctrl_c(deadline):
         if args.texts is not None:
-            for name in ("defences", "attacks", "split"):
+            for name in ("defences", "attacks", "split", "weights", "img_size", "patch_size"):
                 if getattr(args, name) != getattr(Args, name):
                     raise SitusError(f"{name}: has no part in curves of texts; leave it out", field=(name, "texts"))
             others = {name: given[name] for name in given if name not in ("weights", "img_size", "patch_size")}
-            found = trace_texts(args.model, args.texts, args.curve, **others)
+            over = {} if args.curve == Args.curve else {"over": args.curve}
+            found = trace_texts(args.model, args.texts, **over, **others)
         else:
             beside = {} if auto else {"beside": args.defences}
             more = {"attacks": args.attacks, "split": args.split}
