@@ -265,3 +265,10 @@ def test_authorised_fine_tuning_of_a_locked_bert_is_the_normal_one(world: Path) 
     normal, authorised = train(locked=False), train(locked=True)
     assert max(abs(a - b) for a, b in zip(normal, authorised, strict=True)) < 1e-9
     assert normal[-1] < 0.8 * normal[0]
+
+
+def test_the_gradients_of_a_tuned_run_are_audited_with_its_own_tokeniser(world: Path) -> None:
+    from situs.audit.text.victim import open_text_victim
+
+    for name, ids in (("bert-ft", (2, 6, 7, 3)), ("lm", (6, 7))):
+        assert open_text_victim(world / name).coded(["w1 w2"]) == [ids]

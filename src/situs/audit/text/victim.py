@@ -63,7 +63,7 @@ class TextVictim:
 
 
 def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVictim:
-    """The victim in a folder of transformers that holds a tokeniser too, by `open_model` and what it is asked.
+    """The victim in a folder of transformers with its tokeniser, or a run on text, by `open_model` and what is asked.
 
     classes: of the new classifier that an encoder without a head gets, because a client's loss needs one.
     """
@@ -92,7 +92,8 @@ def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVict
     if task == "classes" and backbone.model.config.num_labels < 2:
         said = "its one output is no choice between classes, whose gradient is audited"
         raise SitusError(f"{model.name}: {said}", field="texts")
-    tokeniser = open_tokeniser(Path(str(source).removeprefix("hf:")))
+    read_by = None if model.input is None else model.input.text.tokeniser  # which a run names and does not hold
+    tokeniser = open_tokeniser(Path(str(read_by or source).removeprefix("hf:")))
     if task == "masked words" and tokeniser.mask_token_id is None:
         raise SitusError(f"{model.name}: learns masked words, and its tokeniser has no mask", field="texts")
     return TextVictim(backbone, tokeniser, task, model.name, notes)
