@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -160,3 +161,19 @@ def test_the_parts_of_a_matrix_of_any_rank_are_found() -> None:
         assert svd(matrix, full=True)[0].shape == (7, 7)
     constant = torch.full((64, 49), 0.7, dtype=torch.float64) * torch.arange(1.0, 65).unsqueeze(1).double()
     assert float(svd(constant)[1][1]) < 1e-9
+
+
+def test_singular_vectors_where_the_quicker_algorithm_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(7, 4, dtype=torch.float64)
+    expected = torch.linalg.svdvals(matrix)
+
+    def fails(*_: object, **__: object) -> None:
+        raise np.linalg.LinAlgError("SVD did not converge")
+
+    monkeypatch.setattr("numpy.linalg.svd", fails)
+    for full in (False, True):
+        u, values, v = svd(matrix, full=full)
+        torch.testing.assert_close(values, expected)
+        torch.testing.assert_close(u[:, :4] * values @ v, matrix)
+        assert u.shape == (7, 7 if full else 4)

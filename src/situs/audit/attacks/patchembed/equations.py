@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import scipy.linalg
 import torch
 from torch import Tensor
 
@@ -179,8 +180,13 @@ def _ridge(table: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 def svd(matrix: Tensor, full: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """U, S, V^T of one matrix, by NumPy on the host.
 
-    torch's own LAPACK on ARM (NVPL) ends the process on some matrices of rank 1.
+    torch's own LAPACK on ARM (NVPL) ends the process on some matrices of rank 1. Where the quicker algorithm does not
+    converge, as on some of exactly low rank, the older one does.
     """
-    parts = np.linalg.svd(matrix.detach().cpu().numpy(), full_matrices=full)
+    given = matrix.detach().cpu().numpy()
+    try:
+        parts = np.linalg.svd(given, full_matrices=full)
+    except np.linalg.LinAlgError:
+        parts = scipy.linalg.svd(given, full_matrices=full, lapack_driver="gesvd")
     u, s, v = (torch.from_numpy(np.ascontiguousarray(part)).to(matrix.device) for part in parts)
     return u, s, v
