@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from situs.backbones import BackboneConfig, create_backbone
+from situs.backbones.base import InputSpec
 from situs.backbones.shapes import shapes_alone
 from situs.backbones.weights import read_state_dict
 from situs.cli.main import main
@@ -72,7 +73,7 @@ def test_the_papers_model_over_frames_has_its_size() -> None:
     trained = sum(p.numel() for p in b.parameters() if p.requires_grad)
     assert trained == (40 * 32 + 32) + 32 + 8 * block + 64 + (32 * 12 + 12) == 70_156  # about 70 K in the paper
     assert (b.grid, b.num_tokens, b.num_prefix, b.depth, b.dim) == ((1, 98), 98, 1, 8, 32)
-    assert b.input == ((40, 98), 1, (40, 1)) and b.patch_values == 40
+    assert b.input == InputSpec((40, 98), 1, (40, 1)) and b.patch_values == 40
     assert torch.equal(b.positions().table, sincos((98,), 32))
     assert b.positions().table.unique(dim=0).shape[0] == 98  # no channel is spent on a side of one place
 
@@ -106,7 +107,7 @@ def test_spectrogram_patches_are_a_rectangular_grid_of_one_channel() -> None:
     """AST's form: 128 log-mels by 96 frames in patches of 16 by 16."""
     shape = {"embed_dim": 32, "depth": 1, "num_heads": 4}
     b = create_backbone("vit_tiny_patch16_224", img_size=(128, 96), in_chans=1, model_args=shape, positions="sincos")
-    assert (b.grid, b.input) == ((8, 6), ((128, 96), 1, (16, 16)))
+    assert (b.grid, b.input) == ((8, 6), InputSpec((128, 96), 1, (16, 16)))
     assert torch.equal(b.positions().table, sincos((8, 6), 32))
     b = b.double().eval()
     spectrograms = torch.randn(2, 1, 128, 96, dtype=torch.float64)

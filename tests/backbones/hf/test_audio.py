@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from situs.backbones import BackboneConfig, create_backbone
+from situs.backbones.base import InputSpec
 from situs.backbones.hf.audio import UNPLACED
 from situs.core.position import sincos
 from situs.core.tokens import patchify
@@ -39,7 +40,7 @@ def ast(**entries: Any) -> Any:
 @torch.no_grad()
 def test_a_token_is_its_own_patch_and_places_count_mels_then_frames() -> None:
     b = create_backbone(ast(), num_classes=5, in_chans=1).double().eval()
-    assert (b.grid, b.num_prefix, b.num_classes, b.input) == ((2, 3), 2, 5, ((8, 12), 1, (4, 4)))
+    assert (b.grid, b.num_prefix, b.num_classes, b.input) == ((2, 3), 2, 5, InputSpec((8, 12), 1, (4, 4)))
     x = torch.randn(2, 1, 8, 12, dtype=torch.float64)
     convolution = b.model.audio_spectrogram_transformer.embeddings.patch_embeddings.projection
     by_hand = patchify(x, 4) @ convolution.weight[:, 0].flatten(1).T + convolution.bias

@@ -125,7 +125,7 @@ def test_what_is_no_such_set_is_said(tmp_path: Path) -> None:
     with pytest.raises(SitusError, match=r"green/a.png and red/a.png have one name, and the table names no folders"):
         opened(tmp_path)
     with pytest.raises(SitusError, match="a table of labels is for multi-label training"):
-        open_source(tmp_path / "labels.csv")
+        open_source(tmp_path / "labels.csv", kind="image")
     (tmp_path / "labels.csv").write_bytes(b"file,\xff\n")
     with pytest.raises(SitusError, match="must be a table in UTF-8"):
         opened(tmp_path)

@@ -117,7 +117,8 @@ def kind_of(path: str | Path, wanted: Kind | None = None, *, multi_label: bool =
     found = _kind_at(path, wanted, multi_label)
     if wanted is not None and found not in (None, wanted):
         things = {"image": "images", "audio": "clips", "text": "sentences"}
-        raise SitusError(f"{path}: holds {things[found]}, and {things[wanted]} are asked for", field="data")
+        more = "; a table of labels is for multi-label training" if Path(path).suffix in SUFFIXES else ""
+        raise SitusError(f"{path}: holds {things[found]}, and {things[wanted]} are asked for{more}", field="data")
     return found or wanted or "image"
 
 
