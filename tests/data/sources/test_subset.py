@@ -162,8 +162,8 @@ def test_data_without_a_split_to_be_judged_on_can_hold_out_a_share(tmp_path: Pat
     assert names(train).isdisjoint(names(val))
     assert names(val) == names(test)
     assert names(train) == names(open_source(flat, held_out=0.25))  # what training takes by default
-    with pytest.raises(SitusError, match="split='dev'"):
-        open_source(flat, "dev", held_out=0.25)
+    with pytest.raises(SitusError, match="split='holdout'"):
+        open_source(flat, "holdout", held_out=0.25)
     images_at(tmp_path / "only" / "train")  # a training split alone is divided alike
     only = open_source(tmp_path / "only", "val", held_out=0.25)
     assert (names(only), only.name) == (names(val), "only (train), the 0.25 held out")
