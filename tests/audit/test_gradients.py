@@ -425,11 +425,14 @@ def test_equations_that_fit_only_under_noise_are_found_out(dtype: torch.dtype) -
         step=Step(dtype=dtype),
     )
     doubts = {(p.attack, p.defence.split()[0]): p.doubt for p in found.pairs}
-    assert all(doubts["fitting", defence] is None for defence in ("none", "noise", "clip"))
+    assert all(doubts["fitting", defence] is None for defence in ("noise", "clip"))
+    rounded = dtype != torch.float32  # and nothing but that: what it hides is no proof either
+    assert ("rounding to bfloat16 is no noise" in str(doubts["fitting", "none"])) is rounded
+    assert rounded or doubts["fitting", "none"] is None
     hidden = "without noise and in float32"
     assert all(hidden in str(doubts["half", defence]) for defence in ("noise", "clip"))
-    assert ("do not fit" if dtype == torch.float32 else hidden) in str(doubts["half", "none"])
+    assert ("rounding to bfloat16" if rounded else "do not fit") in str(doubts["half", "none"])
     status = {judged.defence.split()[0]: judged.status for judged in judge(found, Limit("psnr", 50.0)).judgements}
-    assert status == {"none": 0, "noise": 0, "clip": 0}
+    assert status == {"none": 4 if rounded else 0, "noise": 0, "clip": 0}
     alone = replace(found, outcomes=[p for p in found.pairs if p.attack == "half"])
     assert {judged.status for judged in judge(alone, Limit("psnr", 50.0)).judgements} == {4}
