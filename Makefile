@@ -24,7 +24,7 @@ else
   VENV := .venv
 endif
 BIN := $(VENV)/bin
-EVERYDAY := '.[audio,dev,dp,hf,locks,remote,split]'
+EVERYDAY := '.[audio,dense,dev,dp,hf,locks,remote,split]'
 
 # $(call install,ENVIRONMENT,WHAT): by uv, or by pip where uv cannot be had or cannot reach what pip can.
 install = $(BIN)/python -m uv pip install --quiet --system-certs --python $(1)/bin/python $(2) || { \
@@ -64,7 +64,7 @@ docs: $(VENV)/.installed-docs
 	@echo "$(CURDIR)/docs/_build/html/index.html"
 
 # The wheel must stand alone: an empty environment, nothing from this checkout on its path, the demo from there, which
-# needs the extra `split` to show all of its sections.
+# needs the extra `split` to make all of its findings.
 wheel: $(VENV)/.installed
 	@rm -rf dist .wheel-venv
 	@echo "building the wheel"

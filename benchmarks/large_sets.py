@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from situs.data.batch import Batch
+from situs.data.blocks import with_order
 from situs.data.config import DataConfig
-from situs.data.loader import StreamLoader, with_order
+from situs.data.loader import StreamLoader
 from situs.data.pipeline import Pipeline
 from situs.data.sampler import BatchPlan
 from situs.data.sources.base import Blocks, EncodedSource, Source

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 import situs
+
+sys.path.insert(0, str(Path(__file__).parent))
+from make_reference import add_tables
 
 project = "Situs"
 author = "the Situs authors"
@@ -21,6 +26,7 @@ myst_enable_extensions = ["dollarmath"]
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_typehints = "signature"
+suppress_warnings = ["ref.python"]  # a type's short name in a signature, where several modules have one of that name
 
 CODE = re.compile(r"`([^`]+)`")
 EMPHASIS = re.compile(r"(?<![\w*\\])\*(\w[^*]*\w|\w)\*(?![\w*])")
@@ -56,3 +62,4 @@ def process_docstring(app: object, what: str, name: str, obj: object, options: o
 
 def setup(app: object) -> None:
     app.connect("autodoc-process-docstring", process_docstring)  # type: ignore[attr-defined]
+    app.connect("source-read", add_tables)  # type: ignore[attr-defined]

@@ -118,13 +118,19 @@ def undrawn(undrawing: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest
 def outline() -> Callable[[str], list[str]]:
     """What a page is made of: of each section its title, and how much of what stands in it."""
     parts = {"text": "<p>", "note": '<p class="note">', "figure": "<figure>", "row": "<tr><td", "fold": "<details>"}
+    first = r'<div class="opening">(.*?)</div>\s*(?=<div class="strip"|<nav|<section|<details|</main>)'
 
     def outline(page: str) -> list[str]:
         found = []
-        for title, body in re.findall(r"<section.*?<h2>(.*?)</h2>(.*?)</section>", page, flags=re.DOTALL):
+        opens = r'<(?:section|details class="section")'
+        sections = rf"{opens}.*?<h2[^>]*>(.*?)</h2>(.*?)(?={opens}|</main>)"
+        shown = [("First screen", body) for body in re.findall(first, page, flags=re.DOTALL)]
+        for title, body in shown + re.findall(sections, page, flags=re.DOTALL):
             counts = {name: body.count(mark) for name, mark in parts.items()}
             counts = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
-            found.append(", ".join([title, *counts, *["facts"] * ("<dt>" in body)]))
+            found.append(
+                ", ".join([title, *counts, *["bars"] * ("<figure class" in body), *["facts"] * ("<dt>" in body)])
+            )
         return found
 
     return outline

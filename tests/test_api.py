@@ -51,7 +51,7 @@ def test_arguments_lie_over_the_file_and_the_file_over_the_preset(tmp_path: Path
     assert (config["optim"]["lr"], config["data"]["batch"]) == (0.02, 16)
     assert (config["train"]["seed"], config["data"]["seed"]) == (3, 3)
     assert config["method"]["mask_ratio"] == 0.25
-    assert config["train"]["epochs"] == 12  # the preset's
+    assert config["train"]["log_every"] == 35  # the preset's
 
 
 def test_a_word_stands_for_a_table(run: Path, tmp_path: Path) -> None:
@@ -150,3 +150,32 @@ def test_a_locked_folder_opens_with_its_key_or_the_key_s_file(run: Path, tmp_pat
 def _features(source: Path, images: torch.Tensor, **opened: Any) -> torch.Tensor:
     backbone = situs.open_model(source, **opened).backbone
     return backbone.encode(backbone.embed(images), None).patches
+
+
+def test_pretrained_is_what_timm_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network: what the hub would give stands in."""
+    import timm
+    import torch
+
+    from situs.backbones import create_backbone
+
+    name, real = "test_vit", timm.create_model
+    published = real(name)
+    with torch.no_grad():
+        published.head.weight.fill_(0.5)
+    monkeypatch.setattr(
+        timm, "create_model", lambda *a, pretrained=False, **k: published if pretrained else real(*a, **k)
+    )
+    opened = situs.open_model(name, pretrained=True)
+    assert opened.facts["weights"] == "pretrained" and opened.classifier
+    for backbone in (opened.backbone, create_backbone(name, pretrained=True)):
+        assert all(
+            torch.equal(value, published.state_dict()[key]) for key, value in backbone.model.state_dict().items()
+        )
+    for wrong in (
+        lambda: situs.open_model(name, pretrained=True, weights="w.pt"),
+        lambda: create_backbone(name, pretrained=True, weights="w.pt"),
+        lambda: create_backbone(published, pretrained=True),
+    ):
+        with pytest.raises(situs.SitusError, match="pretrained=True"):
+            wrong()

@@ -128,3 +128,29 @@ def test_what_a_guard_costs_is_measured(monkeypatch: pytest.MonkeyPatch, capsys:
     rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert [row[0].strip() for row in rows] == ["guard", "none", "patchembed", "all closed forms"]
     assert all(float(row[2]) >= 0 for row in rows[2:])
+
+
+def test_tokens_a_second_of_text_and_what_a_way_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    from tiny_texts import write_folder
+
+    words = [
+        "--model",
+        str(write_folder(tmp_path, "bert", width=16)),
+        "--device",
+        "cpu",
+        "--batch",
+        "2",
+        "--length",
+        "8",
+    ]
+    words += ["--steps", "1", "--warmup", "1", "--repeats", "1", "--ways", "situs", "loop"]
+    monkeypatch.setattr(sys, "argv", ["text.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(BENCHMARKS / "text.py"), run_name="__main__")
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")][1:]
+    assert ended.value.code == 0 and [row[:3] for row in rows] == [["2", "8", "situs"], ["2", "8", "loop"]]
+    for *_, milliseconds, tokens in rows:
+        assert float(tokens.replace(",", "")) == pytest.approx(16e3 / float(milliseconds), rel=0.05)

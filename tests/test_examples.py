@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import copy
 import runpy
 import subprocess
 import sys
 import threading
+import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
@@ -58,6 +60,133 @@ def test_extra_loss_is_short_and_both_losses_fall(capsys: pytest.CaptureFixture[
     classifier = names["model"].model.head.weight
     assert classifier.grad.abs().sum() > 0
     assert capsys.readouterr().out.count("of which position") == 5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the engines' own
+@pytest.mark.parametrize(("engine", "name"), [("accelerate", "trainer"), ("lightning", "lightning")])
+def test_the_extra_loss_in_other_trainers_is_that_of_a_plain_loop(engine: str, name: str, tmp_path: Path) -> None:
+    pytest.importorskip(engine, reason=f"{engine} is not installed")
+    names = runpy.run_path(str(next(path for path in EXAMPLES if path.name == f"extra_loss_{name}.py")))
+    torch.manual_seed(0)
+    model, images, labels = names["WithPositions"](), torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
+    plain = copy.deepcopy(model.mp3)
+    start = {key: value.clone() for key, value in plain.state_dict().items()}
+    names["train"](model, images, labels, str(tmp_path))
+    assert [epoch for epoch, _ in model.seen] == [0] * 4 + [1] * 4 + [2] * 4
+    assert sorted(model.seen[0][1] + model.seen[1][1] + model.seen[2][1] + model.seen[3][1]) == list(range(64))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)
+    for epoch, chosen in model.seen:
+        ids = torch.tensor(chosen)
+        batch = names["Batch"](images[ids], ids)
+        position = plain(batch, plain.draw(batch, seed=0, epoch=epoch)).loss
+        loss = torch.nn.functional.cross_entropy(plain.backbone(images[ids]), labels[ids]) + 0.1 * position
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(model.mp3.state_dict()[key], value, atol=5e-5, rtol=0)  # steps are of 1e-3
+    head = "position_head.weight"
+    assert (plain.state_dict()[head] - start[head]).abs().max() > 1e-3
+
+
+QUICK = {
+    "pretrain_on_my_images": {"steps": 1, "labels": 64, "count": 16},
+    "audit_my_model": {"count": 1},
+    "lock_my_model": {"steps": 1, "count": 16},
+    "use_the_features": {"steps": 1, "count": 40},
+    "add_a_method": {"steps": 2},
+}
+"""The tutorials, and the arguments with which a test can wait for them."""
+
+
+@pytest.fixture
+def tutorial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[dict[str, Any], str]]:
+    """Runs a tutorial as a reader would; gives its names and what it printed."""
+
+    def run(name: str, **given: int) -> tuple[dict[str, Any], str]:
+        path = next(path for path in EXAMPLES if path.stem == name)
+        words = [word for flag, value in given.items() for word in (f"--{flag}", str(value))]
+        monkeypatch.setattr(sys, "argv", [str(path), *words])
+        monkeypatch.chdir(tmp_path)
+        return runpy.run_path(str(path), run_name="__main__"), capsys.readouterr().out
+
+    return run
+
+
+def check_pretraining(names: dict[str, Any], said: str) -> None:
+    assert said.count("test images, with") == 2
+    assert "VisionTransformer loaded by timm" in said
+    assert {each.name for each in names["args"].out.iterdir()} == {"mp3", "tuned", "scratch", "exported"}
+
+
+def check_audit(names: dict[str, Any], said: str) -> None:
+    assert "not passed" in said
+    solved = next(line for line in said.splitlines() if line.split()[:2] == ["patchembed", "none"])
+    assert f"{names['args'].count} of {names['args'].count}" in solved  # exact, and so no pass
+    assert Path("audit/report.html").exists()
+
+
+def check_lock(names: dict[str, Any], said: str) -> None:
+    clear, _, opened = (line.partition(": ")[2] for line in said.splitlines() if "test images" in line)
+    assert clear == opened
+    assert "= 0 bits" in said
+    assert "100.0 % (64 of 64)" in said
+
+
+def check_features(names: dict[str, Any], said: str) -> None:
+    assert names["train"].features.shape == (names["args"].count, 64)
+    assert "patches: (4, 16, 64) on the grid (4, 4)" in said
+    assert Path("runs/features/images.names.csv").exists()
+
+
+def check_method(names: dict[str, Any], said: str) -> None:
+    assert len(names["losses"]) == names["args"].steps
+    method, ids = names["method"], torch.tensor([5, 90])
+    batch = names["Batch"](torch.zeros(2, 1, 28, 28), ids)
+    other = names["Batch"](torch.zeros(2, 1, 28, 28), ids.flip(0))
+    draws = [method.draw(each, seed=0, epoch=3)["forgotten"] for each in (batch, other)]
+    assert torch.equal(draws[0], draws[1].flip(0))  # a sample's draws are its own
+    assert method.unknown.grad.abs().sum() > 0
+
+
+CHECKS = {
+    "pretrain_on_my_images": check_pretraining,
+    "audit_my_model": check_audit,
+    "lock_my_model": check_lock,
+    "use_the_features": check_features,
+    "add_a_method": check_method,
+}
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("name", QUICK)
+def test_a_tutorial_runs(name: str, tutorial: Callable[..., tuple[dict[str, Any], str]]) -> None:
+    CHECKS[name](*tutorial(name, **QUICK[name]))
+
+
+@pytest.mark.slow
+def test_the_tutorials_find_what_their_pages_say(
+    tutorial: Callable[..., tuple[dict[str, Any], str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for name, check in CHECKS.items():
+        began = time.process_time()
+        found[name] = tutorial(name)
+        check(*found[name])
+        with capsys.disabled():
+            print(f"{name}: {time.process_time() - began:.1f} s of CPU time")
+    places = found["pretrain_on_my_images"][0]["places"]
+    assert places.accuracy[0.5] > 2 / places.places  # twice chance
+    shares = [
+        float(line.partition(": ")[2].split()[0]) for line in found["lock_my_model"][1].splitlines() if "images" in line
+    ]
+    assert shares[1] < shares[0] - 10
+    assert float(found["use_the_features"][1].partition("classifier: ")[2].split()[0]) > 30
+    losses = found["add_a_method"][0]["losses"]
+    assert losses[-1] < losses[0] - 0.2
 
 
 class Stub(types.ModuleType):

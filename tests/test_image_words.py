@@ -17,6 +17,7 @@ SRC = Path(__file__).parents[1] / "src" / "situs"
 WORD = re.compile(r"image(?!net)|pixel|\bheight\b|\bchannels?\b", re.IGNORECASE)
 
 KEPT = {
+    "methods/detection.py": "finds objects in images",
     "methods/droppos.py": "guesses pixels beside places; the names of its parameters and of the metric stand in runs",
     "methods/mae.py": "guesses the numbers of a patch, the paper's pixels",
     "methods/mjp/config.py": "SPP shuffles pixels, and a network without tokens has a grid of them",
@@ -34,9 +35,14 @@ KEPT = {
     "evaluate/segments/windows.py": "windows of an image whose pixels have classes",
     "methods/segmentation.py": "channels of its convolutions; the class of every pixel",
     "methods/upernet.py": "channels of its convolutions",
+    "methods/pyramid.py": "the same, and pixels between places",
+    "methods/regions.py": "regions of images",
     "evaluate/consistency.py": "a convolutional network's patches are pixels",
     "evaluate/probe/linear.py": "a key of its JSON",
     "evaluate/probe/segments.py": "a mask gives each pixel its class",
+    "evaluate/objects/found.py": "objects in the pixels of an image's file",
+    "evaluate/objects/measure.py": "the same",
+    "evaluate/objects/scores.py": "the same",
     "evaluate/segments/__init__.py": "the same",
     "evaluate/segments/measure.py": "the same",
     "evaluate/segments/scores.py": "the same",

@@ -25,9 +25,11 @@ CLASSES = {
     "samples": 10,
     "speech": 12,
     "ade20k": 150,
+    "coco": 80,
     "sst2": 2,
+    "text": 2,
 }
-TUNED = ("finetune", "upernet")
+TUNED = ("finetune", "upernet", "maskrcnn")
 """What the names of recipes say that start from another model."""
 
 
@@ -72,7 +74,7 @@ def test_the_header_names_a_command_for_this_recipe_and_the_hardware(name: str) 
 def test_the_recipe_is_strict_complete_and_can_be_built(name: str) -> None:
     config = recipe(name)
     assert from_dict(RunConfig, to_dict(config)) == config
-    named = {"segmentation": "upernet"}.get(config.method_name, config.method_name)
+    named = {"segmentation": "upernet", "detection": "maskrcnn"}.get(config.method_name, config.method_name)
     assert ("finetune" if "finetune" in name else named) in name
     assert "label" not in METHODS[config.method_name].needs_targets or config.method_name in ("supervised", "mjp")
     assert config.train.epochs != TrainConfig().epochs or "epochs" in load_preset(name)["train"]
@@ -95,6 +97,15 @@ def test_segmentation_is_the_recipe_of_maes_evaluation() -> None:
     fields(config.augment, crop="scaled", scales=[0.5, 2.0], flip=0.5)
     fields(config.optim, lr=1e-4, weight_decay=0.05, layer_decay=0.65, schedule="linear", warmup_steps=1500)
     assert (config.train.max_steps, config.backbone.drop_path) == (160_000, 0.1)
+
+
+def test_detection_is_vitdets_recipe() -> None:
+    config = recipe("coco-maskrcnn")
+    fields(config.method, width=256, hidden=1024, anchor=8.0, anchors=256, regions=512, proposals=1000, detections=100)
+    fields(config.data, target="objects", img_size=1024, batch=64)
+    fields(config.augment, crop="fitted", scales=[0.1, 2.0], flip=0.5)
+    fields(config.optim, lr=1e-4, weight_decay=0.1, layer_decay=0.7, schedule="steps", warmup_steps=250)
+    assert (config.train.epochs, config.backbone.drop_path, config.backbone.name) == (100, 0.1, "vit_base_patch16_224")
 
 
 def test_sentences_are_learned_by_berts_recipe() -> None:

@@ -1,4 +1,4 @@
-"""The README keeps its promise: sentence, picture, two commands and three stories before line 60, whose code runs."""
+"""The README keeps its promise: what and for whom, two commands, three stories with pictures before line 60."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_code_runs(root: Path, small: Path, run_python_blocks: Callable[[Path], 
 def test_order_of_the_first_lines(root: Path) -> None:
     head = "\n".join((root / "README.md").read_text(encoding="utf-8").splitlines()[:60])
     found = re.search(
-        r"\A# Situs\n\n[A-Z][^\n]*(?:\n[^\n!]+)*\.\n"  # one sentence
+        r"\A# Situs\n\n[A-Z][^\n]*(?:\n[^\n!]+)*\.\n"  # what it is, and for whom
         r".*?!\[[^\]]+\]\((?P<picture>[^)]+)\)"
         r".*?^```(?:bash|sh)\n(?P<commands>.*?)^```$"
         r"(?P<stories>.*)",
@@ -69,13 +69,18 @@ def test_order_of_the_first_lines(root: Path) -> None:
     assert found is not None, head
     assert (root / found["picture"]).is_file()
     assert re.findall(r"^make \w+", found["commands"], flags=re.MULTILINE) == ["make demo", "make test"]
-    stories = re.findall(r"^\*\*[^*]+\*\*.*?^```python\n(.*?)^```$", found["stories"], flags=re.MULTILINE | re.DOTALL)
+    story = r"^\*\*[^*]+\*\*.*?^!\[[^\]]+\]\(([^)]+)\)$.*?^```python\n(.*?)^```$"
+    stories = re.findall(story, found["stories"], flags=re.MULTILINE | re.DOTALL)
     told = ("pretrain", "audit_gradients", "lock")
-    assert [name for story in stories for name in told if f"situs.{name}(" in story] == list(told)
+    assert [name for _, code in stories for name in told if f"situs.{name}(" in code] == list(told)
+    pictures = {root / picture for picture, _ in stories}
+    assert len(pictures) == 3
+    assert all(picture.stat().st_size < 200_000 for picture in pictures)
 
 
 def test_links_lead_somewhere(root: Path) -> None:
-    for page in [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").glob("*.md"))]:
+    pages = [page for page in sorted((root / "docs").rglob("*.md")) if "_build" not in page.parts]
+    for page in [root / "README.md", root / "CONTRIBUTING.md", *pages]:
         links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
         missing = [link for link in links if not (page.parent / link).exists()]
         assert missing == [], page.name

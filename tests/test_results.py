@@ -35,7 +35,7 @@ def test_plain_columns_are_aligned() -> None:
 
 def test_samples_are_called_what_their_source_calls_them() -> None:
     clips, joint = Provenance(things="clips"), Provenance.joint([Provenance(things="clips"), Provenance()])
-    assert Provenance().counted(1200) == "1,200 images"
+    assert Provenance().counted(1200) == "1,200 images" and Provenance().counted(1) == "1 image"
     assert clips.counted(1200) == joint.counted(1200) == "1,200 clips"
 
 

@@ -6,7 +6,7 @@ over the one before. The command line parses its flags to the same config and go
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
@@ -15,7 +15,7 @@ from situs.config import choices_of, from_dict, merge, tables_of, unknown_key
 from situs.errors import SitusError
 from situs.files import read_toml
 from situs.limits import check_value
-from situs.presets import load_preset
+from situs.presets import laid, load_preset, one_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from situs.models import Model
     from situs.models.open import Unlock
     from situs.train.contract import TrainResult
+    from situs.train.rehearse import Rehearsal
     from situs.train.run import Hooks, RunConfig
 
 Config = TypeVar("Config", bound="RunConfig")
@@ -51,6 +52,9 @@ NAMED = {
     "dp": "dp.epsilon",
 }
 """Names of tables for which one word may stand, each for a field of a run's config."""
+
+GROUND, FLAGGED = "the model to start from", "flags"
+"""Layers of a config that are no file: the lowest and the uppermost."""
 
 VALIDATED = 5
 """Epochs between two looks at the validation split, where nothing is said."""
@@ -157,16 +161,26 @@ def finetune(
     return _folder_of(found, place)
 
 
-def export(run: str | Path, out: str | Path, *, ema: bool | None = None, force: bool = False) -> Path:
+def export(
+    run: str | Path,
+    out: str | Path,
+    *,
+    form: Literal["timm", "hf", "onnx"] | None = None,
+    features: Literal["logits", "pooled", "patches"] | None = None,
+    ema: bool | None = None,
+    force: bool = False,
+) -> Path:
     """Writes a run's model to a folder that timm or transformers loads; gives the folder.
 
-    ema: the mean of the weights; None takes it where the run has one. force: replace an export that is already there.
+    What was written is read again by its library and compared. form: "hf" writes a plain ViT of timm for transformers,
+    "onnx" any model of images as a graph that gives `features`: logits, pooled or patches. ema: the mean of the
+    weights; None takes it where the run has one. force: replace an export that is already there.
 
     >>> situs.export("runs/ft", "exported")
     """
-    from situs.models.export import export_run
+    from situs.models.export import export_model
 
-    return export_run(run, out, ema=ema, force=force).path
+    return export_model(run, out, form=form, features=features, ema=ema, force=force).path
 
 
 def open_model(
@@ -175,6 +189,7 @@ def open_model(
     key: AnyKey | None = None,
     withheld: str | Path | None = None,
     weights: str | Path | None = None,
+    pretrained: bool = False,
     img_size: Size | None = None,
     ema: bool | None = None,
     seed: int = 0,
@@ -185,14 +200,17 @@ def open_model(
 
     The model is in eval mode; its `backbone` is a torch module with the steps `embed`, `positions`, `encode` and
     `head`. key, withheld: what opens a locked folder; without them it is opened as it lies there, scrambled. weights:
-    for a timm name, a file, "pretrained" or "random". img_size (an own module needs it, or `example`, images that it
-    takes) and patch_size, in_chans, num_classes, model_args shape a new model. ema: for a run, the mean of its weights.
-    seed: of random weights.
+    for a timm name, a file, "pretrained" or "random"; pretrained=True says the second. img_size (an own module needs
+    it, or `example`, images that it takes) and patch_size, in_chans, num_classes, model_args shape a new model. ema:
+    for a run, the mean of its weights. seed: of random weights.
 
     >>> model = situs.open_model("vit_small_patch16_224", weights="random")
     """
     from situs import models
 
+    if pretrained and weights not in (None, models.PUBLISHED):
+        raise SitusError(f"pretrained=True: and weights={weights} are both asked for", field="weights")
+    weights = models.PUBLISHED if pretrained else weights
     unlock = None if key is None and withheld is None else unlock_of(str(source), key, withheld)
     shape = {"weights": weights, "img_size": img_size, **fields}
     return models.open_model(source, unlock=unlock, ema=ema, seed=seed, device=device, **shape)
@@ -201,8 +219,9 @@ def open_model(
 # --- what the command line calls too ------------------------------------------------------------------------
 
 
-def train_pretraining(config: RunConfig, **place: Any) -> TrainResult:
-    """Trains what `config` says. place: by the names in `PLACE`, and `say`, which receives a few lines."""
+def train_pretraining(config: RunConfig, **place: Any) -> TrainResult | Rehearsal:
+    """Trains what `config` says. place: by the names in `PLACE`; `say`, which receives a few lines; `dry_run`: all is
+    checked and nothing trained."""
     from situs.evaluate.hooks import probe_hooks
 
     return _train(config, probe_hooks, **place)
@@ -215,7 +234,7 @@ def train_finetuning(
     positions: PositionKind | None,
     validate_every: int | None,
     **place: Any,
-) -> TrainResult:
+) -> TrainResult | Rehearsal:
     """Fine-tunes the model at `source` as `config` says, and looks at the validation split on the way."""
     from situs.evaluate.hooks import validation_hooks
 
@@ -238,12 +257,16 @@ def _train(
     withheld: str | Path | None = None,
     quiet: bool = False,
     say: Callable[[str], None] = print,
+    dry_run: bool = False,
     **place: Any,
-) -> TrainResult:
+) -> Any:
     from situs.models.initialise import starting
+    from situs.train.rehearse import rehearse
     from situs.train.run import train_run
 
     start = starting(None if config.init is None else unlock_of(config.init, key, withheld))
+    if dry_run:
+        return rehearse(config, hooks=hooks, start=start, **place)
     say = (lambda _: None) if quiet else say
     return train_run(config, hooks=hooks, start=start, say=say, quiet=quiet, **place)
 
@@ -298,7 +321,7 @@ def unlock_of(source: str, key: AnyKey | None, withheld: str | Path | None) -> U
     return unlocking(key, withheld)
 
 
-def _folder_of(result: TrainResult, place: Mapping[str, Any]) -> Path:
+def _folder_of(result: Any, place: Mapping[str, Any]) -> Path:
     if result.interrupted:  # a checkpoint was written; who runs this in a loop must not go on
         raise KeyboardInterrupt
     folder = place.get("out") or place.get("resume")
@@ -319,8 +342,9 @@ def _asked(
         if name not in known:
             raise unknown_key(name, known)
     place = {name: asked.pop(name) for name in PLACE if name in asked}
-    layers, sources = layered(cls, asked.pop("preset", None), asked.pop("config", None), place.get("resume"), ground)
-    from_dict(cls, layers, where=" + ".join(sources))  # a mistake in a file is told with its name
+    below = layered(asked.pop("preset", None), asked.pop("config", None), place.get("resume"), ground)
+    layers = laid(cls, below.values())
+    from_dict(cls, layers, where=named(below))  # a mistake in a file is told with its name
     each: list[tuple[str, str, Any]] = []
     for name, value in asked.items():
         word = name in NAMED and isinstance(value, (str, Path, int, float))
@@ -329,17 +353,17 @@ def _asked(
             if word
             else [(name, path, value) for path in SHORT.get(name, (name,))]
         )
-    return from_dict(cls, merge(layers, tables_of(each), choices_of(cls))), place
+    return from_dict(cls, merge(layers, one_length(tables_of(each)), choices_of(cls))), place
 
 
 def layered(
-    cls: type[Any],
     preset: str | None,
     file: str | Path | None,
     run: str | Path | None = None,
     ground: Table | None = None,
-) -> tuple[dict[str, Any], list[str]]:
-    """What lies below the arguments of a training, and where it comes from: preset < TOML file, or a run's own config.
+) -> dict[str, Table]:
+    """What lies below the arguments of a training, by where it comes from, the lowest first: preset < TOML file, or a
+    run's own config.
 
     ground: tables that lie below both.
     """
@@ -349,13 +373,15 @@ def layered(
             raise SitusError(said, field=("resume", "preset", "config"))
         from situs.train.checkpoint import read_config
 
-        return read_config(Path(run)), [str(Path(run) / "config.json")]
-    found: dict[str, dict[str, Any]] = {}
+        return {str(Path(run) / "config.json"): read_config(Path(run))}
+    found: dict[str, Table] = {} if ground is None else {GROUND: ground}
     if preset is not None:
-        found[f"preset {preset}"] = load_preset(preset)
+        found[f"preset {preset}"] = one_length(load_preset(preset))
     if file is not None:
-        found[str(file)] = read_toml(file)
-    layers = dict(ground or {})
-    for tables in found.values():
-        layers = merge(layers, tables, choices_of(cls))
-    return layers, list(found)
+        found[str(file)] = one_length(read_toml(file))
+    return found
+
+
+def named(layers: Iterable[str]) -> str:
+    """The files that layers come from, to open a sentence with."""
+    return " + ".join(each for each in layers if each not in (GROUND, FLAGGED))

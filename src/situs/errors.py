@@ -70,3 +70,8 @@ def unknown_name(kind: str, name: str, choices: Iterable[str], *, field: str | I
 def missing_extra(package: str, extra: str, purpose: str) -> SitusError:
     """The error for an optional dependency that is not installed."""
     return SitusError(f"{purpose} needs the package {package!r}: pip install 'situs[{extra}]'")
+
+
+def counted(count: int, things: str) -> str:
+    """So many of some things, for a sentence: 1,200 images, 1 image."""
+    return f"{count:,} {things.removesuffix('s') if count == 1 else things}"

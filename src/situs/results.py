@@ -11,12 +11,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, SupportsFloat
+from typing import Any, ClassVar, Literal, NamedTuple, SupportsFloat
+
+from situs.errors import counted
 
 Cell = str | int | float | bool | None
 """What a table or a list of facts may hold; None is shown as a dash."""
 
 _IMAGE = re.compile(r"(?<![\w/+.-])(?:(?P<article>[Aa]n) )?(?P<first>[Ii])mage(?P<many>s?)(?![\w/+=])")
+
+
+Tone = Literal["good", "bad", "unsure"]
 
 
 class Table(NamedTuple):
@@ -81,7 +86,7 @@ class Provenance:
 
     def counted(self, count: int) -> str:
         """So many samples, in words: 1,000 images."""
-        return f"{count:,} {self.things}"
+        return counted(count, self.things)
 
     def worded(self, text: str) -> str:
         """A sentence that speaks of images in the words of the samples: of clips "an image" is "a clip".
@@ -111,6 +116,11 @@ class Result(ABC):
     page_file: ClassVar[str] = ""
 
     provenance: Provenance = Provenance()
+
+    @property
+    def tone(self) -> Tone | None:
+        """How the verdict is to be taken, where it is one: only what was judged and passed is good."""
+        return None
 
     @property
     def private(self) -> bool:

@@ -143,4 +143,4 @@ def test_few_places_are_owned_up_to(dim: int, said: str) -> None:
 def test_a_single_row_of_places_has_a_page() -> None:
     drawn = page(PositionTables([look_at("small", table("noise", grid=(1, 6), dim=8))], []))
     assert "cosine" in drawn.pictures
-    assert "<h1>Positions of small</h1>" in drawn.render()
+    assert "<title>Positions of small</title>" in drawn.render()

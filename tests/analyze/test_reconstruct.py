@@ -309,8 +309,9 @@ def test_pages_carry_their_figures_and_words(outline: Any) -> None:
     assert not found.mixes
     assert "γ = 0.75, γ_pos = 0.75." in drawn.render()
     assert outline(drawn.render()) == [
+        "First screen, 1 figure",
         "How many patches are put right, 3 rows",
-        "γ_pos = 0.5, 1 text, 2 figures",
+        "γ_pos = 0.5, 1 text, 1 figure",
         "γ_pos = 0.75, 1 text, 2 figures",
         "How this page was made, facts",
     ]

@@ -187,11 +187,12 @@ def test_files_and_page(outline: Any, whole: Comparison) -> None:
     assert all(len(r) == len(header) for r in rows)
     text = make_page(replace(whole, provenance=Provenance({"seed": 0}))).render()
     assert outline(text) == [
-        "Threat model, facts",
-        "Verdict, 3 texts, 1 note, 9 rows",
-        "Pictures, 2 figures",
-        "The table, 1 text, 43 rows",
-        "Shown and hidden patches apart, 12 rows",
+        "First screen, 1 figure",
+        "Threat model, 1 fold, facts",
+        "Verdict, 3 texts, 9 rows",
+        "Pictures, 1 figure",
+        "The table, 1 text, 43 rows, 1 fold",
+        "Shown and hidden patches apart, 12 rows, 1 fold",
         "What the paper reports, 5 rows",
         "How this page was made, facts",
     ]

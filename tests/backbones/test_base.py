@@ -12,7 +12,7 @@ from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor
 
 from situs.backbones import Backbone, create_backbone
-from situs.backbones.base import fill
+from situs.core.tokens import fill
 from situs.errors import SitusError
 
 TIMM: dict[str, tuple[str, dict[str, Any]]] = {

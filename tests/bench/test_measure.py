@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from situs.bench.cases import StepCase, Timing
-from situs.bench.measure import StepRow, make_batch, make_method, make_update, measure_case
+from situs.bench.measure import OBJECTS, StepRow, make_batch, make_method, make_update, measure_case
+from situs.data.objects import objects_of
 from situs.errors import SitusError
 
 SMALL = dict(model="vit_tiny_patch16_224", img_size=(8, 16), patch_size=4, in_chans=1, num_classes=3, batch=4,
@@ -47,6 +48,25 @@ def test_images_have_the_shape_of_the_case() -> None:
     assert batch.inputs.shape == (4, 1, 8, 16) and int(batch.targets["label"].max()) < 3
     whole = StepCase(model="test_resnet", img_size=32, batch=2)
     assert make_batch(make_method(whole), whole, 2, CPU).inputs.shape == (2, 3, 32, 32)
+
+
+def test_objects_of_chance_are_whole_boxes_inside_the_image() -> None:
+    case = StepCase(method="detection", settings={"width": 8, "hidden": 8}, **{**SMALL, "img_size": (64, 32)})
+    torch.manual_seed(0)
+    method = make_method(case)
+    batch = make_batch(method, case, 3, CPU)
+    for each in objects_of(batch.targets):
+        assert len(each.boxes) == OBJECTS and each.sides == (64, 32) and int(each.classes.max()) < 3
+        assert each.boxes.min() >= 0 and each.boxes[:, 2].max() <= 32 and each.boxes[:, 3].max() <= 64
+        areas = (each.boxes[:, 2:] - each.boxes[:, :2]).prod(1)
+        sides = (each.boxes[:, 2:] - each.boxes[:, :2]).sum(1)
+        assert bool(((each.masks.sum((1, 2)) - areas).abs() <= sides + 1).all())
+    assert float(method(batch, method.draw(batch, seed=0, epoch=0)).metrics["loss_mask"]) > 0
+
+
+def test_the_model_alone_is_measured_like_any_step() -> None:
+    row = measure_case(StepCase(method="backbone", **SMALL), Timing(warmup=1, steps=1, repeats=1), CPU)
+    assert row.flops > 0 and row.case.label == "backbone" and StepRow.from_json(row.to_json()) == row
 
 
 def test_a_model_that_does_not_bear_the_method_says_so() -> None:

@@ -85,7 +85,7 @@ def test_flags_go_before_the_file_and_the_file_before_the_preset(small: list[str
     assert config["data"]["batch"] == 16
     assert (config["train"]["seed"], config["data"]["seed"], config["train"]["max_steps"]) == (3, 3, 1)
     assert config["method"]["mask_ratio"] == 0.5  # the preset's
-    assert config["train"]["epochs"] == 12
+    assert config["train"]["log_every"] == 35
 
 
 def test_help_is_short_and_names_every_flag_once(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from situs.cli.tables import print_table
-from situs.results import Table
+from situs.audit.judge.gate import Judgement, Limit, Ruling
+from situs.cli.tables import print_table, print_verdict
+from situs.results import Table, Tone
 
 ROWS = [("tokens", "yes", "a sequence"), ("rows", "no", "its [windows] depend on where a token stands")]
 
@@ -21,3 +22,30 @@ def test_terminal_gets_colours_and_every_cell(
     shown = capsys.readouterr().out
     assert "\x1b[32myes" in shown
     assert "[windows]" in shown  # rich must not take a cell's brackets for markup
+
+
+@pytest.mark.parametrize(("tone", "sign", "colour"), [("good", "✓", "32"), ("bad", "✗", "31"), ("unsure", "?", "33")])
+def test_a_verdict_has_a_sign_and_a_colour_on_a_terminal(
+    tone: Tone, sign: str, colour: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "The gate [psnr=20] is judged. " + "As long as a sentence may be. " * 9
+    print_verdict(said, tone)
+    assert capsys.readouterr().out == f"{said}\n"  # a pipe has the words alone
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    print_verdict(said, tone)
+    assert capsys.readouterr().out == f"\x1b[{colour}m{sign} {said}\x1b[0m\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    print_verdict(said, tone)
+    assert capsys.readouterr().out == f"{sign} {said}\n"
+    print_verdict(said, None)
+    assert capsys.readouterr().out == f"{said}\n"
+
+
+def test_what_was_not_judged_is_never_good() -> None:
+    answers = {"passed": "good", "above": "bad", "incomplete": "unsure", "nothing_applied": "unsure"}
+    for answer, tone in answers.items():
+        judged = [Judgement("none", "passed", ""), Judgement("noise", answer, "")]
+        assert Ruling(Limit("psnr", 20.0), judged).tone == tone
+    assert Ruling(Limit("psnr", 20.0), []).tone == "unsure"

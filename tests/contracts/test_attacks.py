@@ -22,7 +22,7 @@ from situs.audit.tables import table
 from situs.pages import make_page
 
 NORMALISATION = ((0.5,) * 3, (0.25,) * 3)
-QUICK = (MatchingConfig(iterations=2), TokensConfig(rounds=2, steps=6))
+QUICK = (MatchingConfig(iterations=1), TokensConfig(rounds=1, steps=4))
 """Searches as short as can be: what they must hold to holds however well they end."""
 
 IMAGES = (torch.rand(4, 3, 16, 12, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25  # 4 x 3 patches
@@ -69,11 +69,13 @@ def test_reason_or_recovery(name: str, defence: str, batch: int, backbone: Any) 
     assert not found.images.requires_grad
     assert len(found.facts) == count
     assert found.partial is None
+    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in backbone.named_parameters())
+    if batch > 1 and defence not in ("none", "noise"):
+        return  # said of one image
     again = recover(backbone, create_attack(name, *QUICK), defence, batch)
     assert isinstance(again, Recovery)
     assert torch.equal(found.images, again.images)
     assert found.facts == again.facts
-    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in backbone.named_parameters())
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -104,18 +106,19 @@ def test_other_images_with_the_same_gradients_change_nothing(name: str, backbone
 
 @pytest.fixture(scope="module", params=[1, 2])
 def whole(backbone: Any, request: pytest.FixtureRequest) -> Audit:
+    defences = DEFENCES if request.param == 1 else ("none", "no-pe-gradient", "clip", "mjp", "accumulate")
     return attack_gradients(
         backbone,
         TestSet(IMAGES[: 2 * request.param], LABELS[: 2 * request.param], NORMALISATION),  # two uploads
         [create_attack(name, *QUICK) for name in ATTACKS],
-        [create_defence(name) for name in DEFENCES],
+        [create_defence(name) for name in defences],
         step=Step(batch=request.param),
     )
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_the_whole_audit_is_figures_and_reasons(whole: Audit) -> None:
-    assert len(whole.pairs) == len(ATTACKS) * len(DEFENCES)
+    assert len(whole.pairs) == len(ATTACKS) * len(whole.about)
     for pair in whole.pairs:
         if pair.reason is not None:
             assert not pair.scores

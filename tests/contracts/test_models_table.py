@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from figures import write_coco
 from masked import write_ade
 
 from situs.cli.main import main
@@ -21,6 +22,15 @@ SHAPE = ["--img-size", "8", "--patch-size", "4", "--model-args.depth", "2", "--m
 SHAPE += ["--model-args.num_heads", "2", "--model-args.num_classes", "3"]
 NAME = "vit_tiny_patch16_224"
 CLASSES = {"dark": 60, "light": 190, "middle": 125}
+TINY_DETECTION = {
+    "name": "detection",
+    "width": 8,
+    "hidden": 8,
+    "anchor": 1.0,
+    "proposals": 8,
+    "anchors": 16,
+    "regions": 8,
+}
 
 OWN = """
 from torch import nn
@@ -95,6 +105,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     segments = {**tables, "method": method, "data": {**masked, "masks": {"first": 1, "void": [0]}}}
     train_run(from_dict(RunConfig, segments), out=base / "segments-run", device="cpu")
     export_run(base / "segments-run", base / "segments-export")
+    told = {**masked, "path": str(write_coco(base / "coco", {"train": 2, "val": 2})), "img_size": 16}
+    found = {**tables, "method": TINY_DETECTION, "data": told, "augment": {"crop": "fitted"}}
+    train_run(from_dict(RunConfig, found), out=base / "objects-run", device="cpu")
+    export_run(base / "objects-run", base / "objects-export")
     lock(base / "export", new_key(base / "owner.key"), base / "locked")
     torch.save(load_run(base / "run").method.backbone.model.state_dict(), base / "w.pt")
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -104,14 +118,18 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(base)
 
 
+DENSE = {"evaluate segments": ("segments", "ade"), "evaluate objects": ("objects", "coco")}
+
+
 def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
     """The command line of a cell of the table."""
     model, flags, data = world.source(kind), world.flags(kind), ["--data", str(world.base / "data")]
     if kind == "run" and verb in ("evaluate position", "analyze reconstruct"):
         model = str(world.base / "mp3")
-    if verb == "evaluate segments":
-        model = str(world.base / f"segments-{kind}") if kind in ("run", "export") else model
-        data = ["--data", str(world.base / "ade")]
+    if verb in DENSE:
+        dense, folder = DENSE[verb]
+        model = str(world.base / f"{dense}-{kind}") if kind in ("run", "export") else model
+        data = ["--data", str(world.base / folder)]
     quick = ["--device", "cpu", "--batch", "12", "--data.workers", "0", "--steps", "1", "--optim.warmup-epochs", "0"]
     begun = [*data, *quick, "--out", str(out)]
     cpu, end = ["--device", "cpu"], ["--out", str(out), "--device", "cpu"]
@@ -134,6 +152,7 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
         "finetune --from": ["--from", model, *(f.replace("--model-args", "--backbone.model-args")
                             .replace("--patch-size", "--backbone.patch-size").replace("--img-size", "--data.img-size")
                             for f in flags if kind != "own" and f not in ("--weights", "random"))],
+        "play": [model, *flags, *data, "--out", str(out / "play.html"), "--count", "4"],
         "export": [model, "--out", str(out / "x")],
         "lock": [model, *(flags if kind != "locked" else []), "--key", str(world.base / "owner.key"),
                  "--out", str(out / "x")],
@@ -151,13 +170,14 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
 
 VERBS = (
     "info", "verify", "features", "evaluate accuracy", "evaluate consistency", "evaluate ensemble", "evaluate knn",
-    "evaluate perplexity", "evaluate position", "evaluate probe", "evaluate robustness", "evaluate segments",
-    "analyze attention", "analyze correlation", "analyze positions", "analyze reconstruct", "audit curve",
-    "audit gradients", "audit positions", "audit split", "finetune --from", "export", "lock",
+    "evaluate objects", "evaluate perplexity", "evaluate position", "evaluate probe", "evaluate robustness",
+    "evaluate segments", "analyze attention", "analyze correlation", "analyze positions", "analyze reconstruct",
+    "audit curve", "audit gradients", "audit positions", "audit split", "play", "finetune --from", "export", "lock",
 )  # fmt: skip
 
 UNTRAINED, WHOLE = "no trained classifier", "runs only as a whole"
-UNSEGMENTED = "was not trained to segment"
+UNSEGMENTED, UNDETECTED = "was not trained to segment", "was not trained to detect"
+UNPLAIN = "plain ViTs of timm can be run"
 WORDLESS = "has no head for the next word"
 NO_HEAD = "no run, (so it has no|and only a run keeps its) position head"
 REFUSED: dict[str, dict[str, str]] = {
@@ -166,6 +186,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "evaluate consistency": {"name": UNTRAINED, "own": WHOLE},
     "evaluate ensemble": {"name": UNTRAINED},
     "evaluate knn": {"own": WHOLE},
+    "evaluate objects": dict.fromkeys(KINDS[2:], UNDETECTED),
     "evaluate perplexity": dict.fromkeys(KINDS, WORDLESS),  # of images, as all models here
     "evaluate position": dict.fromkeys(KINDS[1:], NO_HEAD),
     "evaluate probe": {"own": WHOLE},
@@ -177,6 +198,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "analyze reconstruct": dict.fromkeys(KINDS[1:], NO_HEAD),
     "audit positions": {"own": WHOLE},
     "audit split": {"own": WHOLE},
+    "play": {"name": "nor a trained classifier", "hf": UNPLAIN, "own": UNPLAIN},
     "finetune --from": {"name": "random weights", "own": "a run cannot make again by itself"},
     "export": {
         **dict.fromkeys(("export", "hf"), "a model's folder already"),
@@ -191,7 +213,10 @@ REFUSED: dict[str, dict[str, str]] = {
 SHORT = {
     UNTRAINED: "no trained classifier",
     WHOLE: "runs only as a whole",
+    UNPLAIN: "no plain ViT of timm",
+    "nor a trained classifier": "no trained classifier",
     UNSEGMENTED: "not trained to segment",
+    UNDETECTED: "not trained to detect",
     WORDLESS: "reads no words",
     NO_HEAD: "no position head",
     "random weights": "nothing to start from",
@@ -269,10 +294,10 @@ def test_what_a_kind_lacks_is_told_by_the_model_itself(
     """The same reasons without the command line: each guard is asked with the opened model."""
     from situs.backbones.attention_maps import check_attention_maps
     from situs.errors import SitusError
-    from situs.evaluate.finetune import beginning
     from situs.locks.key import load_key
     from situs.locks.owner import unlocking
     from situs.models import open_model
+    from situs.models.beginning import beginning
     from situs.models.export import export_run
     from situs.models.model import check_classifier, puzzle_method
 

@@ -105,8 +105,9 @@ def test_sizes_and_grids():
 
 
 def test_what_does_not_divide_is_refused_in_a_sentence():
-    with pytest.raises(SitusError, match=r"img_size=30x32: must be a multiple of the patch size 4x4"):
+    with pytest.raises(SitusError, match=r"img_size=30x32: must be a multiple of the patch size 4x4$") as told:
         grid_of((30, 32), 4)
+    assert told.value.fields == ("img_size", "patch_size")
     for size in (0, -4, (4, 0)):
         with pytest.raises(SitusError, match=r"img_size=32x32: must be a multiple of the patch size"):
             grid_of(32, size)

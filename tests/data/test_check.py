@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from figures import write_coco
+from masked import write_ade
 from PIL import Image
 
 from situs.data.check import KINDS, _first_equal, check
+from situs.data.masks import MaskConfig
 from situs.data.pack import PackConfig, pack
 from situs.errors import SitusError
 
@@ -137,7 +141,7 @@ def test_checksums_of_a_packed_set(zoo, tmp_path, kind):
 
 
 def test_an_unknown_kind_names_those_there_are(zoo):
-    with pytest.raises(SitusError, match="unknown kind of finding 'blurred'; choose one of: broken, checksum"):
+    with pytest.raises(SitusError, match="unknown kind of finding 'blurred'; choose one of: annotation, broken, "):
         check(zoo, splits=["val"], workers=0).failing(["blurred"])
     assert {"broken", "grey", "cmyk", "deep", "huge", "duplicate", "odd"} <= KINDS.keys()
 
@@ -169,3 +173,50 @@ def test_several_classes_an_image_are_counted_and_held_to_each_other(tmp_path):
     without = check(tmp_path, workers=0)
     assert not without.classes
     assert any("its table of labels was not read" in each for each in without.provenance.left_out)
+
+
+def test_masks_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    write_ade(tmp_path, {"training": 6, "validation": 1}, names=False)
+    (tmp_path / "classes.txt").write_text("ground\ndisc\n")
+    masks = sorted((tmp_path / "annotations" / "training").iterdir())
+    masks[0].unlink()
+    masks[1].write_bytes(b"no image")
+    Image.fromarray(np.ones((5, 5), np.uint8)).save(masks[2])
+    with Image.open(masks[3]) as file:
+        array = np.array(file)
+    Image.fromarray(array + 9).save(masks[3])
+    write(tmp_path / "images" / "training" / "ADE_00000004.png", b"no image")
+    found = check(tmp_path, masks=MaskConfig(1, (0,)), workers=0)
+    assert found.images == {"training": 6, "validation": 1}
+    assert (found.counts["annotation"], found.counts["broken"]) == (4, 1)
+    said = [each.what for each in found.found["annotation"]]
+    assert "has no mask of its name in" in said[0] and "its mask" in said[1]
+    assert "and its mask 5 × 5" in said[2] and "holds the class number" in said[3]
+    assert found.classes == {"ground": 2, "disc": 2}
+    assert found.failing() == ["broken", "annotation"]
+    assert check(tmp_path / "images", workers=0).counts["annotation"] == 0  # as images alone
+    assert check(tmp_path, masks=MaskConfig(1, (0,)), workers=0, decode_pixels=False).classes == {}
+
+
+def test_objects_that_are_none_are_named(tmp_path: Path) -> None:
+    def change(told: dict[str, Any]) -> None:
+        told["annotations"][0]["bbox"][2] = 0
+        told["annotations"][1]["segmentation"] = [[-9, -9, -5, -9, -5, -5]]
+        told["annotations"][3]["segmentation"] = []
+
+    write_coco(tmp_path, {"train": 4, "val": 2}, change)
+    Image.new("RGB", (7, 7)).save(tmp_path / "train2017" / f"{3:012}.png")
+    found = check(tmp_path, workers=0)
+    assert found.images == {"train": 4, "val": 2}
+    assert (found.counts["annotation"], found.counts["no object"], found.counts["broken"]) == (1, 3, 0)
+    assert "is 7 × 7, and its annotations are of 40 × 50" in found.found["annotation"][0].what
+    told = [f"{each.name}: {each.what}" for each in found.found["no object"]]
+    assert "the outline of annotation 2 encloses no pixel" in told[0]
+    assert told[1:] == [
+        "annotation 1: with a box that has no area within its image",
+        "annotation 4: without an outline",
+    ]
+    assert found.classes == {"rectangle": 4, "disc": 2, "crowd of dots": 2}
+    assert found.failing() == ["annotation"]
+    plain = check(tmp_path, target="class", workers=0)
+    assert plain.counts["annotation"] == plain.counts["no object"] == 0

@@ -45,3 +45,15 @@ def test_images_keep_their_channels() -> None:
     with pytest.raises(SitusError, match="img_size: must be given"):
         _ = DataConfig().size
     assert DataConfig(channels=1).normalisation == ((0.5,), (0.25,))
+
+
+def test_what_a_method_learns_from_is_read_and_nothing_else() -> None:
+    assert DataConfig().learned_by("detection", ("objects",)).target == "objects"
+    assert DataConfig().learned_by("segmentation", ("mask",)).target == "mask"
+    assert DataConfig().learned_by("mp3", ()).target == "class"
+    for target, things in (("mask", "masks"), ("objects", "objects")):
+        asked = DataConfig(target=target)
+        with pytest.raises(SitusError, match=f"mp3 learns without {things}, and {things} are asked for"):
+            asked.learned_by("mp3", ())
+        with pytest.raises(SitusError, match=f"supervised learns a class an image, and {things} are asked for"):
+            asked.learned_by("supervised", ("label",))

@@ -102,9 +102,9 @@ def test_a_scaled_crop_is_as_much_smaller_as_its_image_is_scaled() -> None:
         assert (start[~within] <= 0).all() and (start + length >= side - 1e-3)[~within].all()
 
 
-def loader(path: Path, augment: AugmentConfig | None, **fields: Any) -> Any:
+def loader(path: Path, augment: AugmentConfig | None, rank: int = 0, world: int = 1, **fields: Any) -> Any:
     config = DataConfig(str(path), target="mask", img_size=24, batch=4, workers=0, masks=MaskConfig(1, (0,)), **fields)
-    return make_loader(config, augment)
+    return make_loader(config, augment, rank=rank, world=world)
 
 
 AUGMENT = AugmentConfig(crop="scaled", jitter=0.3)
@@ -161,6 +161,8 @@ def test_large_images_are_shrunk_with_their_masks() -> None:
     assert (height, width) == (24, 36) and sample["mask"].shape == (24, 36)
     wanted = half_planes(240, 360)[1][5::10, 5::10]
     assert torch.equal(sample["mask"], wanted)
+    closer = MaskPipeline(_Held([(240, 360)]), SIZE, 0, replace(AUGMENT, scales=(1.0, 4.0)))  # crops of half a side
+    assert closer.fetch(0, 0, 0)["image"].shape[1:] == (48, 72)
 
 
 def test_what_is_for_a_class_an_image_is_refused(tmp_path: Path) -> None:
@@ -171,7 +173,23 @@ def test_what_is_for_a_class_an_image_is_refused(tmp_path: Path) -> None:
     for fields in ({"multi_label": True}, {"decode": "gpu"}, {"per_class": 3}):
         with pytest.raises(SitusError, match="is for a class an image, and masks are asked for"):
             loader(tmp_path, AUGMENT, **fields)
-    with pytest.raises(SitusError, match="auto or never: images with masks are streamed"):
-        loader(tmp_path, AUGMENT, resident="always")
     with pytest.raises(SitusError, match=r"augment\.crop='scaled': must be none, resized or pad"):
         make_loader(DataConfig("samples", img_size=28, channels=1), AUGMENT)
+
+
+def test_a_set_that_is_held_gives_the_batches_of_one_that_is_streamed(tmp_path: Path) -> None:
+    """Images of several sizes, one of them broken: with the same stand-in, from any step, on any rank."""
+    write_ade(tmp_path, {"training": 9, "validation": 2})
+    (tmp_path / "annotations/training/ADE_00000004.png").write_bytes(b"no png")
+    for told in ({}, {"rank": 1, "world": 2}):
+        streamed, held = (loader(tmp_path, AUGMENT, resident=each, **told) for each in ("never", "always"))
+        assert "streamed" in streamed.describe() and "9 images on cpu, 0 MiB" in held.describe()
+        for epoch, start in ((0, 0), (3, 1)):
+            pairs = list(zip(streamed.iterate(epoch, start), held.iterate(epoch, start), strict=True))
+            assert len(pairs) == 2 - start
+            for one, other in pairs:
+                assert torch.equal(one.ids, other.ids) and torch.equal(one.inputs, other.inputs)
+                assert torch.equal(one.targets["mask"], other.targets["mask"])
+        assert [each.index for each in held.source.skipped] == [4]
+    with pytest.raises(SitusError, match=r"9 images take .* GiB and 0\.0 GiB are allowed"):
+        loader(tmp_path, AUGMENT, resident="always", resident_gib=1e-6)

@@ -51,6 +51,10 @@ def test_names_come_from_a_list_or_are_the_numbers(tmp_path: Path) -> None:
     with pytest.raises(SitusError, match="names the class 'sky' twice"):
         names_beside(tmp_path)
     assert numbered([4, 2], MaskConfig(1, (3,)), "x") == ("1", "2", "4")
+    assert numbered([0, 1, 255], MaskConfig(), "x") == ("0", "1")  # which means none by default
+    assert len(numbered(range(256), MaskConfig(0, ()), "x")) == 256
+    with pytest.raises(SitusError, match="x: its masks hold 255 and none from 3 to 254, which would make 255 a class"):
+        numbered([0, 2, 255], MaskConfig(1, (0,)), "x")
     with pytest.raises(SitusError, match="x: its masks hold no class, numbers from 5 on"):
         numbered([4], MaskConfig(5), "x")
     with pytest.raises(SitusError, match="names that differ"):

@@ -217,7 +217,7 @@ def test_padding_takes_no_part_in_mp3() -> None:
     assert torch.equal(model(garbage, draws).loss, output.loss)
 
 
-def test_a_method_that_would_take_padding_for_tokens_says_so() -> None:
+def test_padding_is_no_token_to_droppos_and_pixels_are_needed_by_mae() -> None:
     backbone = MelodyModel()
     with pytest.raises(SitusError, match="images"):
         MAE(backbone, MAEConfig())
@@ -225,7 +225,9 @@ def test_a_method_that_would_take_padding_for_tokens_says_so() -> None:
 
     drop = DropPos(backbone, DropPosConfig(mask_ratio=0.0, decoder_width=16, decoder_heads=2))
     batch = next(loader(Melodies()).iterate(0))
-    with pytest.raises(SitusError, match="takes no batches with padding"):
-        drop.draw(batch, seed=0, epoch=0)
+    assert batch.mask is not None
+    draws = drop.draw(batch, seed=0, epoch=0)
+    garbage = batch._replace(inputs=torch.where(batch.mask, batch.inputs, NOTES - 1))
+    assert torch.equal(drop(garbage, draws).loss, drop(batch, draws).loss)
     whole = batch._replace(mask=None)
     assert drop(whole, drop.draw(whole, seed=0, epoch=0)).loss.isfinite()

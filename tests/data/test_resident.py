@@ -11,6 +11,7 @@ from situs.data.resident import load_resident
 from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
 from situs.errors import BrokenSampleError, SitusError
+from situs.progress import hearing
 
 
 @pytest.fixture
@@ -27,13 +28,14 @@ def folder(tmp_path):
 def test_it_holds_what_the_source_reads_in_the_same_order(folder):
     source = open_source(folder)
     seen = []
-    held = load_resident(source, threads=3, progress=lambda done, total: seen.append((done, total)))
+    with hearing(lambda tasks: seen.extend((each.what, each.done, each.total) for each in tasks)):
+        held = load_resident(source, threads=3)
     for index in (0, 1, 255, 256, 599):
         image, label = source.read(index).values()
         assert torch.equal(held.samples[index], image)
         assert held.labels is not None
         assert int(held.labels[index]) == label
-    assert seen == [(256, 600), (512, 600), (600, 600), (600, 600)]
+    assert dict.fromkeys(seen) == dict.fromkeys((f"reading {source.name}", done, 3) for done in range(3))
     assert torch.equal(held.index, torch.arange(600))
 
 

@@ -90,5 +90,5 @@ def test_what_is_for_images_is_refused(config: DataConfig) -> None:
     ):
         with pytest.raises(SitusError, match=said):
             replace(config, **fields)
-    with pytest.raises(SitusError, match="target='words': must be class or mask"):
+    with pytest.raises(SitusError, match="target='words': must be class, mask or objects"):
         DataConfig("x", kind="image", target="words")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -39,3 +40,20 @@ def test_what_the_reference_lists_is_there() -> None:
         module, _, function = (name, "", "") if kind == "module" else name.rpartition(".")
         found = import_module(module)
         assert (found if kind == "module" else getattr(found, function)).__doc__, name
+
+
+def test_what_was_run_is_what_is_pinned_and_the_metadata_claim_no_more() -> None:
+    told = (DOCS / "tested.md").read_text(encoding="utf-8")
+    rows = {cells[1].strip(): cells for line in told.splitlines() if len(cells := line.split("|")) > 4}
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (DOCS.parent / "constraints.txt").read_text(), flags=re.MULTILINE))
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [one for each in project["optional-dependencies"].values() for one in each]
+    bounds = dict(re.findall(r"(?:^|\n)([\w-]+)>=([\d.]+)", "\n".join([*project["dependencies"], *extras])))
+    for name in ("torch", "timm", "transformers"):
+        assert rows[name][2].strip() == pins[name]
+        assert re.search(rf"\b{re.escape(bounds[name])}\b", rows[name][3]), name  # the oldest that is allowed was run
+    ours = {each.rpartition(" ")[2] for each in project["classifiers"] if re.search(r"Python :: \d\.\d", each)}
+    assert ours == {".".join(each.split(".")[:2]) for each in re.findall(r"3\.\d+\.\d+", "".join(rows["Python"][2:4]))}
+    assert [each for each in project["classifiers"] if each.startswith("Operating")] == [
+        "Operating System :: POSIX :: Linux"
+    ]

@@ -128,11 +128,11 @@ def test_without_positions_the_first_features_are_those_of_the_pretrained_run(ru
 
 def test_every_kind_of_model_is_a_beginning(runs: dict[str, Path], tmp_path: Path) -> None:
     """The first features of a fine-tuning are those of what it started from, bit for bit."""
-    from situs.evaluate.finetune import beginning
     from situs.locks.folder import write_model
     from situs.locks.key import new_key
     from situs.locks.locking import lock
     from situs.locks.owner import unlocking
+    from situs.models.beginning import beginning
 
     backbone = load_run(runs["mae"]).method.backbone
     (tmp_path / "plain").mkdir()

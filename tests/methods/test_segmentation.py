@@ -101,3 +101,13 @@ def test_the_auxiliary_head_is_a_choice_and_one_class_is_none() -> None:
     assert float(both(batch, {}).loss) > float(mask_loss(logits, batch.targets["mask"]))
     with pytest.raises(SitusError, match="tells classes apart, and there are 1"):
         small_method("segmentation", backbone, 1)
+
+
+def test_the_auxiliary_head_learns_the_same_from_the_third_map() -> None:
+    torch.manual_seed(0)
+    method = small_method("segmentation", small_vit(16, depth=4), 3, auxiliary_weight=0.3, **SMALL).eval()
+    inputs, truth = torch.randn(2, 3, 16, 16), torch.randint(-1, 3, (2, 16, 16)).to(torch.int16)
+    found = method(Batch(inputs, torch.arange(2), {"mask": truth}), {})
+    said = method.auxiliary(method.maps(inputs)[2])
+    beside = mask_loss(torch.nn.functional.interpolate(said, (16, 16), mode="bilinear", align_corners=False), truth)
+    torch.testing.assert_close(found.loss, mask_loss(method.logits(inputs), truth) + 0.3 * beside)

@@ -106,5 +106,5 @@ def test_convolutional_backbones_work() -> None:
 def test_mistakes_are_sentences() -> None:
     with pytest.raises(SitusError, match="needs labels"):
         make()(Batch(images(), torch.arange(4)), {})
-    with pytest.raises(SitusError, match="unknown method 'mp4'; choose one of: droppos, language, mae, mjp, mp3, "):
+    with pytest.raises(SitusError, match="unknown method 'mp4'; choose one of: detection, droppos, language, mae, "):
         create_method("mp4", make().backbone)

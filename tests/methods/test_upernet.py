@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from situs.methods.upernet import POOLS, Pyramid, UperNet, normed, pool, resize
+from situs.errors import SitusError
+from situs.methods import upernet
+from situs.methods.upernet import POOLS, BatchNorm, Pyramid, UperNet, normed, pool, resize
 
 MAPS = torch.randn(2, 3, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -47,3 +52,49 @@ def test_every_map_reaches_the_result_and_no_sample_another() -> None:
         assert float(gradient[0].abs().sum()) > 0 and float(gradient[1].abs().max()) < 1e-12
     alone = net([each[1:] for each in maps])
     torch.testing.assert_close(alone[0], found[1], rtol=0, atol=1e-10)
+
+
+def test_batches_are_normalised_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks as threads that hand each other their means: outputs, gradients and running figures are the whole's."""
+    torch.manual_seed(0)
+    whole, weigh = torch.randn(6, 4, 3, 5).mul_(3).add_(1), torch.randn(6, 4, 3, 5)
+    plain = torch.nn.BatchNorm2d(4)
+    torch.nn.init.normal_(plain.weight)
+    norms = [BatchNorm(4), BatchNorm(4)]
+    for norm in norms:
+        norm.load_state_dict(plain.state_dict())
+    held: dict[int, torch.Tensor] = {}
+    barrier = threading.Barrier(2, timeout=20)
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        held[threading.get_ident()] = values
+        barrier.wait()
+        found = sum(held.values()) / 2
+        barrier.wait()
+        return found  # type: ignore[return-value]
+
+    monkeypatch.setattr(upernet, "_ranks", lambda: 2)
+    monkeypatch.setattr(upernet, "_mean_over_ranks", mean)
+    inputs = [part.clone().requires_grad_() for part in whole.chunk(2)]
+    with ThreadPoolExecutor(2) as pool_:
+        parts = list(pool_.map(lambda norm, part: norm(part), norms, inputs))
+    own = whole.clone().requires_grad_()
+    wanted = plain(own)
+    torch.testing.assert_close(torch.cat(parts), wanted)
+    (torch.cat(parts) * weigh).sum().backward()
+    (wanted * weigh).sum().backward()
+    torch.testing.assert_close(torch.cat([part.grad for part in inputs]), own.grad)
+    for norm in norms:
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(norm.state_dict()[name], value)
+    evaluated = [norm.eval()(part) for norm, part in zip(norms, whole.chunk(2), strict=True)]
+    torch.testing.assert_close(torch.cat(evaluated), plain.eval()(whole))
+
+
+def test_one_sample_is_no_batch() -> None:
+    net = UperNet([4, 6, 8], 16, "batch")
+    maps = [torch.randn(1, width, side, side) for width, side in ((4, 8), (6, 4), (8, 2))]
+    with pytest.raises(SitusError, match="norm='batch': one sample a step has no batch to normalise over"):
+        net(maps)
+    assert net.eval()(maps).shape == (1, 16, 8, 8)
+    assert not any(isinstance(part, torch.nn.GroupNorm) for part in net.modules())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,9 @@ import pytest
 from PIL import Image
 
 from situs.cli.main import main
+from situs.config import from_dict
 from situs.errors import SitusError
+from situs.evaluate.finetune import FinetuneConfig, data_as_seen, finetune_config
 from situs.models import open_model
 from situs.models.data import load_bank, load_set, made_with
 from situs.train.run import load_run, make_eval_loader
@@ -119,3 +123,22 @@ def test_a_transformers_folder_names_its_classes_where_it_has_names(
     ViTForImageClassification(config).save_pretrained(tmp_path)
     subject = open_model(str(tmp_path))
     assert (subject.classes, subject.classifier) == (names, True)
+
+
+def test_a_share_is_refused_of_data_with_a_split_of_its_own(
+    flat: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "val"):
+        shutil.copytree(flat, tmp_path / "own" / split)
+    own = str(tmp_path / "own")
+    capsys.readouterr()
+    said = f"situs: held_out=0.1: {own} has its own split to be judged on (val), and nothing more is held out; leave it"
+    assert main(["pretrain", "--data", own, "--data.held-out", ".1", "--out", str(tmp_path / "new")]) == 2
+    assert capsys.readouterr().err == f"{said} out (--data.held-out)\n"
+    assert main(["evaluate", "knn", str(run), "--data", own, "--held-out", ".1", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err == f"{said} out (--held-out)\n"
+    inherited = from_dict(FinetuneConfig, {"data": {**data_as_seen(run)["data"], "path": own}})
+    assert inherited.data.held_out == 0.25
+    assert finetune_config(inherited, run, None).data.held_out == 0.0  # the share was of other data
+    kept = replace(inherited, data=replace(inherited.data, path=str(flat)))
+    assert finetune_config(kept, run, None).data.held_out == 0.25

@@ -24,8 +24,8 @@ SMALL = {"vit": {"depth": 1}, "swin": {"depths": (1, 1, 1, 1), "embed_dim": 24}}
 @pytest.mark.parametrize(
     ("name", "refused"),
     [
-        ("bert", {"droppos", "language", "mae", "mjp", "mp3", "segmentation"}),
-        ("test_resnet", {"droppos", "language", "mae", "mjp", "mp3", "segmentation"}),
+        ("bert", {"detection", "language", "mae", "segmentation"}),
+        ("test_resnet", {"detection", "droppos", "language", "mae", "mjp", "mp3", "segmentation"}),
         ("vit_tiny_patch16_224", {"language"}),
         ("swin_tiny_patch4_window7_224", {"droppos", "language", "mae", "mjp", "mp3"}),
         ("vit_small_patch16_rope_224", {"language", "mjp"}),

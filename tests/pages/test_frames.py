@@ -91,8 +91,9 @@ def test_the_page_of_a_row_speaks_of_clips(outline: Any) -> None:
         found = study(method, [clips], [PuzzleRatios(0.0), ETA], lambda x: x, show=3, pairs=1)
         drawn = page(replace(found, provenance=Provenance({"seed": 0}, things="clips")))
         assert outline(drawn.render()) == [
+            "First screen, 1 figure",
             f"How many patches are put right, {'1 text, ' if told else ''}2 rows",
-            "One clip, 1 text, 1 figure",
+            "One clip, 1 text",
             "More clips, 1 figure",
             "The order found against the true one, 1 figure",
             *more,

@@ -49,17 +49,18 @@ def test_order_of_the_page(outline: Any) -> None:
     told = Provenance({"seed": 0})
     text = make_page(example(WORKED, REFUSED, limit=Limit("psnr", 20), provenance=told)).render()
     assert outline(text) == [
-        "Threat model, facts",
+        "First screen, 1 figure",
+        "Threat model, 1 fold, facts",
         "Verdict, 1 text, 2 notes, 1 row, facts",
+        "What would help, 4 texts, 1 fold",
         "Attacks and defences, 9 rows",
         "Pictures, 1 figure",
-        "What would reduce the leak, and what would not, 3 texts",
         "How this page was made, facts",
     ]
     assert "3 of 3 images recovered exactly from one step" in text
     assert "there is &lt;no&gt; table" in text
     assert "The gate psnr=20 is not passed. none, above: 3 of 3 images above 20; the worst, a, has psnr 200" in text
-    assert text.count("<img") == 1
+    assert text.count("<img") == 2
     ruling = Ruling(Limit("psnr", 20), [Judgement("none", "above", "a leak", Worst("patchembed", "b", 200.0))])
     rows = [["none", "above", "200", "b", "patchembed", "a leak"]]
     assert judged(ruling) == (["defence", "gate", "worst psnr", "image", "by", "why"], rows)
@@ -70,7 +71,7 @@ def test_order_of_the_page(outline: Any) -> None:
 def test_a_page_with_private_pictures_says_so_at_its_top() -> None:
     private, public = example(WORKED), example(WORKED).without_pictures()
     full, bare = make_page(private).render(), make_page(public).render()
-    assert private.private and f"{PRIVATE}</p></header>" in full and full.count("<img") == 1
+    assert private.private and f"{PRIVATE}</p></header>" in full and full.count("<img") == 2
     assert not public.private and PRIVATE not in bare and "<img" not in bare and "Pictures" not in headings(bare)
     assert PRIVATE not in make_page(example(REFUSED)).render()  # nothing was recovered and nothing is shown
     assert public.numbers() == private.numbers()

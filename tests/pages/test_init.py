@@ -7,32 +7,21 @@ import html
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-import torch
+from kinds import IMAGE, NAME, RESULTS, provenance
+from matplotlib.figure import Figure
 
-from situs.analyze.attention import Attention, Shown, Survey
-from situs.analyze.correlation import Correlation, Correlations
-from situs.analyze.positions import PositionTables, look_at
-from situs.analyze.reconstruct import Puzzle, PuzzleRatios, PuzzleScores, Reconstruction
-from situs.analyze.runs import Run, Runs
-from situs.analyze.tables import PositionTable
-from situs.audit import April, NoDefence, PatchEmbedding
+from situs.audit import NoDefence, PatchEmbedding
 from situs.audit.cases import Case, Outcome
-from situs.audit.curve import IMAGES, Curves
-from situs.audit.curve import Line as TracedLine
-from situs.audit.curve import Point as TracedPoint
+from situs.audit.curve import IMAGES, Curves, Line, Point
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
-from situs.audit.judge.gate import parse_limit
-from situs.audit.position.audit import PositionAudit
-from situs.audit.position.probe import OWN, PlaceReading, Probed
-from situs.audit.remedies.ladders import Cost
-from situs.audit.remedies.result import Remedies, Remedy, Trial
+from situs.audit.judge.gate import Limit, parse_limit
 from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import Reading
@@ -41,279 +30,18 @@ from situs.audit.split.utility import Kept
 from situs.audit.split.view import Setting
 from situs.audit.text.result import Row, TextAudit
 from situs.audit.text.scoring import Read
-from situs.bench.cases import StepCase, Timing
-from situs.bench.clock import Times
-from situs.bench.compare import StepComparison, compare_steps
-from situs.bench.cost import CostCurves, Point
-from situs.bench.kernels import Kernels
-from situs.bench.measure import StepRow
-from situs.bench.step import StepTable
-from situs.config import from_dict
-from situs.data.check import KINDS, DataCheck, Found
-from situs.data.pack import Packed
+from situs.data.check import KINDS, DataCheck
 from situs.errors import SitusError
-from situs.evaluate.accuracy import Accuracy, ClassAccuracy
-from situs.evaluate.consistency import Consistency, ConsistencyCurve
-from situs.evaluate.ensemble import Ensemble
 from situs.evaluate.knn import LayerAccuracy, LayerKnn
-from situs.evaluate.multi_label import LabelAccuracy, label_scores
-from situs.evaluate.perplexity import Perplexity, WordScores
-from situs.evaluate.position import Cell, PositionCurve, PositionGrid
-from situs.evaluate.probe.classes import ClassProbe, ClassProbes
-from situs.evaluate.probe.linear import Fitted, Linear, Score, Tried
-from situs.evaluate.probe.position import PositionProbe, PositionProbes
-from situs.evaluate.probe.segments import SegmentProbe, SegmentProbes
-from situs.evaluate.robustness.measures import Robustness
-from situs.evaluate.segments.measure import Segments
-from situs.evaluate.segments.measure import Shown as Segmented
-from situs.evaluate.segments.scores import SegmentScores
-from situs.evaluate.segments.windows import Inference
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
-from situs.locks.features import Defence as FeatureDefence
-from situs.locks.tuning.finetune import WAYS, Curve, LockTuning, TuningConfig
-from situs.locks.tuning.paper import RuleCheck
+from situs.locks.equivariance.findings import Law
+from situs.locks.tuning.result import Curve
 from situs.pages import PAGES, make_page, publish, write_numbers
 from situs.results import Origin, Provenance, Result, show
-from situs.split.cost import CASES, CostConfig, SplitCost, StepCost
-from situs.studies.form import Study as StudyForm
-from situs.studies.result import Cell as StudyCell
-from situs.studies.result import Drawn, Ended, StudyResult
 
 ROOT = Path(__file__).resolve().parents[2]
-NAME = "<b>mine</b> & {{ 7 * 7 }}"
-SCORE = Accuracy(0.5, 0.75, 40, 1.25)
-
-IMAGE = torch.rand(1, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-def _fitted() -> Fitted:
-    weight = torch.zeros(2, 3)
-    return Fitted(
-        Linear(weight, weight[:, 0], weight[0], weight[0]), 0.1, (Tried(0.1, 0.5, 1.0), Tried(1.0, 0.25, 2.0))
-    )
-
-
-def _score(classes: int) -> Score:
-    return Score(0.5, 0.7, 2 * classes, torch.ones(classes, classes, dtype=torch.int64))
-
-
-def _attention() -> Attention:
-    layers = torch.full((2, 2), 0.5, dtype=torch.float64)
-    found = Survey((2, 2), 3, 5, layers, torch.rand(2, 2, 3, 3), layers, layers)
-    return Attention(found, Shown(torch.rand(2, 3, 8, 8), torch.full((2, 2, 2, 2), 0.25), 1, cls=True))
-
-
-def _positions() -> PositionTables:
-    rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return PositionTables([look_at(NAME, PositionTable("learned table", rows, (3, 4)))], [])
-
-
-def _reconstruction() -> Reconstruction:
-    places = torch.tensor([[0, 1, 2, 3]])
-    puzzle = Puzzle(places, places.flip(1), 2, 0, (2, 2))
-    setting = PuzzleRatios(0.5)
-    return Reconstruction(torch.rand(1, 3, 8, 8), {setting: puzzle}, {setting: PuzzleScores(1, 0.5, 1.0, 0.0)}, setting)
-
-
-def _remedies() -> Remedies:
-    trial = Trial(NAME, "above", 30.0, "patchembed", NAME, 2)
-    named = Remedy("noise", NAME, NAME, trial, trial, trial, None, Cost(0.5, 1.0, None, NAME), tried=(trial,))
-    return Remedies(NAME, parse_limit("psnr=20"), (named, Remedy("clip", None, NAME)), 2, 2, ("patchembed",))
-
-
-def _curves() -> Curves:
-    values = {"psnr": 30.0, "worst": 31.0, "exact": 0.0, "patches": 0.5}
-    points = [TracedPoint("0", NAME, "tokens", values, (29.0, 31.0)), TracedPoint("1", NAME, "", {}, said=NAME)]
-    return Curves(NAME, [TracedLine("noise", NAME, NAME, points)], IMAGES, 2)
-
-
-def _robustness() -> Robustness:
-    cells = {"fog": dict.fromkeys(range(1, 6), SCORE)}
-    return Robustness("val", None, SCORE, cells, torch.rand(1, 6, 3, 8, 8), None, None, 10, (), 8)
-
-
-def _probes(kind: str) -> Result:
-    made = {NAME: provenance()}
-    if kind == "class":
-        return ClassProbes({NAME: ClassProbe(_score(2), _fitted(), 20, "mean")}, made, classes=("a", "b"))
-    if kind == "segments":
-        return SegmentProbes({NAME: SegmentProbe(_score(2), _fitted(), 20)}, made, classes=("a", NAME))
-    return PositionProbes({NAME: PositionProbe(_score(4), _fitted(), 20, 1.5, 2.0, "zeros")}, made, grid=(2, 2))
-
-
-def _segments() -> Segments:
-    mask = torch.tensor([[0, 1, -1], [1, 1, 0]], dtype=torch.int16)
-    worst = [Segmented(NAME, 0.25, torch.rand(3, 4, 6), mask, mask.flip(1).clamp(min=0))]
-    return Segments(SegmentScores(torch.tensor([[3, 1], [0, 2]]), 0.5), (NAME, "b"), 1, worst, Inference())
-
-
-def _runs() -> Runs:
-    lines = [{"step": step, "epoch": step / 2, "loss": 3 / step, "val_top1": 0.1 * step} for step in (1, 2)]
-    return Runs([Run(NAME, {"method": {"name": "mp3"}, "note": NAME}, lines, {"total_steps": 2}, False, [])])
-
-
-def _position_audit() -> PositionAudit:
-    read = [PlaceReading(depth, (3, 4), 0.5, 0.9, 0.75, 1.0, 0.25, 1.0) for depth in ("embedding", "norm")]
-    looks = tuple(_positions().looks)
-    row = Consistency(0.5, 2, False, 9, None, 1.0, 1.0, None, 2.0)
-    return PositionAudit(
-        NAME, (3, 4), ("table",), True, False, "mean", looks, "", Probed({OWN: read}, 4, 4), (row,), None
-    )
-
-
-def _outcomes() -> list[Outcome]:
-    model: Any = None
-    scores = measure_all(IMAGE.flip(3), IMAGE, 8)
-    attacked = Outcome(Case(NAME, model, NoDefence(), PatchEmbedding()), "done", scores, [{}], IMAGE)
-    return [attacked, Outcome(Case(NAME, model, NoDefence(), April()), "refused", reason=NAME)]
-
-
-def _audit() -> Audit:
-    return Audit(_outcomes(), [NAME], IMAGE, NAME, Step(), {}, {"none": NAME}, notes={"lock": NAME})
-
-
-def _comparison() -> Comparison:
-    guesses = {("a", "mean image"): measure_all(IMAGE * 0.5, IMAGE, 8)}
-    return Comparison(_outcomes(), [NAME], IMAGE, IMAGE, guesses, 0.2, 1, 4, ())
-
-
-def _split_audit() -> SplitAudit:
-    done = Reading(NAME, NAME, "done", {"psnr": 30.0, "places": 0.5}, images=IMAGE)
-    skipped = Reading("labels", NAME, "not tried", reason=NAME)
-    strengths = [Setting(FeatureDefence("noise", strength), rows=True) for strength in (0.2, 0.5)]
-    found = tuple(SettingFound(setting, Kept(0.9, 0.5), (done, skipped)) for setting in (Setting(), *strengths))
-    return SplitAudit(NAME, 1, 4, found, {"mean image": {"psnr": 9.0}}, IMAGE)
-
-
-def _lock_audit() -> LockAudit:
-    attacks = [KeyRecovery(f"drifted-base, {amount} ×", 4, 4 - 2 * amount, 0.5, NAME) for amount in (0, 1)]
-    return LockAudit(NAME, (4,), 0, tuple(attacks))
-
-
-def _verification() -> Verification:
-    whole = Finding("blocks", "row", "holds", NAME, {"forward": 1e-15}, {"forward": 1e-6})
-    return Verification(NAME, "float32", 1e-10, 1e-3, 3, 0.5, (whole, replace(whole, part="blocks.*.norm", own={})))
-
-
-def _steps(*seconds: float) -> StepTable:
-    times = Times(
-        seconds or (0.01, 0.012), 3.0, 1.5, Kernels(7.5, {"matmul": 6.0}, {NAME: 6.0}, 12.0, {"matmul": 12.0})
-    )
-    row = StepRow(StepCase(method="mp3", model=NAME, precision="bf16"), times, 10**12, (NAME,))
-    machine = {"kind": "cuda", "device": NAME, "torch": "2.11"}
-    return StepTable((row,), {"bf16": 8e14}, machine, Timing(), ((StepCase(method="mae"), NAME),), profile=True)
-
-
-def _comparison_of_steps() -> StepComparison:
-    before, after = _steps(0.01, 0.011, 0.012), _steps(0.02, 0.021, 0.022)
-    return compare_steps(replace(before, machine={**before.machine, "device": "another"}), after)
-
-
-def _cost() -> CostCurves:
-    table = _steps()
-    [row] = table.rows
-    return CostCurves(row, {"batch": (Point(256, row),), "image size": (Point(224, row),)}, table)
-
-
-def _tuning() -> LockTuning:
-    curves = {way: Curve([0, 2], [2.0, 1.0], [0.25, 0.5]) for way in WAYS}
-    return LockTuning(TuningConfig(), NAME, curves, 0.1, 1e-6, 1e-7, (RuleCheck("a key", False, 1e-3, NAME),))
-
-
-def _checked() -> DataCheck:
-    found = {kind: [Found("train", NAME, NAME)] if kind == "broken" else [] for kind in KINDS}
-    counts = {kind: len(every) for kind, every in found.items()}
-    return DataCheck(images={"train": 4}, counts=counts, found=found, sizes={}, classes={NAME: 4})
-
-
-def _packed() -> Packed:
-    shard = {"split": "train", "file": "train-00000.tar", "sha256": "0", "bytes": 9, "source_bytes": 0, "images": 3}
-    broken = [{"split": "train", "number": 2, "name": NAME, "reason": NAME}]
-    held = {"data": "set", "splits": ["train"], "config": {}, "shards": [shard], "broken": broken, "left_out": []}
-    return Packed(manifest=held)
-
-
-def _study_result() -> StudyResult:
-    job = {"verb": "pretrain"}
-    columns, line = [{"name": NAME, "figure": "top1"}], {"name": NAME, "at": [1, 2], "job": "a", "figure": "f"}
-    table = {"columns": columns, "rows": [{"name": NAME, "paper": [0.5], "job": "a"}]}
-    told = {"title": NAME, "shows": NAME, "note": NAME, "paper": "mp3", "place": "Table 1", "jobs": {"a": job}}
-    curves = [{"x": NAME, "y": NAME, "lines": [line], "scale": "log"}]
-    study = from_dict(StudyForm, {**told, "tables": [table], "curves": curves})
-    cells = [StudyCell("a", 50.0, {0: 40.0, 1: 42.0}, 1), StudyCell("a", "", {}, 1, 0.5, NAME)]
-    ended = (Ended("a-0", "a", "done", 3.0), Ended("a-1", "a", "failed", None, NAME))
-    lines = ((Drawn(NAME, tuple(zip((1.0, 2.0), cells, strict=True))),),)
-    return StudyResult("mine", study, "paper", 2, ended, (((cells[0],),),), lines)
-
-
-def _text_audit() -> TextAudit:
-    read = Read("sentence 1", (2, 6), (2, 9), (True, False))
-    row = Row("word gradient sent", "done", [read], [{"rank": 4}], [NAME], None, 2.0)
-    return TextAudit(NAME, [row], {row.defence: NAME}, ["sentence 1"], 1, {2: "[CLS]", 6: NAME, 9: "b"})
-
-
-RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
-    "Attention": (_attention, {"images", "heads", "relative"}),
-    "Audit": (_audit, set()),
-    "ClassAccuracy": (lambda: ClassAccuracy(SCORE, torch.tensor([[3, 1], [0, 2]]), (NAME, "b")), {"classes"}),
-    "ClassProbes": (lambda: _probes("class"), {"classes"}),
-    "Comparison": (_comparison, {"pictures-a"}),
-    "ConsistencyCurve": (
-        lambda: ConsistencyCurve([Consistency(0.5, 2, False, 9, 0.5, 1.0, 1.0, 0.5, 2.0)], "mean", None, NAME, (2, 2)),
-        {"norms", "shares"},
-    ),
-    "Correlations": (
-        lambda: Correlations({"norm": Correlation((2, 2), torch.eye(4).double(), torch.eye(4).double(), 3)}),
-        {"maps", "distance", "layers"},
-    ),
-    "CostCurves": (_cost, {"batch", "image-size"}),
-    "Curves": (_curves, {"noise-psnr", "noise-patches"}),
-    "DataCheck": (_checked, set()),
-    "Ensemble": (
-        lambda: Ensemble({NAME: SCORE, "b": SCORE}, SCORE, ((1.0, 0.5), (0.5, 1.0)), 0.75),
-        {"top1", "agreement"},
-    ),
-    "LabelAccuracy": (
-        lambda: LabelAccuracy(label_scores(torch.ones(2, 2), torch.tensor([[1, 0], [-1, 0]])), (NAME, "b")),
-        {"classes"},
-    ),
-    "LayerKnn": (
-        lambda: LayerKnn(tuple(LayerAccuracy(n, "mean", n / 4) for n in (1, 2)), 8, 4, None, 3, None, 0.1),
-        {"layers"},
-    ),
-    "LockAudit": (_lock_audit, set()),
-    "LockTuning": (_tuning, set()),
-    "Packed": (_packed, set()),
-    "PositionAudit": (_position_audit, {"error", "named", "vectors", "spectrum"}),
-    "PositionCurve": (lambda: PositionCurve({0.0: 0.5, 0.5: 0.25}, 4, 16, 0.5), {"curve"}),
-    "PositionGrid": (lambda: PositionGrid((Cell(0.5, 0.5, 8, 4, 0.25),), 4, 16, (0.5, 0.5)), {"grid"}),
-    "PositionProbes": (lambda: _probes("position"), {"accuracy", "places"}),
-    "PositionTables": (_positions, {"pca-2d", "pca-3d", "cosine", "energy", "guesses"}),
-    "Reconstruction": (_reconstruction, {"one", "placed"}),
-    "Remedies": (_remedies, set()),
-    "Robustness": (_robustness, {"accuracy", "severity", "corruptions"}),
-    "Runs": (_runs, {"curves"}),
-    "SplitAudit": (_split_audit, {"pictures", "psnr", "places"}),
-    "SplitCost": (
-        lambda: SplitCost(dict.fromkeys(CASES, StepCost(1.0, 2.0, 3.0, 4.0)), CostConfig(), "cpu"),
-        set(),
-    ),
-    "StepComparison": (_comparison_of_steps, set()),
-    "StepTable": (_steps, set()),
-    "SegmentProbes": (lambda: _probes("segments"), {"classes", "confusion"}),
-    "Perplexity": (lambda: Perplexity(WordScores(math.exp(2.0), 2.0, 0.25, 40)), set()),
-    "Segments": (_segments, {"classes", "confusion", "worst"}),
-    "StudyResult": (_study_result, {"curves"}),
-    "TextAudit": (_text_audit, set()),
-    "Verification": (_verification, set()),
-}
-"""The class of a result -> a small one, and the pictures of its page."""
-
-
-def provenance() -> Provenance:
-    return Provenance({"name": NAME, "data": NAME, "seed": 3}, (Origin(NAME, "0123"),), (NAME,))
 
 
 def test_every_result_has_a_page_and_every_page_a_result() -> None:
@@ -334,7 +62,7 @@ def test_a_page_says_what_its_result_says(name: str) -> None:
     page, said = make_page(result), result.summary()
     text = page.render()
     for paragraph in [] if name == "Audit" else said.sentence.replace("`", "").split("\n\n"):  # its facts say it
-        assert paragraph in html.unescape(re.sub(r"</?code>", "", text))
+        assert paragraph in html.unescape(re.sub(r"<[^>]*>", "", text))
     cells = {html.unescape(cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", text)}
     cells |= {html.unescape(cell) for cell in re.findall(r"<d[td]>(.*?)</d[td]>", text)}
     for table in said.tables[-1:]:
@@ -346,6 +74,114 @@ def test_a_page_says_what_its_result_says(name: str) -> None:
     assert NAME not in text
     assert "49" not in re.findall(r"<h1>.*?</h1>", text)[0]
     assert json.loads(json.dumps(result.to_json()))["of"] == ["0123"]
+
+
+def read(**scores: float) -> SplitAudit:
+    """A split audit whose one attacker came to these scores; a guess comes to 9 dB, and to 15 for its best image."""
+    reading = Reading("order", "", "done" if scores else "not tried", scores)
+    blind = {"mean image": {"psnr": 9.0, "best psnr": 15.0, "patch psnr": 12.0}}
+    return SplitAudit("m", 8, 4, (SettingFound(Setting(), Kept(0.9), (reading,)),), blind)
+
+
+def sentences(*reads: Read, **fields: Any) -> TextAudit:
+    return TextAudit("m", [Row("none", "done" if reads else "refused", reads)], {}, ["1"], 1, {}, **fields)
+
+
+def gradients(picture: Any, limit: str = "", **fields: Any) -> Audit:
+    """An audit of one image by a closed form without a doubt, which found `picture`, or which does not apply."""
+    case, asked = Case("", cast(Any, None), NoDefence(), PatchEmbedding()), parse_limit(limit) if limit else None
+    found = Outcome(case, "refused", reason="no table")
+    if picture is not None:
+        found = Outcome(case, "done", measure_all(picture, IMAGE, 8), [{"fits": True}], picture)
+    return Audit([found], ["1"], IMAGE, "m", Step(), {}, {"none": ""}, limit=asked, **fields)
+
+
+def compared(picture: Any) -> Comparison:
+    guesses = {("a", "mean image"): measure_all(IMAGE * 0.5, IMAGE, 8)}
+    return Comparison(gradients(picture).outcomes, ["1"], IMAGE, IMAGE, guesses, 0.2, 1, 4, ())
+
+
+def checked(kind: str = "", decoded: bool = True) -> DataCheck:
+    counts = {each: int(each == kind) for each in KINDS}
+    return DataCheck(images={"": 4}, counts=counts, found={each: [] for each in KINDS}, sizes={}, classes={},
+                     decoded=decoded)  # fmt: skip
+
+
+def attacked(right: int | None = None, **scores: float) -> LockAudit:
+    return LockAudit("m", (8,), 0, (KeyRecovery("labels", 8, right, residual_sizes=((8, right or 0),), **scores),))
+
+
+UNATTACKED = "Not attacked, which is not private"
+
+
+@pytest.mark.parametrize(
+    ("result", "tone", "mark"),
+    [
+        (gradients(None), "unsure", UNATTACKED),
+        (gradients(None, "psnr=20"), "unsure", UNATTACKED),
+        (gradients(1 - IMAGE), "unsure", "Not proved private"),
+        (gradients(1 - IMAGE, "psnr=20"), "good", "The gate psnr=20 is passed"),
+        (gradients(1 - IMAGE, "psnr=20", stopped="Ctrl-C"), "unsure", "Not proved private"),
+        (gradients(IMAGE + 1e-3, "psnr=100"), "bad", "Not private"),  # a gate that lets an exact copy through
+        (compared(None), "unsure", UNATTACKED),
+        (compared(1 - IMAGE), "unsure", "Not proved private"),
+        (compared(IMAGE), "bad", "Not private"),
+        (sentences(), "unsure", UNATTACKED),
+        (sentences(Read("1", (2, 6), (), (False, False))), "unsure", "Not proved private"),
+        (sentences(Read("1", (2, 6), (), (True, False))), "bad", "Not private"),  # a word without its place
+        (sentences(Read("1", (2, 6), (), (True, False)), limit=Limit("sentences", 0.5)), "bad", "Not private"),
+        (read(), "unsure", UNATTACKED),
+        (read(psnr=11.0, places=0.05, linked=0.125), "unsure", "Not proved private"),
+        (read(psnr=13.0), "bad", "Not private"),
+        (read(psnr=11.0, **{"best psnr": 26.0}), "bad", "Not private"),  # one sample of several
+        (read(psnr=11.0, **{"patch psnr": 26.0}), "bad", "Not private"),  # every patch, and no order
+        (read(psnr=11.0, places=0.4), "bad", "Not private"),
+        (read(linked=1.0), "bad", "Not private"),
+        (read(labels=1.0), "bad", "Not private"),
+        (Curves("m", [Line("noise", "none", "", [Point("0", "", "", {})])], IMAGES, 1), "unsure", UNATTACKED),
+        (attacked(8), "bad", "Open to these attackers"),
+        (attacked(before=0.1, after=0.9, owner=0.9), "bad", "Open to these attackers"),  # it works, and no key is known
+        (attacked(1), "unsure", "Not opened by these attackers"),
+        (attacked(), "unsure", "No strength can be given"),
+        (checked(), "good", "Nothing found"),
+        (checked(decoded=False), "unsure", "Nothing found, but not decoded"),
+        (checked("leak"), "unsure", "Look at these"),
+        (checked("annotation"), "bad", "Look at these"),
+    ],
+)
+def test_a_verdict_is_no_kinder_than_what_was_tried(result: Result, tone: str, mark: str, undrawn: None) -> None:
+    page = make_page(result)
+    assert (page.tone, page.mark) == (tone, mark)
+    assert isinstance(result, Curves) or result.tone == tone  # on a terminal the same
+
+
+def test_a_lock_that_nobody_judged_is_not_said_to_hold() -> None:
+    assert make_page(attacked()).headline[0] == "Whether the attackers opened this lock is not known."
+    some = replace(attacked(), attacks=(*attacked().attacks, *attacked(1).attacks))
+    assert make_page(some).headline[0] == (
+        "No attacker opened this lock here, as far as they could be judged, which is no proof."
+    )
+    none = make_page(replace(attacked(), attacks=()))
+    assert none.headline[0] == "No attacker was tried, which is no proof." and none.tone == "unsure"
+
+
+@pytest.mark.parametrize("laws", [(), ("row",), ("column",), ("row", "column")])
+def test_both_laws_are_two(laws: tuple[Law, ...], undrawn: None) -> None:
+    held = tuple(Finding("blocks", law, "holds", "", {"forward": 1e-15}, {}) for law in laws)
+    assert (make_page(Verification("m", "float32", 1e-10, 1e-3, 3, None, held)).tone == "good") is (len(laws) == 2)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("Segments", "segments.mask_rows"), ("Detections", "objects.object_rows")])
+def test_a_page_opens_with_few_of_the_worst_images_and_shows_all_of_them_below(
+    name: str, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The opening's picture is held to part of a screen: eight rows of images would be as small as stamps there."""
+    drawn: list[int] = []
+    monkeypatch.setattr(f"situs.pages.{rows}", lambda some, _: drawn.append(len(some)) or Figure())
+    found = replace(cast("Any", RESULTS[name][0]()), provenance=provenance())
+    page = make_page(replace(found, worst=[*found.worst] * 8))
+    assert drawn == [2, 8] and {"worst-first", "worst"} <= page.pictures.keys()
+    assert "The worst images first" in page.opening.blocks[0]
 
 
 def held(value: Any) -> Iterator[Any]:
@@ -373,7 +209,7 @@ def knn(*of: Origin) -> LayerKnn:
 def test_a_published_result_has_numbers_pictures_and_page(tmp_path: Path) -> None:
     page = publish(knn(Origin("m", "1")), tmp_path / "new")
     assert page == tmp_path / "new" / "knn.html"
-    assert "<h1>m: nearest neighbours</h1>" in page.read_text()
+    assert "<title>m: nearest neighbours</title>" in page.read_text()
     numbers = json.loads((tmp_path / "new" / "knn.json").read_text())
     assert list(numbers)[:3] == ["of", "seed", "k"]
     assert sorted(path.name for path in page.parent.iterdir()) == ["knn-layers.png", "knn.html", "knn.json"]

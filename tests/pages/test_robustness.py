@@ -102,8 +102,9 @@ def test_the_page_has_its_pictures_and_says_what_they_are(outline: Any) -> None:
     assert all(picture.startswith(b"\x89PNG") for picture in drawn.pictures.values())
     text = drawn.render()
     assert outline(text) == [
+        "First screen, 1 figure",
         "What was found, 5 rows",
-        "Accuracy at every corruption and severity, 1 text, 1 note, 2 figures, 15 rows",
+        "Accuracy at every corruption and severity, 1 text, 1 note, 1 figure, 15 rows, 1 fold",
         "What the corruptions look like, 2 texts, 1 figure",
         "Natural adversarial examples, 1 figure",
         "How this page was made, facts",

@@ -56,10 +56,10 @@ def test_the_threat_model_and_the_verdict_come_first(
 ) -> None:
     made = make_page(audit(*CURVED, pictures=pictures))
     assert outline(made.render()) == [
-        "Threat model, facts",
-        "Verdict, 1 text, 1 note",
+        "First screen, 1 figure" if pictures else "First screen, bars",
+        "Threat model, 1 fold, facts",
+        "Verdict, 1 text",
         "Attackers and defences, 8 rows, facts",
-        *["Pictures, 1 figure"] * pictures,
         "What a defence hides, and what it costs, 1 text, 2 figures, 7 rows",
         "Who was tried, 7 rows",
         "How this page was made",

@@ -40,7 +40,6 @@ def all_figures() -> dict[str, Figure]:
         "heatmaps": figures.heatmaps({"one": rng.random((2, 4)), "two": rng.random((2, 4))}, "column", "row", "score"),
         "bars": figures.bars({"a": 1e-15, "b": 0.0, "c": 0.7}, "error", log=True),
         "image_grid": figures.image_grid([CORNER] * 3, ["a", "b", "c"], columns=2),
-        "patches": figures.patches(CORNER, (2, 4), "cut"),
     }
 
 
@@ -131,30 +130,6 @@ def test_outline_against_a_slow_reference(mask: np.ndarray) -> None:
     segments = figures.outline(mask)
     assert len(segments) == len(expected)
     assert {(tuple(a), tuple(b)) for a, b in segments.tolist()} == expected
-
-
-def test_patches_are_each_at_their_place() -> None:
-    image = np.arange(8 * 12, dtype=np.uint8).reshape(1, 8, 12)
-    whole, apart = figures.patches(image, (2, 4), "cut").axes
-    assert (whole.get_title(), apart.get_title()) == ("cut", "8 patches of 4×3 pixels, each with its place")
-    assert [text.get_text() for text in apart.texts] == [str(place) for place in range(8)]
-    for place, (picture, text) in enumerate(zip(apart.images, apart.texts, strict=True)):
-        row, column = divmod(place, 4)
-        expected = image[0, row * 4 : row * 4 + 4, column * 3 : column * 3 + 3] / 255
-        assert np.array_equal(np.asarray(picture.get_array()), expected)
-        left, right, bottom, top = picture.get_extent()
-        assert left < text.get_position()[0] < right
-        assert top < text.get_position()[1] < bottom
-
-
-def test_lines_stand_on_the_borders_of_the_patches() -> None:
-    """A 2 × 4 grid on 8 × 12 pixels: 3 lines across, 5 down."""
-    wanted = {((0, y), (12, y)) for y in (0, 4, 8)} | {((x, 0), (x, 8)) for x in (0, 3, 6, 9, 12)}
-    axis = figures.patches(CORNER, (2, 4), "cut").axes[0]
-    (lines,) = [each for each in axis.collections if isinstance(each, LineCollection)]
-    found = [tuple(map(tuple, np.asarray(segment).tolist())) for segment in lines.get_segments()]
-    assert len(found) == len(wanted) and set(found) == wanted
-    assert not figures.image_grid([CORNER], columns=1, grid=(2, 4)).axes[0].collections
 
 
 @pytest.mark.parametrize("log", [False, True])

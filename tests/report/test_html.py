@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import base64
+import io
 import stat
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from situs.errors import SitusError
-from situs.report.html import Page, Section
+from situs.report.html import Finding, Page, Section
 
 # A whole PNG of 6 × 4 white pixels, so that sizes can be checked without a drawing library.
 PNG = base64.b64decode(
@@ -59,8 +62,12 @@ def page_of(text: str) -> Page:
     """A page with `text` in every place that takes text."""
     page = Page(text, lead=text, notice=text, footer=text)
     section = page.section(text)
-    section.text(text).note(text).facts({text: text}).code(text).fold(text, text)
-    section.table([text, "n"], [[text, 1]], caption=text)
+    section.text(text).note(text).facts({text: text}).code(text).fold(text, Section("").code(text))
+    section.table([text, "n"], [[text, 1]], caption=text).bars({text: (1.0, "bad")}, text, text)
+    page.judge("bad", text).number(text, text).opening.text(text)
+    page.findings.append(Finding(text, text, text, text, Section("").text(text), (text, text)))
+    page.fold("folded").text(text)
+    page.box("boxed").text(text)
     section.figure(PNG, caption=text, alt=text)
     page.section("two")
     page.section("three")
@@ -72,10 +79,10 @@ def test_everything_given_is_escaped() -> None:
     plain = Reader(page_of("harmless").render())
     assert read.tags == plain.tags
     assert {(tag, name) for tag, name, _ in read.attributes} == {(tag, name) for tag, name, _ in plain.attributes}
-    # title, h1, lead, notice, contents, h2, text, note, fact and its name, code, the two of a fold, header, cell, two
-    # captions, footer
-    assert "\n".join(read.text).count(NASTY) == "\n".join(plain.text).count("harmless") == 18
-    assert NASTY in read.values("alt")
+    # title, word, h1, mark, notice, opening, number and its words, the six of a finding; h2, text, note, fact and its
+    # name, code, the two of a fold, header, cell, caption, the three of bars, caption, footer, a fold and a box
+    assert "\n".join(read.text).count(NASTY) == "\n".join(plain.text).count("harmless") == 32
+    assert NASTY in read.values("alt") and f"{NASTY}: 1 {NASTY}" in read.values("aria-label")
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="`\r\0", exclude_categories=["Cc", "Cs"]), min_size=1))
@@ -99,9 +106,10 @@ def test_contents_lead_to_sections() -> None:
     page = Page("p")
     for title in ("Same", "Same", "γ = ½", "Fourth, & last"):
         page.section(title)
+    page.fold("Folded")
     read = Reader(page.render())
-    ids = [value for tag, name, value in read.attributes if name == "id" and tag == "section"]
-    assert len(set(ids)) == 4
+    ids = read.values("id")
+    assert len(set(ids)) == 5
     assert read.values("href") == [f"#{each}" for each in ids]
     assert Reader(Page("p", sections=[Section("one"), Section("two")]).render()).tags["nav"] == 0
 
@@ -155,17 +163,76 @@ def test_paragraphs_and_code() -> None:
 
 
 def test_folded_lines_are_escaped_and_need_no_script() -> None:
-    assert Section("s").fold("12 `fields`", "\na < b\n").blocks == [
-        "<details><summary>12 <code>fields</code></summary><pre><code>a &lt; b</code></pre></details>"
+    assert Section("s").fold("12 `fields`", Section("").code("\na < b\n")).blocks == [
+        "<details><summary>12 <code>fields</code></summary>\n<pre><code>a &lt; b</code></pre>\n</details>"
     ]
+    assert Section("s").fold("nothing", Section("")).blocks == []
+
+
+def test_a_long_table_is_folded_under_its_caption_and_a_short_one_is_not() -> None:
+    def tables(count: int) -> str:
+        return Section("s").table(["n", "m"], [[row, row] for row in range(count)], "Every row.").blocks[0]
+
+    assert "details" not in tables(11) and "<caption>Every row.</caption>" in tables(11)
+    assert tables(12).startswith("<details><summary>Every row. (12 rows)</summary>")
+    assert tables(12).count("<td") == 24
+
+
+def test_the_headline_is_the_first_sentence_and_nothing_is_lost() -> None:
+    for lead, first, rest in (
+        ("59 of 64 came back. The gate failed. More.", "59 of 64 came back.", ["The gate failed. More."]),
+        ("Top-1 is 65.5 % on e.g. these.", "Top-1 is 65.5 % on e.g. these.", []),
+        ("One.\n\nTwo.\n\nThree.", "One.", ["Two.", "Three."]),
+        ("", "Title", []),
+    ):
+        assert Page("Title", lead).headline == (first, rest)
+
+
+def test_a_verdict_is_said_by_a_sign_and_words_and_not_by_colour_alone() -> None:
+    for tone, sign in (("good", "✓"), ("bad", "✗"), ("unsure", "?")):
+        text = Page("T", "It is so.").judge(tone, "In words").render()
+        assert f'<div class="verdict {tone}"><p class="mark">{sign} In words</p>' in text
+    assert 'class="mark"' not in Page("T", "It is so.").render()
+
+
+def test_bars_say_their_numbers_to_who_cannot_see_them() -> None:
+    read = Reader(Section("s").bars({"with `key`": (92.14, "good"), "without": 10.2}, "%").blocks[0])
+    assert read.values("aria-label") == ["with key: 92.1 %; without: 10.2 %"]
+    assert read.values("style") == ["width:92.1%", "width:10.2%"]
+    assert Reader(Section("s").bars({"a": 2.0, "b": 4.0}, "ms").blocks[0]).values("style") == [
+        "width:50.0%",
+        "width:100.0%",
+    ]
+
+
+def test_more_bars_than_fit_are_named_and_not_dropped_in_silence() -> None:
+    block = Section("s").bars({f"b{place}": float(9 - place) for place in range(10)}, "dB", "By attack.").blocks[0]
+    assert Reader(block).values("class").count("bar") == 8 and "b7" in block and "b8" not in block
+    assert "By attack. 2 more stand in the tables below." in block
+
+
+def test_a_large_picture_is_held_small_and_kept_whole_beside_the_page() -> None:
+    """Noise that no PNG can shrink, and an exact copy where WebP without loss is small enough."""
+    chance = np.random.default_rng(0)
+    noisy = (np.linspace(0, 220, 400)[:, None, None] + chance.integers(0, 30, (400, 400, 3))).astype(np.uint8)
+    tiles = np.kron(chance.integers(0, 256, (50, 50), dtype=np.uint8), np.ones((8, 8), dtype=np.uint8))
+    for pixels, exact in ((noisy, False), (np.stack([tiles] * 3, -1), True)):
+        held = io.BytesIO()
+        Image.fromarray(pixels).save(held, "png", compress_level=0)
+        page = Page("p")
+        page.section("s").figure(held.getvalue(), "pixels", name="x")
+        assert page.pictures["x"] == held.getvalue()
+        [source] = Reader(page.render()).values("src")
+        shown = base64.b64decode(source.removeprefix("data:image/webp;base64,"))
+        assert len(shown) < len(held.getvalue()) / 3
+        off = np.abs(np.asarray(Image.open(io.BytesIO(shown))).astype(int) - pixels).mean()
+        assert off == 0 if exact else off < 10
 
 
 def test_a_notice_stands_before_everything_else() -> None:
     page = Page("Title", "Lead.", "Private <images>: `keep` them.")
     page.section("One").text("text")
-    assert '<p class="lead">Lead.</p><p class="note">Private &lt;images&gt;: <code>keep</code> them.</p></header>' in (
-        page.render()
-    )
+    assert '<p class="note">Private &lt;images&gt;: <code>keep</code> them.</p></header>' in page.render()
     assert 'class="note"' not in Page("Title", "Lead.").render()
 
 

@@ -115,6 +115,7 @@ DRAWN = {
 """verb -> the names of the pictures beside its page."""
 
 OWN = {"cifar100", "cifar100-budget", "cifar100-mjp", "cifar100-order", "cifar100-recipes", "cifar100-split", "lock"}
+OWN |= {"lock-text", "text-mjp", "text-order"}
 """Studies of situs itself, of no paper."""
 
 

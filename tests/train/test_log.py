@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import sqlite3
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,7 +16,7 @@ from rich.console import Console
 
 from situs.errors import SitusError
 from situs.train.checkpoint import RunFolder
-from situs.train.log import TRACKERS, Log, clock, describe, memory_gib
+from situs.train.log import TRACKERS, Log, describe, memory_gib
 
 RECORD = {
     "step": 50, "epoch": 1.25, "loss": 2.34567, "position_accuracy": 0.41234, "gradient_norm": 3.0, "lr": 1.5e-4,
@@ -31,7 +34,6 @@ def test_a_record_as_a_person_reads_it() -> None:
         "epoch 1.25 · loss 2.346 · position accuracy 0.4123 · lr 1.50e-04 · 3,120 samples/s · data-wait 3 % · 17.3 GiB"
     )
     assert describe(RECORD, skip=("step",)) == shown
-    assert [clock(s) for s in (0, 61.9, 3600, 90061)] == ["0:00", "1:01", "1:00:00", "25:01:01"]
 
 
 def test_plain_lines_where_there_is_no_terminal(run: RunFolder) -> None:
@@ -241,3 +243,56 @@ def test_tensorboard_hides_what_is_written_again(run: RunFolder, monkeypatch) ->
 
 def test_memory_is_that_of_this_process() -> None:
     assert 0.01 < memory_gib(torch.device("cpu")) < 1000
+
+
+def steps_of(run: RunFolder, name: str) -> None:
+    """Two records through the real package."""
+    log = Log(run, 0, 100, [name], console=Console(file=io.StringIO()))
+    for step, loss in ((50, 2.5), (60, 1.25)):
+        log.step({**RECORD, "step": step, "loss": loss})
+    log.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the packages' own
+def test_tensorboard_itself_reads_what_is_written(run: RunFolder) -> None:
+    pytest.importorskip("tensorboard", reason="the extra track is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    steps_of(run, "tensorboard")
+    events = EventAccumulator(str(run.path / "tensorboard")).Reload()
+    assert [(each.step, each.value) for each in events.Scalars("loss")] == [(50, 2.5), (60, 1.25)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_weights_and_biases_itself_runs_offline(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the extra track is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    steps_of(run, "wandb")
+    (kept,) = (run.path / "wandb").glob("offline-run-*/run-*.wandb")
+    content = kept.read_bytes()
+    assert b"loss" in content
+    assert b"1.25" in content
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_trackio_itself_keeps_the_numbers(run: RunFolder, tmp_path: Path) -> None:
+    """In a process of its own: its folder is chosen when it is imported."""
+    pytest.importorskip("trackio", reason="the extra track is not installed")
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[2])\n"
+        "from pathlib import Path\n"
+        "from test_log import steps_of, RunFolder\n"
+        "steps_of(RunFolder.open(Path(sys.argv[1])), 'trackio')\n"
+    )
+    own = {**os.environ, "TRACKIO_DIR": str(tmp_path / "kept"), "HF_HUB_OFFLINE": "1"}
+    given = [sys.executable, "-c", script, str(run.path), str(Path(__file__).parent)]
+    done = subprocess.run(given, env=own, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = (tmp_path / "kept").glob("*.db")
+    with sqlite3.connect(file) as base:
+        rows = base.execute("select step, metrics from metrics order by step").fetchall()
+    assert [(step, json.loads(metrics)["loss"]) for step, metrics in rows] == [(50, 2.5), (60, 1.25)]

@@ -168,6 +168,14 @@ def test_the_papers_schedule_of_speech_update_by_update() -> None:
     assert rate_at(45_000, 50_000, 500, 1e-3, dataclasses.replace(config, min_lr=2e-4)) == 2e-4
 
 
+def test_the_rate_of_detectors_drops_twice() -> None:
+    """DropPos, section A.2: 88,750 updates, to a tenth at the 78,889th and the 85,463rd."""
+    config = OptimConfig(lr=3e-4, schedule="steps", warmup_steps=250, min_lr=0.0, drop_at=(78_889 / 88_750, 0.962963))
+    rates = [rate_at(step, 88_750, 250, 3e-4, config) for step in (0, 249, 250, 78_888, 78_889, 85_462, 85_463, 88_749)]
+    assert rates == pytest.approx([3e-4 / 250, 3e-4, 3e-4, 3e-4, 3e-5, 3e-5, 3e-6, 3e-6])
+    assert rate_at(88_749, 88_750, 250, 3e-4, dataclasses.replace(config, min_lr=1e-5)) == 1e-5
+
+
 def test_peak_scales_with_the_global_batch() -> None:
     assert peak_rate(OptimConfig(base_lr=1.5e-4, lr_reference=256), 1024) == pytest.approx(6e-4)
     assert peak_rate(OptimConfig(lr=0.1), 1024) == 0.1

@@ -215,8 +215,9 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
         "bert",
         data={"path": str(world / "set"), "text": {"tokeniser": str(large)}},
     )
-    with pytest.raises(SitusError, match=r"mp3 learns from images and clips, and .* holds sentences"):
-        api.pretrain(world / "set", backbone=str(world / "bert"), out=tmp_path / "run", device="cpu", quiet=True)
+    told: dict[str, Any] = {"method": "mae", "device": "cpu", "quiet": True}
+    with pytest.raises(SitusError, match=r"mae learns from images and clips, and .* holds sentences"):
+        api.pretrain(world / "set", backbone=str(world / "bert"), out=tmp_path / "run", **told)
     with pytest.raises(SitusError, match=r"takes images, and .* holds sentences"):
         api.pretrain(
             world / "set", method="supervised", backbone="vit_tiny_patch16_224", out=tmp_path / "run", device="cpu"

@@ -104,6 +104,19 @@ def test_a_compiled_step_is_an_eager_step() -> None:
     torch.testing.assert_close(values, others)
 
 
+def test_of_a_method_that_decides_on_the_host_its_part_alone_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, said, method = [], [], toy()
+    monkeypatch.setattr(torch, "compile", lambda part: given.append(part) or part)
+    monkeypatch.setattr(type(method), "compiled_part", "encode")
+    asked = {"seed": 0, "precision": "fp32", "accumulate": 1, "parallel": "ddp", "compiled": True}
+    stepper = Stepper(method, OPTIM, **asked, say=said.append)
+    assert given == [method.encode] and stepper.spread.forward is method
+    for step in range(2):
+        stepper.update(next(ToyLoader(count=4, batch=4).iterate(0, 0)), Moment(step, 0, 0.0), 1e-2, ragged=False)
+    wanted = "decides on the host what it computes: encode alone is compiled, and no CUDA graph is recorded"
+    assert said == [f"{type(method).__name__} {wanted}"]  # once
+
+
 @pytest.mark.parametrize("loss", [0.0, -1.5, 3.4e38, float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("norm", [1e-30, 3.4e38, float("inf"), float("nan")])
 def test_flags_say_what_is_not_finite_and_stay(loss: float, norm: float) -> None:

@@ -17,10 +17,10 @@ from situs.config import flat
 from situs.errors import SitusError, unknown_name
 from situs.files import read_json
 from situs.models.model import identity_of
+from situs.progress import clock
 from situs.results import Origin, Provenance, Result, Summary, Table, show
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.checkpoint.storage import read_sealed
-from situs.train.log import clock
 from situs.train.run import is_run
 
 PLACES = ("step", "epoch")

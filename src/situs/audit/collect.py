@@ -14,7 +14,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import Step
 from situs.audit.engine import run
 from situs.audit.scores.scoring import Lpips
-from situs.results import Result
+from situs.results import Result, Tone
 
 KEEP_EVERY = 5.0
 """Seconds, at least, between two looks at a result that is not whole yet."""
@@ -41,6 +41,11 @@ class Leak(Result):
     @property
     def attacked(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.attacked]
+
+    @property
+    def tone(self) -> Tone:
+        """Bad where an image came back whole; what did not is proved by nothing here."""
+        return "bad" if any(pair.exact for pair in self.attacked) else "unsure"
 
     @property
     def private(self) -> bool:

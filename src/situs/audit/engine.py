@@ -21,6 +21,7 @@ from situs.audit.defences import Gradients, Step, blurred, method_of
 from situs.audit.judge.gate import doubt_of
 from situs.audit.scores.scoring import Lpips, Scores, extend, facts_of, measure, measure_parts, pictures_of
 from situs.methods.base import Method
+from situs.progress import task
 
 GROUP = 8
 """Uploads that are held at a time, at most: as many as a search takes at once."""
@@ -52,7 +53,15 @@ def run(
             yield found
         else:
             trials.append(found)
-    group, sent, held = _group(trials), list[Gradients](), None
+    with task("attacks", sum(trial.uploads for trial in trials)) as told:
+        for done in _in_turn(trials, deadline):
+            told.tell(sum(trial.at for trial in trials))
+            yield done
+
+
+def _in_turn(every: Sequence[_Trial], deadline: Deadline) -> Iterator[Outcome]:
+    """All trials group by group of uploads, until there are none or the deadline is over."""
+    group, sent, held, trials = _group(every), list[Gradients](), None, list(every)
     while trials:
         for number, trial in enumerate(trials):
             if deadline.spent():

@@ -22,7 +22,7 @@ from situs.audit.tables import reasons, table
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.methods.base import Method
-from situs.results import Summary, Table
+from situs.results import Summary, Table, Tone
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,14 @@ class Audit(Leak):
     def ruling(self) -> Ruling | None:
         """What the gate says; None without one."""
         return None if self.limit is None else judge(self, self.limit)
+
+    @property
+    def tone(self) -> Tone:
+        """Bad where an image came back whole, whatever the gate allows; good only where a whole audit passed a gate."""
+        ruling, found = self.ruling, super().tone
+        if found == "bad" or ruling is None or (ruling.passed and self.stopped is not None):
+            return found
+        return ruling.tone
 
     @property
     def undone(self) -> list[tuple[str, str]]:

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from situs.backbones.layout import Group, LayoutBuilder, Names, Role, roles_of
 from situs.core.position import PairBias, Positions
-from situs.core.tokens import Grid, mask_of, take
+from situs.core.tokens import Grid, fill, mask_of, take
 from situs.errors import SitusError
 
 CAPABILITIES = {
     "images": "images or spectrograms as input",
-    "tokens": "a sequence of patch tokens",
+    "tokens": "a sequence of tokens: patches, frames or words",
     "context": "attention to a context of chosen tokens (MP3)",
     "take": "running on a subset of the tokens (DropPos, MAE)",
     "rows": "permuting the tokens (row equivariance, split learning)",
@@ -104,9 +104,12 @@ class Backbone(nn.Module, ABC):
     """
 
     refusals: ClassVar[dict[str, str]] = {}
+    """capability -> why this backbone refuses it; see `CAPABILITIES`."""
     entry: ClassVar[Literal["run_layers", "run_grid"]] = "run_layers"
     """The method through which every stream goes into the blocks; `run_grid(z, grid, taps)` where they know a grid."""
-    """capability -> why this backbone refuses it; see `CAPABILITIES`."""
+
+    lead: ClassVar[int] = 0
+    """Patch tokens at the front that are the model's own ([CLS] of BERT): they keep their place and are not asked."""
 
     def __init__(self, model: nn.Module, name: str, grid: Grid, dim: int, prefix: int, depth: int) -> None:
         super().__init__()
@@ -348,7 +351,11 @@ class Backbone(nn.Module, ABC):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The wrapped model's own forward: inputs -> logits. mask: [B, N] bool, False for padding."""
         features = self.encode(self.embed(x), self.positions(), mask=mask)
-        return self.head(features if mask is None else features._replace(patches=fill(features.patches, mask)))
+        return self.head(features if mask is None else self.before_head(features, mask))
+
+    def before_head(self, features: Features, mask: Tensor) -> Features:
+        """What the head reads of samples with padding, mask [B, N]: a mean over all is that of what is real."""
+        return features._replace(patches=fill(features.patches, mask))
 
     def require(self, capability: str) -> None:
         """Raises with the reason where this backbone refuses a capability."""
@@ -368,16 +375,6 @@ class WholeBackbone(Backbone):
 def refuses_tokens(reason: str) -> dict[str, str]:
     """The refusals of such a model."""
     return dict.fromkeys([name for name in CAPABILITIES if name != "images"], reason)
-
-
-def fill(patches: Tensor, mask: Tensor) -> Tensor:
-    """The mean of each sample's real patches in the place of its padding, so that a mean over all is theirs.
-
-    patches: [B, N, D]; mask: [B, N] bool. A maximum over all is theirs too.
-    """
-    real = mask.unsqueeze(-1)
-    mean = (patches * real).sum(dim=1, keepdim=True) / real.sum(dim=1, keepdim=True)
-    return torch.where(real, patches, mean)
 
 
 def called(module: nn.Module, run: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:

@@ -22,11 +22,13 @@ def create_backbone(
     name: str | Path | nn.Module | BackboneConfig | Any = BackboneConfig.name,
     *,
     img_size: Size | None = None,
+    pretrained: bool = False,
     **fields: Any,
 ) -> Backbone:
     """A backbone by timm name, by folder or configuration of either library, by `BackboneConfig`, or around a module.
 
-    A folder brings its weights; its config.json alone gives fresh ones.
+    A folder brings its weights; its config.json alone gives fresh ones. pretrained: of a timm name, the weights that
+    timm publishes, from the network or its cache.
 
     `fields` are those of `BackboneConfig`: patch_size, in_chans, num_classes, positions, drop_path, weights,
     model_args.
@@ -35,6 +37,8 @@ def create_backbone(
     >>> b.grid, b.dim
     ((10, 14), 384)
     """
+    if pretrained:
+        return _published(name, fields.pop("weights", None), img_size=img_size, **fields)
     known = {each.name for each in dataclasses.fields(BackboneConfig)} - {"name"}
     unknown = sorted(set(fields) - known)
     if unknown:
@@ -46,6 +50,20 @@ def create_backbone(
     fields["weights"] = None if fields.get("weights") is None else str(fields["weights"])
     fields["model_args"] = dict(fields.get("model_args") or {})
     return _create(name, BackboneConfig(name=str(name) if isinstance(name, str | Path) else "", **fields))
+
+
+def _published(name: Any, weights: Any, **fields: Any) -> Backbone:
+    """A backbone by timm name, with the weights that timm publishes under it."""
+    if not isinstance(name, str) or _config_file(name) is not None or name.startswith("hf:"):
+        raise SitusError("pretrained=True: is for the name of a timm model; all else brings its own", field="weights")
+    if weights is not None:
+        raise SitusError(f"pretrained=True: and weights={weights} are both asked for", field="weights")
+    from situs.backbones.timm.create import pretrained_state
+    from situs.backbones.weights import load_weights
+
+    backbone = create_backbone(name, **fields)
+    load_weights(backbone, pretrained_state(name, "weights"), "pretrained=True")
+    return backbone
 
 
 def _create(source: Any, config: BackboneConfig) -> Backbone:

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
+from situs.bench.bare import measured_class
 from situs.config import Checked, from_dict
 from situs.errors import SitusError
 from situs.limits import Count, Natural, Positive, Within
-from situs.methods import method_class
 from situs.train.distributed import Precision
 
 
@@ -65,7 +65,7 @@ class StepCase(StepShape):
     batch: Count = 256
 
     def check(self) -> None:
-        from_dict(method_class(self.method).Config, self.settings)
+        from_dict(measured_class(self.method).Config, self.settings)
 
     @property
     def label(self) -> str:
@@ -124,8 +124,9 @@ class StepConfig(StepShape, Timing):
 def make_cases(words: Iterable[str], config: StepConfig) -> list[StepCase]:
     """A case for each word, model and batch; what a word itself says of these goes before the config.
 
-    A word is METHOD, METHOD:RATIO or METHOD:FIELD=VALUE,…; a field is the method's or one of `StepCase`, as in
-    `mp3:mask_ratio=.5,batch=64,img_size=28x56,model_args.depth=8`. A value may be left empty, for none.
+    A word is METHOD (`backbone`: the model alone), METHOD:RATIO or METHOD:FIELD=VALUE,…; a field is the method's or one
+    of `StepCase`, as in `mp3:mask_ratio=.5,batch=64,img_size=28x56,model_args.depth=8`. A value may be left empty, for
+    none.
     """
     shared = {each.name: getattr(config, each.name) for each in fields(StepShape)}
     found = [
@@ -142,7 +143,7 @@ def make_cases(words: Iterable[str], config: StepConfig) -> list[StepCase]:
 
 def _make(word: str, shared: dict[str, Any]) -> StepCase:
     name, _, rest = word.partition(":")
-    method_class(name)
+    measured_class(name)
     known = {each.name for each in fields(StepCase)} - {"method", "settings", "model_args"}
     own, settings, model_args = dict(shared), {}, dict(shared["model_args"])
     for part in filter(None, rest.split(",")):

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-SIZES = 2, 4
+SIZES = 1, 2
 """Samples of the two steps that are counted; a step's products grow linearly with its samples."""
 
 

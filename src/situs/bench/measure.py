@@ -9,15 +9,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from situs.backbones import create_backbone
+from situs.bench.bare import measured_class
 from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times, Turn, time_steps
 from situs.bench.flops import step_flops
 from situs.config import from_dict, to_dict
-from situs.methods import Batch, Method, create_method, method_class
+from situs.data.objects import pack_masks
+from situs.methods import Batch, Method, classifies
 from situs.train.optim import OptimConfig
 from situs.train.step import Moment, Stepper, autocast
+
+OBJECTS = 8
+"""Of an image of noise: COCO has 7.3 in an image."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ def precision_on(case: StepCase, device: torch.device) -> str:
 
 def make_method(case: StepCase) -> Method:
     """The method of a case on its backbone, with weights of chance."""
-    kind = method_class(case.method)
+    kind: Any = measured_class(case.method)
     backbone = create_backbone(
         case.model,
         img_size=case.img_size,
@@ -94,16 +100,39 @@ def make_method(case: StepCase) -> Method:
         model_args=case.model_args,
     )
     backbone.require("images")
-    return create_method(case.method, backbone, from_dict(kind.Config, case.settings), case.num_classes)
+    settings = from_dict(kind.Config, case.settings)
+    return kind(backbone, settings, case.num_classes) if classifies(kind) else kind(backbone, settings)
 
 
 def make_batch(method: Method, case: StepCase, size: int, device: torch.device) -> Batch:
-    """Images of noise, as many as are asked for, with labels or masks of chance."""
+    """Images of noise, as many as are asked for, with labels, masks or objects of chance."""
     sides = method.backbone.input.shape or _sides(case)
     images = torch.randn(size, method.backbone.input.channels, *sides, device=device)
+    ids = torch.arange(size, device=device)
+    if "objects" in method.needs_targets:
+        return Batch(images, ids, _objects(size, sides, case.num_classes, device))
     masked = "mask" in method.needs_targets
     labels = torch.randint(case.num_classes, (size, *sides) if masked else (size,), device=device)
-    return Batch(images, torch.arange(size, device=device), {"mask" if masked else "label": labels})
+    return Batch(images, ids, {"mask" if masked else "label": labels})
+
+
+def _objects(size: int, sides: tuple[int, ...], classes: int, device: torch.device) -> dict[str, Tensor]:
+    """In each image `OBJECTS` boxes of a side between an eighth and a half of its own, all of which is the object."""
+    height, width = sides
+    whole = torch.tensor([width, height], device=device)
+    spans = (torch.rand(size, OBJECTS, 2, device=device) * 0.375 + 0.125) * whole
+    first = torch.rand(size, OBJECTS, 2, device=device) * (whole - spans)
+    boxes = torch.cat([first, first + spans], dim=-1)
+    left, top, right, bottom = boxes[..., None, None].unbind(2)
+    across, down = torch.arange(width, device=device), torch.arange(height, device=device)[:, None]
+    masks = (across >= left) & (across < right) & (down >= top) & (down < bottom)
+    return {
+        "boxes": boxes,
+        "classes": torch.randint(classes, (size, OBJECTS), device=device),
+        "crowd": torch.zeros(size, OBJECTS, dtype=torch.bool, device=device),
+        "masks": pack_masks(masks),
+        "sides": torch.tensor([sides] * size, device=device),
+    }
 
 
 def _sides(case: StepCase) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from situs.bench.measure import StepRow, measure_case
 from situs.config import from_dict, to_dict
 from situs.errors import SitusError
 from situs.files import read_json
+from situs.progress import tracked
 from situs.results import Cell, Provenance, Result, Summary, Table, percent
 from situs.train import distributed
 
@@ -151,7 +152,7 @@ def measure_cases(
     answers = measure_at_once if at_once else measure_in_turn
     machine, rows, failed = describe_machine(place), list[StepRow](), list[tuple[StepCase, str]]()
     table = StepTable((), ceilings, machine, timing, profile=profile, provenance=Provenance())
-    for case, answer in answers(cases, timing, place, ceilings):
+    for case, answer in tracked(answers(cases, timing, place, ceilings), "cases", len(cases)):
         if isinstance(answer, StepRow):
             rows.append(answer)
             line = f"{1e3 * answer.times.median:.2f} ms, {answer.images_per_second:,.0f} img/s"

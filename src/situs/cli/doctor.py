@@ -1,8 +1,10 @@
-"""What is installed here, what is missing and how to get it. Exits with 1 when something needed is broken."""
+"""What is installed here, what is missing and how to get it. Exits with 1 when something needed is broken.
+
+For example: situs doctor
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -18,6 +20,7 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
+from situs.cli.shell import answer, as_document
 from situs.cli.tables import print_table
 from situs.results import Table
 
@@ -31,9 +34,6 @@ GIB = 2**30
 class Args:
     """What is installed here, what is missing and how to get it."""
 
-    json: bool = False
-    """Print JSON instead of tables."""
-
 
 class Check(NamedTuple):
     """One line of the report. state: ok, missing, warning or broken, which alone makes the command fail."""
@@ -44,14 +44,12 @@ class Check(NamedTuple):
     advice: str = ""
 
 
-def run(args: Args) -> int:
+def run(_: Args) -> int:
     """Gathers every finding and prints them."""
     sections = {"Packages": [*packages()], "Extras": [*extras()], "Devices": [*devices()], "Machine": [*machine()]}
     broken = [each.name for found in sections.values() for each in found if each.state == "broken"]
-    if args.json:
-        listed = [{"section": name, **each._asdict()} for name, found in sections.items() for each in found]
-        print(json.dumps(listed, indent=2))
-    else:
+    answer([{"section": name, **each._asdict()} for name, found in sections.items() for each in found])
+    if not as_document():
         for name, found in sections.items():
             rows = [(f.name, f.state, "; ".join(filter(None, (f.value, f.advice)))) for f in found]
             print_table(Table(name, (), rows))

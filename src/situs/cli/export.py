@@ -1,10 +1,13 @@
-"""The model of a run in a folder of its own that timm (or transformers) loads without Situs."""
+"""A model in a folder of its own that timm, transformers or an ONNX runtime loads without Situs.
+
+For example: situs export runs/ft --out exported
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -13,13 +16,19 @@ from situs.cli.parser.flags import POSITIONAL
 
 @dataclass(frozen=True)
 class Args:
-    """The model of a run in a folder of its own."""
+    """A model in a folder of its own."""
 
     source: Annotated[Path, POSITIONAL, Parameter(metavar="RUN")]
-    """The run folder."""
+    """The run folder; for ONNX any model's folder, or a timm name with its weights (NAME=FILE)."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
     """The folder to write; it must not exist or be empty."""
+
+    form: Annotated[Literal["timm", "hf", "onnx"] | None, Parameter(name="--format")] = None
+    """timm, hf (transformers) or onnx; by default the library that the run's model is of."""
+
+    features: Literal["logits", "pooled", "patches"] | None = None
+    """What an ONNX graph gives: classes, one vector an image, or one a patch; by default classes where it has some."""
 
     ema: bool = True
     """The mean of the weights where there is one, or the weights themselves."""
@@ -27,14 +36,31 @@ class Args:
     force: bool = False
     """Replace an export that is already there."""
 
+    push: Annotated[str | None, Parameter(metavar="OWNER/NAME")] = None
+    """Upload it to the Hugging Face hub too, where you are logged in; a new repository is private."""
+
+    public: bool = False
+    """With --push: a new repository is for all to see."""
+
 
 def run(args: Args) -> None:
-    """Writes the export and says how to load it."""
-    from situs.models.export import export_run
+    """Writes the export, reads it again, says how to load it, and uploads it where that is asked for."""
+    from situs.models.export import export_model
+    from situs.models.hub import check_login, push_folder
 
-    export = export_run(args.source, args.out, ema=None if args.ema else False, force=args.force)
-    print(f"{args.out}: {export.architecture} after {export.step} updates")
+    if args.push is not None:
+        check_login(args.push)  # before the work is done
+    asked = {"form": args.form, "features": args.features, "ema": None if args.ema else False, "force": args.force}
+    export = export_model(args.source, args.out, **asked)
+    after = "" if export.step is None else f" after {export.step} updates"
+    print(f"{args.out}: {export.architecture}{after}")
     for note in export.notes:
         print(note)
+    if export.error is not None:
+        print(f"Read again with {export.library}: its numbers differ by {export.error:.1e} of the largest at most.")
     if export.library == "timm":
         print(f'Load it with timm.create_model("local-dir:{args.out}", pretrained=True).')
+    elif export.library == "transformers":
+        print(f'Load it with transformers.AutoModel.from_pretrained("{args.out}").')
+    if args.push is not None:
+        print(push_folder(args.out, args.push, public=args.public))

@@ -1,6 +1,6 @@
 """Train a classifier, a segmentation or a language model, starting from a pretrained one.
 
-For example: situs finetune --from runs/mp3 --positions learned --data PATH --out runs/ft
+For example: situs finetune --from runs/mp3 --positions learned --epochs 3 --out runs/ft
 
 Backbone and image size are the model's own; the log holds top-1 (or mIoU) on the validation split.
 """
@@ -42,7 +42,7 @@ class Args(Training):
 
 
 def run(args: Args) -> int:
-    """Fine-tunes; the log holds val_top1 and val_top5, or val_map of multi-label data, val_miou of masks, and
-    val_perplexity of words."""
+    """Fine-tunes; the log holds val_top1 and val_top5, or val_map of multi-label data, val_miou of masks, val_ap of
+    objects, and val_perplexity of words."""
     asked = {"source": args.source, "positions": args.positions, "validate_every": args.validate_every}
     return tell(args.out or args.resume, args.config, train_finetuning(args.config, **asked, **args.place()))

@@ -1,19 +1,19 @@
-"""What a model is made of, and which methods and locks apply to it (or why not)."""
+"""What a model is made of, and which methods and locks apply to it (or why not).
+
+For example: situs info vit_base_patch16_224
+"""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 
 from situs.cli.parser.model_args import NamedArgs, open_from
+from situs.cli.shell import answer, as_document
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(NamedArgs):
     """What a model is made of."""
-
-    json: bool = False
-    """Print JSON instead of tables."""
 
 
 def run(args: Args) -> None:
@@ -22,8 +22,6 @@ def run(args: Args) -> None:
     from situs.models.describe import describe
 
     info = describe(open_from(args, any_weights=True, device="meta").backbone)
-    if args.json:
-        print(json.dumps(asdict(info), indent=2))
-    else:
-        for table in info.tables():
-            print_table(table)
+    answer(asdict(info))
+    for table in () if as_document() else info.tables():
+        print_table(table)

@@ -39,6 +39,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "evaluate knn": ("situs.cli.evaluate.knn", "nearest neighbours on the features of each layer"),
         "evaluate probe": ("situs.cli.evaluate.probe", "places, classes or masks that a linear classifier reads off"),
         "evaluate perplexity": ("situs.cli.evaluate.perplexity", "how unsure a language model is of the next word"),
+        "evaluate objects": ("situs.cli.evaluate.objects", "COCO's AP of a detection, the worst images first"),
         "evaluate segments": ("situs.cli.evaluate.segments", "mIoU of a segmentation, the worst images first"),
         "evaluate robustness": (
             "situs.cli.evaluate.robustness",
@@ -97,6 +98,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Look": {
         "report": ("situs.cli.analyze.report", "several runs side by side on one page, finished or still going"),
+        "play": ("situs.cli.play", "a page that runs a small model: move patches, see its guesses, lock it"),
         "info": ("situs.cli.info", "what a model is made of, and which methods and locks apply to it"),
         "doctor": ("situs.cli.doctor", "what is installed here, what is missing and how to get it"),
         "completion": ("situs.cli.parser.completion", "a script that completes verbs and flags in your shell"),
@@ -136,6 +138,8 @@ def _dispatch(words: list[str]) -> int:
     if words[0] == "--version":
         print(f"situs {import_module('situs').__version__}")
         return 0
+    if words[0] == "--install-completion":
+        words = ["completion", *words[1:], "--install"]
     verb, rest = find_verb(words)
     if verb not in VERBS:  # a group by itself
         print(overview(verb))
@@ -158,16 +162,29 @@ def find_verb(words: Sequence[str]) -> tuple[str, list[str]]:
 def run_verb(verb: str, rest: list[str]) -> int:
     """Imports the verb's module, parses its flags and runs it."""
     hush()
+    shell = import_module("situs.cli.shell")
+    work = _work
+    if shell.asked_in(rest, "example"):
+        work = _example
+    return run_on_ranks(verb, lambda: shell.speak(rest, lambda: work(verb, rest)))
+
+
+def _work(verb: str, rest: list[str]) -> int:
     module = import_module(VERBS[verb][0])
     parse: Callable[..., Any] = import_module("situs.cli.parser.arguments").parse
     try:
-        args = parse(module.Args, rest, prog=f"situs {verb}", description=module.__doc__)
-        return run_on_ranks(verb, lambda: module.run(args))
+        return module.run(parse(module.Args, rest, prog=f"situs {verb}", description=module.__doc__)) or 0
     except SystemExit as stop:  # help was asked for
         return stop.code if isinstance(stop.code, int) else 2
     except SitusError as error:
         explained: Callable[..., str] = import_module("situs.cli.parser.flags").explained
         raise SitusError(explained(error, module.Args), field=error.fields, value=error.value) from error
+
+
+def _example(verb: str, _: list[str]) -> int:
+    modules = {each: module for each, (module, _) in VERBS.items()}
+    print("\n".join(import_module("situs.cli.examples").examples_of(verb, modules)))
+    return 0
 
 
 def overview(group: str = "") -> str:
@@ -185,7 +202,11 @@ def overview(group: str = "") -> str:
         if shown:
             lines += ["", heading, *(f"  {verb:<{width}}{text}" for verb, text in shown.items())]
     if not group:
-        lines += ["", "situs --version prints the version; SITUS_DEBUG=1 shows where a mistake was found."]
+        lines += [
+            "",
+            "Every verb takes --quiet (errors alone), --json (one document), --example (a command to run).",
+            "situs --version prints the version; SITUS_DEBUG=1 shows where a mistake was found.",
+        ]
     return "\n".join(lines)
 
 
@@ -194,6 +215,9 @@ def _unknown_verb(words: Sequence[str], group: bool) -> SitusError:
     from difflib import get_close_matches
 
     said = " ".join(words[: 1 + group])
+    if group and (os.sep in words[1] or os.path.exists(words[1])):  # noqa: PTH110  (pathlib costs the start)
+        verbs = ", ".join(verb.removeprefix(f"{words[0]} ") for verb in VERBS if verb.startswith(f"{words[0]} "))
+        return SitusError(f"situs {words[0]} needs a verb before {words[1]}: {verbs} (situs {words[0]} --help)")
     tried = (" ".join(words[:2]), words[0])
     close = next((found[0] for text in tried if (found := get_close_matches(text, VERBS, n=1))), None)
     hint = "; verbs: " + ", ".join(sorted(VERBS)) if close is None else f"; did you mean {close!r}?"

@@ -1,6 +1,6 @@
 """Train a method on your images: a preset, a TOML file and flags, each laid over the one before.
 
-A first run: situs pretrain --preset samples-mp3 --out runs/mp3
+For example: situs pretrain --preset samples-mp3 --out runs/mp3
 
 On many GPUs: torchrun --nproc-per-node 8 -m situs pretrain and the same flags.
 """
@@ -8,29 +8,36 @@ On many GPUs: torchrun --nproc-per-node 8 -m situs pretrain and the same flags.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from cyclopts import Parameter
 
 from situs.api import NAMED, SHORT, train_pretraining
 from situs.cli.parser.arguments import Recipe, configured
+from situs.cli.result import INTERRUPTED
+from situs.cli.shell import answer
 from situs.methods import METHODS
 from situs.train.contract import TrainResult
+from situs.train.rehearse import Rehearsal
 from situs.train.run import RunConfig
 
 EVERYDAY = {"data": (NAMED["data"],), **SHORT}
 """Everyday flags, each for fields of the run's config."""
 
 
-JUDGES = {"label": "accuracy", "mask": "segments", "words": "perplexity"}
+JUDGES = {"label": "accuracy", "mask": "segments", "objects": "objects", "words": "perplexity"}
 """What a method learns -> the verb of evaluate that judges it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Recipe):
     """What every training verb takes."""
+
+    topics: ClassVar[dict[str, tuple[str, ...]]] = {
+        "seldom": ("start_over", "key", "withheld", "dry_run", "print_config")
+    }
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
     """A new folder for the run."""
@@ -50,11 +57,14 @@ class Training(Recipe):
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda or cuda:N; by default a GPU where there is one."""
 
+    dry_run: bool = False
+    """Check data, model, one batch and the length, and write nothing."""
+
     def place(self) -> dict[str, Any]:
         """What is no part of the config, by the names of `situs.api.PLACE`."""
         from situs.cli.locks.passphrase import read_key
 
-        own = {name: getattr(self, name) for name in ("out", "resume", "start_over", "device", "withheld")}
+        own = {name: getattr(self, name) for name in ("out", "resume", "start_over", "device", "withheld", "dry_run")}
         return {**own, "key": None if self.key is None else read_key(self.key), "say": _say}
 
 
@@ -70,10 +80,14 @@ def run(args: Args) -> int:
     return tell(args.out or args.resume, args.config, train_pretraining(args.config, **args.place()))
 
 
-def tell(run: Path | None, config: RunConfig, result: TrainResult) -> int:
-    """Says what was reached and what can be done with it; gives the exit status."""
+def tell(run: Path | None, config: RunConfig, result: TrainResult | Rehearsal) -> int:
+    """Says what was reached and what can be done with it, or what would be; gives the exit status."""
+    if isinstance(result, Rehearsal):
+        answer(asdict(result), *(result.lines() if os.environ.get("RANK", "0") == "0" else ()))
+        return 0
+    answer({"run": run, "steps": result.step, "interrupted": result.interrupted, "metrics": result.metrics})
     if result.interrupted:
-        return 130
+        return INTERRUPTED
     if os.environ.get("RANK", "0") == "0":
         told = {name: value for name, value in result.metrics.items() if name != "gradient_norm"}
         facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from situs.cli.parser.model_args import DataArgs, ImageArgs, LookArgs, check_folder, open_from, open_one_of
-from situs.cli.tables import print_table
-from situs.results import Result, finite
+from situs.cli.shell import answer, as_document
+from situs.cli.tables import print_table, print_verdict
+from situs.results import Result
 
 if TYPE_CHECKING:
     from situs.models import Model
@@ -60,20 +60,19 @@ def open_each(sources: Sequence[str], args: LookArgs) -> list[Model]:
     return [open_one_of(source, args) for source in sources]
 
 
-def present(result: Result, out: Path | None, *, as_json: bool = False) -> None:
-    """Prints the tables and the sentence, publishes the result where there is a place for it, and says where.
-
-    as_json: prints the numbers, and nothing else to stdout.
-    """
+def present(result: Result, out: Path | None) -> None:
+    """Prints the tables and the sentence, or hands over the numbers where a document is asked for; publishes the
+    result where there is a place for it, and says where."""
     from situs.pages import publish
 
-    said = result.in_words()
-    if as_json:
-        print(json.dumps(finite(result.to_json()), indent=2))
+    if as_document():
+        answer(result.to_json())
     else:
+        said = result.in_words()
         for table in said.tables:
             print_table(table)
-        for text in (said.sentence, *said.notes):
+        print_verdict(said.sentence, result.tone)
+        for text in said.notes:
             print(text)
     tell_left_out(result.provenance.left_out)
     if out is None:
@@ -82,7 +81,7 @@ def present(result: Result, out: Path | None, *, as_json: bool = False) -> None:
     if path.parent != out:
         told = f"{out / path.name} is of another model and stays; this one goes to {path.parent}"
         print(f"situs: {told}", file=sys.stderr)
-    print(path, file=sys.stderr if as_json else sys.stdout)
+    print(path)
 
 
 def tell_left_out(said: Iterable[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from situs.results import Table
+from situs.results import Table, Tone
 
 COLOURS = {
     "yes": "green",
@@ -15,6 +15,21 @@ COLOURS = {
     "broken": "red",
 }
 """Cells that are one of these words are coloured on a terminal."""
+
+SIGNS: dict[Tone, tuple[str, str]] = {"good": ("✓", "green"), "bad": ("✗", "red"), "unsure": ("?", "yellow")}
+"""A verdict's sign on a terminal, and its colour where there is one (NO_COLOR)."""
+
+
+def print_verdict(sentence: str, tone: Tone | None) -> None:
+    """Prints a result's sentence, on a terminal with its sign; elsewhere the words alone."""
+    if tone is None or not sys.stdout.isatty():
+        print(sentence)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    sign, colour = SIGNS[tone]
+    Console(highlight=False, soft_wrap=True).print(Text(f"{sign} {sentence}", style=colour))
 
 
 def print_table(table: Table) -> None:

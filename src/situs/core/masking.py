@@ -25,6 +25,10 @@ _ATTEMPTS = 10
 _NUMBERS = 4
 """Numbers an attempt takes: area, aspect, top, left."""
 
+_MIN_SPAN = 3
+SPAN_ROUNDS = 8
+"""Spans that a row of tokens is given at most, and how long one is at least where so many are wanted."""
+
 
 class TokenSubset(NamedTuple):
     """A split of the places 0..N-1; `kept` and `dropped` side by side are a permutation."""
@@ -44,6 +48,33 @@ def count_of(ratio: float, n: int) -> int:
 def kept_of(ratio: float, n: int, *, floor: bool = False) -> int:
     """How many of n places stay when `ratio` of them go: n - int(ratio · n), or int((1 - ratio) · n) with `floor`."""
     return count_of(1.0 - ratio, n) if floor else n - count_of(ratio, n)
+
+
+def kept_each(ratio: float, counts: Tensor, *, floor: bool = False) -> Tensor:
+    """`kept_of` for each of `counts`, integers."""
+    gone = ((1.0 - ratio if floor else ratio) * counts.double() + 1e-6).long().minimum(counts)
+    return gone if floor else counts - gone
+
+
+def span_mask(noise: Tensor, real: Tensor, ratio: float, *, lead: int = 0) -> Tensor:
+    """Masks of whole spans: of each row's real tokens int(γ n), in spans of 3 or more laid one after the other.
+
+    noise: [B, 2 · `SPAN_ROUNDS` + N]. real: [B, N] bool, the first tokens of each row. ratio: γ of the real tokens
+    behind the first `lead`, which are never masked -> bool [B, N]. A span is no longer than the tokens still wanted;
+    those that are wanted after the rounds are filled uniformly at random.
+    """
+    slot, length = torch.arange(real.shape[1], device=real.device), real.sum(dim=1, keepdim=True)
+    left = (ratio * (length - lead).clamp(min=0).double() + 1e-6).long()
+    mask = torch.zeros_like(real)
+    for turn in range(SPAN_ROUNDS):
+        size = (left.clamp(max=_MIN_SPAN) + noise[:, 2 * turn, None] * (left - _MIN_SPAN + 1).clamp(min=1)).long()
+        size = size.minimum(left)
+        start = (lead + noise[:, 2 * turn + 1, None] * (length - lead - size + 1).clamp(min=1)).long()
+        new = (slot >= start) & (slot < start + size) & ~mask & real
+        mask, left = mask | new, left - new.sum(dim=1, keepdim=True)
+    free = real & ~mask & (slot >= lead)
+    order = torch.where(free, noise[:, 2 * SPAN_ROUNDS :], 2.0).argsort(dim=1, stable=True)
+    return mask | (torch.zeros_like(mask).scatter_(1, order, slot < left) & free)
 
 
 def random_subset(noise: Tensor, ratio: float, *, floor: bool = False, field: str = "ratio") -> TokenSubset:

@@ -6,6 +6,7 @@ be rectangular, and so may patches. A grid is a plain `(height, width)`; a place
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from situs.errors import SitusError
@@ -27,9 +28,8 @@ def grid_of(image_size: Size, patch_size: Size) -> tuple[int, int]:
     """The grid (h, w) of an image cut in patches; refuses a patch size that does not divide the image."""
     (height, width), (ph, pw) = pair(image_size), pair(patch_size)
     if ph < 1 or pw < 1 or height % ph or width % pw:
-        raise SitusError(
-            f"img_size={height}x{width}: must be a multiple of the patch size {ph}x{pw} (img_size, patch_size)"
-        )
+        said = f"img_size={height}x{width}: must be a multiple of the patch size {ph}x{pw}"
+        raise SitusError(said, field=("img_size", "patch_size"))
     return height // ph, width // pw
 
 
@@ -83,3 +83,13 @@ def put_at(patches: Tensor, places: Tensor, count: int) -> tuple[Tensor, Tensor]
     sums = patches.new_zeros(batch, count, *tail).scatter_add(1, full, patches)
     hits = patches.new_zeros(batch, count).scatter_add(1, places, patches.new_ones(places.shape))
     return sums / hits.clamp(min=1).view(batch, count, *(1 for _ in tail)), hits > 0
+
+
+def fill(patches: Tensor, mask: Tensor) -> Tensor:
+    """The mean of each sample's real patches in the place of its padding, so that a mean over all is theirs.
+
+    patches: [B, N, D]; mask: [B, N] bool. A maximum over all is theirs too.
+    """
+    real = mask.unsqueeze(-1)
+    mean = (patches * real).sum(dim=1, keepdim=True) / real.sum(dim=1, keepdim=True)
+    return torch.where(real, patches, mean)

@@ -16,7 +16,8 @@ class Batch(NamedTuple):
     augmentation (`situs.data.sampler.sample_of` gives the row).
     targets: what is to be learned of each sample, [B, …] by name: "label" [B], or soft [B, K]; where a sample has any
     number of the classes "labels" [B, K], 1, 0 or -1 for unknown, or soft, with NaN for unknown; "mask" [B, H, W], the
-    class of each pixel or -1. Never written to.
+    class of each pixel or -1; of objects "boxes", "classes", "crowd", "masks" and "sides" (`situs.data.objects`). Never
+    written to.
     mask: [B, N] bool, False where a token is padding; None where none is.
     """
 

@@ -9,15 +9,17 @@ batch depends on neither ranks nor workers, and nothing is computed ahead but th
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from situs.core.random import bits
-from situs.data.sampler import epoch_order
-from situs.data.sources.base import Blocks
+from situs.data.config import DataConfig
+from situs.data.sampler import BatchPlan, epoch_order
+from situs.data.sources.base import Blocks, Source
+from situs.errors import SitusError
 
 _MOST_LANES = 128  # as many processes can share the blocks without reading one twice
 _BLOCKS_A_LANE = 8  # a lane begins and ends in the middle of a block, which is then read twice
@@ -156,3 +158,18 @@ class BlockEpoch:
             self._samples = np.pad(self._samples, ((0, 0), (0, stop - start - self._samples.shape[1])))
         self._samples[lane, : stop - start] = self._first[at] + line - np.where(at > 0, self._ends[at - 1], 0)
         self._open[lane], self._begin[lane] = block, start
+
+
+def with_order(plan: BatchPlan, source: Source, config: DataConfig) -> tuple[BatchPlan, str]:
+    """The plan in the order that the config wants of a streamed set, and what a log says of it."""
+    blocks = source.blocks()
+    if config.order == "blocks" and blocks is None:
+        raise SitusError(field="order", value="blocks", allowed=f"exact for {source.name}, which is not read by blocks")
+    if blocks is None or config.order == "exact" or (config.order == "auto" and not blocks.dear):
+        slow = f"; each reads one of its {len(blocks.ends):,} {blocks.name}" if blocks and blocks.dear else ""
+        return plan, f", shuffled exactly{slow}"
+    order = block_order(blocks, config.window_gib * 2**30, plan.distinct, plan.n // plan.batch)
+    gib = blocks.bytes / len(blocks.ends) * order.open / 2**30
+    why = " which memory does not hold," if blocks.dear else ""
+    said = f", shuffled in blocks: of {len(blocks.ends):,} {blocks.name},{why} {order.open:,} at a time ({gib:.2g} GiB)"
+    return replace(plan, order=order), said

@@ -14,21 +14,29 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from situs.data.config import DENSE, Target
+from situs.data.masks import MASKS, MaskConfig
+from situs.data.objects import ObjectConfig
 from situs.data.sources.base import SPLIT_WORDS, Source
+from situs.data.sources.coco import CocoSource, coco_files
 from situs.data.sources.manifest import MANIFEST, check_shard, read_manifest
 from situs.data.sources.open import kind_of, open_source, splits_at, unread_labels
 from situs.data.sources.remote.names import is_remote
+from situs.data.sources.segments import has_masks
 from situs.data.sources.walk import plain
 from situs.data.survey import BROKEN, CMYK, DEEP, GREY, TURNED, row_of, survey
 from situs.data.work import in_order
 from situs.errors import SitusError, unknown_name
-from situs.results import Provenance, Result, Summary, Table
+from situs.results import Provenance, Result, Summary, Table, Tone
 
 Progress = Callable[[int, int, str], None]
 
 KINDS = {
     "checksum": "shards that are missing or not what was packed",
     "broken": "cannot be read or decoded; a run skips them",
+    "annotation": "the mask or the objects of an image cannot be used: missing, broken, of another size, or with class "
+    "numbers that are none; a run skips the image",
+    "no object": "an annotation without an area in its image, or without an outline; a run leaves it out",
     "grey": "one channel, among images of three; repeated to three where three are asked for",
     "cmyk": "four inks, turned into RGB without a colour profile",
     "deep": "more than 8 bits a channel; floats for the loader",
@@ -42,7 +50,7 @@ KINDS = {
 }
 """What can be found, and what it means."""
 
-FAILING = ("checksum", "broken")
+FAILING = ("checksum", "broken", "annotation")
 LISTED = 10_000
 _SHOWN = 3
 _LONG = 4  # times the shorter side
@@ -83,6 +91,12 @@ class DataCheck(Result):
                 raise unknown_name("kind of finding", kind, KINDS, field="fail_on")
         return [kind for kind in kinds if self.counts.get(kind)]
 
+    @property
+    def tone(self) -> Tone:
+        """Bad where a run cannot read something; good only where all was decoded and nothing was found."""
+        clean = self.decoded and not any(self.counts.values())
+        return "bad" if self.failing() else "good" if clean else "unsure"
+
     def summary(self) -> Summary:
         rows: list[list[Any]] = [
             [kind, count, "; ".join(map(str, self.found[kind][:_SHOWN]))]
@@ -120,6 +134,8 @@ def check(
     *,
     splits: Sequence[str] | None = None,
     multi_label: bool = False,
+    target: Target | None = None,
+    masks: MaskConfig = MASKS,
     decode_pixels: bool = True,
     huge_mpx: float = 25.0,
     workers: int | None = None,
@@ -129,6 +145,8 @@ def check(
 
     splits:        those to look at; by default all that the set has.
     multi_label:   read the labels as any number of classes an image.
+    target:        what is known of an image: its class, a mask or its objects; by default what lies at the path.
+    masks:         what the numbers in masks mean.
     decode_pixels: whether every image is decoded; without it headers and bytes alone are looked at.
     huge_mpx:      millions of pixels above which an image counts as huge.
     """
@@ -144,26 +162,37 @@ def check(
     manifest = read_manifest(folder) if not is_remote(path) and folder.is_dir() else None
     if manifest is not None:
         _check_files(folder, manifest, gather, workers, tell)
-    names = list(
-        splits if splits is not None else sorted(splits_at(path, multi_label=multi_label), key=SPLIT_WORDS.index)
-    )
+    target = target or _target_at(folder)
+    dense = {"masks": masks if target == "mask" else None, "objects": ObjectConfig() if target == "objects" else None}
+    found = splits_at(path, multi_label=multi_label, masks=target == "mask", objects=target == "objects")
+    names = list(splits if splits is not None else sorted(found, key=(*SPLIT_WORDS, "dev").index))
     names, name, notes = names or [""], "", unread_labels(path, multi_label=multi_label)
     for split in names:
         if any(each.split == split for each in gather.found["checksum"]):
             notes.append(f"{split or 'the set'}: its images were not looked at, because its shards are damaged")
             continue
-        source = open_source(path, split or None, multi_label=multi_label)
+        source = open_source(path, split or None, multi_label=multi_label, **dense)
         name, notes = name or source.name.removesuffix(f" ({split})"), notes + source.notes
         rows, start = np.zeros(len(source), row_of(source)), 0
         for made, reasons in in_order(partial(survey, source, decode_pixels), range(len(source)), workers):
             rows[start : start + len(made)] = made
-            for number, reason in reasons:
-                gather.add("broken", split, source, number, reason)
+            for number, kind, reason in reasons:
+                gather.add(kind, split, source, number, reason)
             start += len(made)
             tell(start, len(source), split or "images")
         gather.split(split, source, rows)
+        for why, numbers in source.left.items() if isinstance(source, CocoSource) else ():
+            for number in numbers:
+                gather.note("no object", Found(split, f"annotation {number}", why))
     facts = {"data": name or plain(folder.name), "huge_mpx": huge_mpx}  # a remote set is checked as it is fetched
     return gather.result(Provenance(facts, left_out=tuple(notes)))
+
+
+def _target_at(folder: Path) -> Target:
+    """What is known of the images at a path, by the files that lie there."""
+    if any(file.name.startswith("instances") or file == folder for file in coco_files(folder)):
+        return "objects"
+    return "mask" if has_masks(folder) else "class"
 
 
 def _check_files(
@@ -226,8 +255,8 @@ class _Gathering:
                 self.add(kind, split, source, number, sized)
         self.sides.append(np.stack([height[good], width[good]]))
         self._repeated(split, source, rows, good)
-        if source.classes is not None:
-            if source.multi_label:
+        if source.classes is not None and (self.decoded or source.target not in DENSE):
+            if "labels" in (rows.dtype.names or ()):
                 counts = (rows["labels"][good] > 0).sum(axis=0)
             else:
                 counts = np.bincount(rows["label"][good & (rows["label"] >= 0)], minlength=len(source.classes))

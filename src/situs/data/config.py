@@ -10,16 +10,22 @@ from situs.config import Checked, from_dict, to_dict
 from situs.data.audio import AudioConfig
 from situs.data.image_pipeline import Decoder, Resizer
 from situs.data.masks import MaskConfig
+from situs.data.objects import ObjectConfig
 from situs.data.sources.base import Kind
 from situs.data.text import LONGEST, TextConfig
 from situs.errors import SitusError
 from situs.limits import Count, Natural, Positive, Within
 
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+Target = Literal["class", "mask", "objects", "words"]
+"""What is known of a sample."""
+
 BATCH = 256
 _OF_IMAGES = ("multi_label", "decode", "resize", "crop_share", "target")
 _NOT_OF_TEXT = (*_OF_IMAGES[:-1], "img_size", "channels", "mean", "std")
 _OF_CLASSES = ("multi_label", "decode", "resize", "per_class")
+DENSE = {"mask": "masks", "objects": "objects"}
+"""Targets that say more of an image than its class, and the field that says how each is read."""
 NO_DATA = "give the images, or samples for the embedded set of 9,000 pictures of clothes"
 
 
@@ -41,9 +47,9 @@ class DataConfig(Checked):
     """Whether an image has any number of the classes: by a table among the files, or by a list or 0/1 columns of
     parquet files. By default it has one."""
 
-    target: Literal["class", "mask", "words"] = "class"
-    """What is known of an image: its class (or any number of them), or a mask, which gives each of its pixels one; of
-    text the class of each sentence, or its words, for a language model."""
+    target: Target = "class"
+    """What is known of an image: its class (or any number of them), a mask, which gives each of its pixels one, or its
+    objects; of text the class of each sentence, or its words, for a language model."""
 
     held_out: Annotated[float, Within("[0, 1)")] = 0.0
     """Share of data without a val or test split that is held out as both, by the images' names; train is the rest."""
@@ -77,7 +83,8 @@ class DataConfig(Checked):
     hosts whose cores cannot keep up."""
 
     resident: Literal["auto", "always", "never"] = "auto"
-    """Whether the set is decoded once and kept on the device; auto: small images of one size that fit."""
+    """Whether the set is decoded once and kept on the device; auto: small images of one size that fit, and none with
+    masks. Images with objects never are."""
 
     resident_gib: Positive = 4.0
     """Memory that a resident set may take."""
@@ -111,6 +118,9 @@ class DataConfig(Checked):
     masks: MaskConfig = field(default_factory=MaskConfig)
     """Masks: what the numbers in them mean."""
 
+    objects: ObjectConfig = field(default_factory=ObjectConfig)
+    """Objects: their classes."""
+
     text: TextConfig = field(default_factory=TextConfig)
     """Sentences: their columns and their ids."""
 
@@ -126,11 +136,10 @@ class DataConfig(Checked):
         for name in _OF_IMAGES if clips else ():
             if (value := getattr(self, name)) != plain[name].default:
                 raise SitusError(f"{name}={value}: is for images, and {self.path or 'the set'} holds clips", field=name)
-        for name in _OF_CLASSES if self.target == "mask" else ():
+        things = DENSE.get(self.target)
+        for name in () if things is None else _OF_CLASSES:
             if (value := getattr(self, name)) != plain[name].default:
-                raise SitusError(f"{name}={value}: is for a class an image, and masks are asked for", field=name)
-        if self.target == "mask" and self.resident == "always":
-            raise SitusError(field="resident", value="always", allowed="auto or never: images with masks are streamed")
+                raise SitusError(f"{name}={value}: is for a class an image, and {things} are asked for", field=name)
         if clips and self.img_size not in (None, self.audio.size):
             allowed = f"{self.audio.size[0]},{self.audio.size[1]}, which the clips' features have"
             raise SitusError(field="img_size", value=self.img_size, allowed=allowed)
@@ -141,22 +150,24 @@ class DataConfig(Checked):
             if (value := getattr(self, name)) != plain[name].default:
                 said = f"{name}={value}: is for images, and {self.path or 'the set'} is read as sentences"
                 raise SitusError(said, field=name)
-        if (texts and self.target == "mask") or (self.kind not in (None, "text") and self.target == "words"):
-            allowed = "class or words for text" if texts else "class or mask: words are read from text"
+        if (texts and self.target in DENSE) or (self.kind not in (None, "text") and self.target == "words"):
+            allowed = "class or words for text" if texts else "class, mask or objects: words are read from text"
             raise SitusError(field="target", value=self.target, allowed=allowed)
 
     def wanted(self) -> dict[str, Any]:
         """How the set is asked for, by the arguments of `open_source`."""
         names = ("channels", "strict", "held_out", "multi_label", "kind", "audio", "text")
-        masks = self.masks if self.target == "mask" else None
-        return {name: getattr(self, name) for name in names} | {"masks": masks, "words": self.target == "words"}
+        dense = {things: getattr(self, things) if self.target == target else None for target, things in DENSE.items()}
+        return {name: getattr(self, name) for name in names} | dense | {"words": self.target == "words"}
 
     def learned_by(self, method: str, needs: Sequence[str]) -> DataConfig:
-        """With the targets that a method needs: masks or words are read for one that learns from them."""
-        if "mask" in needs:
-            return replace(self, target="mask", multi_label=False)
-        if "label" in needs and self.target == "mask":
-            said = f"{method} learns a class an image, and masks are asked for"
+        """With the targets that a method needs: masks, objects or words are read for one that learns from them."""
+        for dense in DENSE:
+            if dense in needs:
+                return replace(self, target=dense, multi_label=False)
+        if self.target in DENSE:
+            learns = "learns a class an image" if "label" in needs else f"learns without {DENSE[self.target]}"
+            said = f"{method} {learns}, and {DENSE[self.target]} are asked for"
             raise SitusError(said, field=("data.target", "method"))
         if "words" in needs:
             return replace(self, target="words", kind="text")
@@ -164,21 +175,22 @@ class DataConfig(Checked):
 
     def split_by(self) -> dict[str, Any]:
         """What decides which splits the set has, by the arguments of `splits_at`."""
-        asked = {"masks": self.target == "mask", "words": self.target == "words"}
-        return {"multi_label": self.multi_label, "kind": self.kind, **asked}
+        dense = {things: self.target == target for target, things in DENSE.items()}
+        return {"multi_label": self.multi_label, "kind": self.kind, **dense, "words": self.target == "words"}
 
     def told(self) -> dict[str, Any]:
         """How a model's samples are prepared, as an export of it tells: no places on any machine.
 
-        Of images mean, std and crop, and "masks" where they have some; of clips "audio", with their mean and deviation
-        in it; of sentences "text", how long they may be.
+        Of images mean, std and crop, and "masks" or "objects" where they have some; of clips "audio", with their mean
+        and deviation in it; of sentences "text", how long they may be.
         """
         if self.kind == "text":
             return {"text": {"longest": self.longest}}
         mean, std = self.normalisation
         if self.kind != "audio":
-            masks = {"masks": to_dict(self.masks)} if self.target == "mask" else {}
-            return {"mean": mean, "std": std, "crop": self.crop_share, **masks}
+            things = DENSE.get(self.target)
+            dense = {} if things is None else {things: to_dict(getattr(self, things))}
+            return {"mean": mean, "std": std, "crop": self.crop_share, **dense}
         return {"audio": to_dict(replace(self.audio, noise=None, snr_db=None)) | {"mean": mean, "std": std}}
 
     @staticmethod

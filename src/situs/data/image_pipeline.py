@@ -9,21 +9,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
-from situs.data.augment.recipes import NONE, AugmentConfig, apply, apply_mix, as_floats, denormalise, draw, normalise
+from situs.data.augment.recipes import NONE, AugmentConfig, apply, apply_mix, as_floats, draw, normalise
 from situs.data.batch import Batch
 from situs.data.late import beside, crop_resized, decode_on, pad, resize_padded
-from situs.data.pipeline import Noise, Pipeline
+from situs.data.pipeline import Noise
+from situs.data.pixel_pipeline import PixelPipeline, alike
 from situs.data.sources.base import EncodedSource, Source
 from situs.data.sources.images import centre_fit, decode
 from situs.data.sources.jpeg import read_frame
-from situs.errors import SitusError
 
 Decoder = Literal["auto", "cpu", "scaled", "gpu"]
 """How a JPEG is read for training: by a worker, whole or at a part of its sides, or on the device."""
@@ -32,8 +32,8 @@ Resizer = Literal["worker", "device"]
 """Who brings a random crop to its size."""
 
 
-class ImagePipeline(Pipeline):
-    """augment: None for evaluation, which crops the centre. mean, std: of each channel.
+class ImagePipeline(PixelPipeline):
+    """Images by themselves; evaluation crops their centre.
 
     held: the images come as they lie on the device (`ResidentLoader`), not cropped by a worker. decoder: "scaled" reads
     a JPEG at 1/2, 1/4 or 1/8 of its sides where a random crop still gets no fewer pixels than it needs; "gpu" leaves
@@ -54,9 +54,8 @@ class ImagePipeline(Pipeline):
         decoder: Decoder = "cpu",
         resizer: Resizer = "worker",
     ) -> None:
-        super().__init__(source, training=augment is not None)
-        self.size, self.seed, self.augment, self.crop_share = size, seed, augment, crop_share
-        self.mean, self.std = (torch.tensor(part) for part in normalisation)
+        super().__init__(source, size, seed, augment, normalisation)
+        self.crop_share = crop_share
         # The worker has made the resized crop; a shift is made on the device.
         cropped = not held and augment is not None and augment.crop == "resized"
         self.rest = replace(augment, crop="none") if augment is not None and cropped else augment
@@ -104,12 +103,11 @@ class ImagePipeline(Pipeline):
             sides = [sample.get("sides", tuple(sample["image"].shape[1:])) for sample in samples]
             images = random_cuts(images, self.augment, self.seed, epoch, draws, sides)
             if self.cuts and all(image.dtype == torch.uint8 for image in images):
-                _same_channels(images)
-                values["cuts"], values["sides"] = pad(images)
+                values["cuts"], values["sides"] = pad(alike(images))
             else:
                 images = [resized(image, self.size, self.augment.interpolation) for image in images]
         if not values:
-            values["image"] = _stack(images)
+            values["image"] = torch.stack(alike(images))
         if "label" in samples[0]:
             values["label"] = _labels(samples)
         return values
@@ -132,7 +130,8 @@ class ImagePipeline(Pipeline):
         }
         if early:
             cuts = random_cuts(images, self.augment, self.seed, epoch, own)
-            values["image"] = _stack([resized(cut, self.size, self.augment.interpolation) for cut in cuts])
+            made = [resized(cut, self.size, self.augment.interpolation) for cut in cuts]
+            values["image"] = torch.stack(alike(made))
         if "label" in samples[0]:
             values["label"] = _labels(samples)
         return values
@@ -209,18 +208,6 @@ class ImagePipeline(Pipeline):
             self.source.skip(index, reason)
         return part.values
 
-    def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """Floats where any part has floats, as within one."""
-        if len({part["image"].dtype for part in parts}) > 1:
-            parts = [{**part, "image": as_floats(part["image"])} for part in parts]
-        _same_channels([part["image"] for part in parts])
-        return super().join(parts)
-
-    def to(self, device: torch.device) -> Self:
-        moved = super().to(device)
-        moved.mean, moved.std = self.mean.to(device), self.std.to(device)
-        return moved
-
     def compile(self) -> None:
         """On a GPU about a quarter of the time, after half a minute once."""
         self._apply = torch.compile(apply, fullgraph=True)
@@ -239,9 +226,6 @@ class ImagePipeline(Pipeline):
                 samples = centre_crop(samples, self.size, self.crop_share)
             return normalise(as_floats(samples), self.mean, self.std)
         return self._apply(samples, noise, self.rest, self.size, self.mean, self.std)
-
-    def shown(self, inputs: Tensor) -> Tensor:
-        return denormalise(inputs, self.mean, self.std)
 
     def mix(self, batch: Batch, noise: Noise) -> Batch:
         """MixUp, CutMix and label smoothing, which look at two samples of a batch."""
@@ -310,16 +294,3 @@ def centre_crop(images: Tensor, size: tuple[int, int], crop_share: float) -> Ten
 def _labels(samples: list[dict[str, Any]]) -> Tensor:
     """[B] int64, or [B, K] int8 where a sample has any number of classes."""
     return torch.stack([torch.as_tensor(sample["label"]) for sample in samples])
-
-
-def _stack(images: list[Tensor]) -> Tensor:
-    if len({image.dtype for image in images}) > 1:
-        images = [as_floats(image) for image in images]
-    _same_channels(images)
-    return torch.stack(images)
-
-
-def _same_channels(images: Sequence[Tensor]) -> None:
-    """images: [..., C, H, W]."""
-    if len(counts := sorted({image.shape[-3] for image in images})) > 1:
-        raise SitusError(f"images of {' and '.join(map(str, counts))} channels in one batch", field="channels")

@@ -15,12 +15,13 @@ from torch import Tensor
 from situs.data.audio_pipeline import AudioPipeline, Scale, measure_scale
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
-from situs.data.blocks import BlockOrder, block_order
-from situs.data.config import BATCH, NO_DATA, DataConfig
+from situs.data.blocks import BlockOrder, with_order
+from situs.data.config import BATCH, DENSE, NO_DATA, DataConfig
 from situs.data.image_pipeline import ImagePipeline
 from situs.data.mask_pipeline import MaskPipeline
+from situs.data.object_pipeline import ObjectPipeline
 from situs.data.pipeline import Pipeline
-from situs.data.resident import Progress, Resident, load_resident
+from situs.data.resident import HeldStream, Resident, load_resident
 from situs.data.sampler import BatchPlan, Drawn, LengthBuckets, batches_for, sample_of
 from situs.data.sources import kind_of, open_source
 from situs.data.sources.audio import noise_folder, read_noise
@@ -29,13 +30,14 @@ from situs.data.sources.speech import part_of
 from situs.data.sources.subset import PerClass, Subset
 from situs.data.streaming import WorkerStream
 from situs.data.text_pipeline import TextPipeline, check_augment, lengths_of
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, SitusError, counted
+from situs.progress import tracked
 
-# On a GPU, batches smaller than this many numbers are augmented several at a time: a sample's view does not depend on
-# its batch, and a small batch costs the launching of its kernels, not their work.
+# On a GPU smaller batches, counted in numbers, are augmented several at a time: they cost launches, not work.
 _AT_ONCE = 1 << 24
 _PROBES = 16
 _LARGEST = 8  # times the size the model sees
+_DENSE = {"mask": MaskPipeline, "objects": ObjectPipeline}
 
 
 class Loader(ABC):
@@ -107,7 +109,7 @@ class Loader(ABC):
             yield batch
 
     def __iter__(self) -> Iterator[Batch]:
-        return self.iterate()
+        return tracked(self.iterate(), self.source.name, self.steps_per_epoch)
 
 
 class ResidentLoader(Loader):
@@ -161,14 +163,28 @@ class ResidentLoader(Loader):
 
 
 class StreamLoader(Loader):
-    """Any modality, read by workers as it is asked for. workers: 0 reads in this process. order: said of the order."""
+    """Any modality, read by workers as it is asked for. workers: 0 reads in this process. order: said of the order.
+
+    held: bytes that the samples may take where they are read once and kept on the device.
+    """
 
     def __init__(
-        self, pipeline: Pipeline, plan: BatchPlan, device: torch.device, workers: int = 0, order: str = ""
+        self,
+        pipeline: Pipeline,
+        plan: BatchPlan,
+        device: torch.device,
+        workers: int = 0,
+        order: str = "",
+        *,
+        held: int | None = None,
     ) -> None:
         super().__init__(pipeline, plan, device)
         self.order = order
-        self.stream = WorkerStream(pipeline, plan, workers, pin=device.type == "cuda")
+        self.stream: WorkerStream | HeldStream
+        if held is None:
+            self.stream = WorkerStream(pipeline, plan, workers, pin=device.type == "cuda")
+        else:
+            self.stream = HeldStream(pipeline, plan, device, held)
 
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
         for parts in self.stream.batches(epoch, start_step):
@@ -179,13 +195,14 @@ class StreamLoader(Loader):
             moved = [self.pipeline.move(part.values, self.device) for part in parts]
             ids = torch.cat([part.ids.to(self.device, non_blocking=True) for part in parts])
             yield self.pipeline.finish(self.pipeline.join(moved), ids, self.pipeline.noise(ids, epoch))
+        if not self.pipeline.training and (broken := self.source.skipped) and len(broken) == len(self.source):
+            said = f"{self.source.name}: none of its {len(broken)} {self.source.things} can be read; the first"
+            raise SitusError(f"{said}: {broken[0].reason}", field="data")
 
     def describe(self) -> str:
-        """Count and workers."""
-        count = self.stream.workers
-        by = f"by {count} worker{'s' if count > 1 else ''}" if count else "without workers"
-        said = f"{self.source.name}: {len(self.source)} {self.source.things} streamed {by}{self.order}"
-        return "\n".join([said, *self.source.notes])
+        """Count, and workers or memory."""
+        many, how = counted(len(self.source), self.source.things), self.stream.describe()
+        return "\n".join([f"{self.source.name}: {many} {how}{self.order}", *self.source.notes])
 
 
 def make_loader(
@@ -196,7 +213,6 @@ def make_loader(
     rank: int = 0,
     world: int = 1,
     source: Source | None = None,
-    progress: Progress | None = None,
     drawn: Drawn | None = None,
 ) -> Loader:
     """A loader for training, with augmentation, or with `augment=None` for evaluation.
@@ -223,12 +239,10 @@ def make_loader(
     clips = config.kind == "audio"
     if not clips and source.things == "clips":
         raise SitusError(f"{source.name}: holds clips, and images are asked for", field="data")
-    if augment is not None and augment.crop == "scaled" and source.target != "mask":
-        raise SitusError(field="augment.crop", value="scaled", allowed="none, resized or pad for images without masks")
-    size = None if clips or source.target == "mask" else _resident_size(source, config)
+    size = None if clips or source.target in _DENSE else _resident_size(source, config)
     held = None
     if size is not None or (clips and _holds_clips(source, config)):
-        held = load_resident(source, device, size, max_bytes=int(config.resident_gib * 2**30), progress=progress)
+        held = load_resident(source, device, size, max_bytes=int(config.resident_gib * 2**30))
     training = augment is not None
     count = len(source) if held is None else len(held.samples)
     plan = BatchPlan(
@@ -242,12 +256,15 @@ def make_loader(
         drop_last=training,
         drawn=drawn,
     )
-    make = _clips if clips else _masked if source.target == "mask" else _images
-    pipeline = make(source, config, augment, held=held is not None)
+    pipeline = (_clips if clips else _images)(source, config, augment, held=held is not None)
     if held is not None:
         return ResidentLoader(pipeline, plan, held)
     if config.decode == "gpu" and device.type != "cuda":
         raise SitusError(field="decode", value="gpu", allowed="auto, cpu or scaled without a CUDA device")
+    if training and config.resident == "always":  # of images with masks; an evaluation looks at each once
+        if source.target == "mask":
+            return StreamLoader(pipeline, plan, device, held=int(config.resident_gib * 2**30))
+        source.notes.append(f"{source.name}: is streamed whatever resident says, as images with objects are")
     plan, said = with_order(plan, source, config) if training and drawn is None else (plan, "")
     return StreamLoader(pipeline, plan, device, config.workers, said)
 
@@ -284,13 +301,13 @@ def _text_loader(
 
 def settle(config: DataConfig) -> DataConfig:
     """The config with what its data says: that it is text; that it is clips, of one channel, and the mean and deviation
-    of their frames; of images with masks the names of the classes.
+    of their frames; of images with masks or objects the names of the classes.
 
     The same data always gives the same config. Other images are left as they are.
     """
-    if config.target == "mask" and config.path and not config.masks.classes:
+    if (things := DENSE.get(config.target)) and config.path and not getattr(config, things).classes:
         classes = open_source(config.path, config.split, **config.wanted()).classes
-        return replace(config, masks=replace(config.masks, classes=classes or ()))
+        return replace(config, **{things: replace(getattr(config, things), classes=classes or ())})
     kind = kind_of(config.path, config.kind, multi_label=config.multi_label) if config.path else "image"
     if kind != "audio":
         return replace(config, kind=kind) if kind == "text" else config
@@ -309,21 +326,20 @@ def settle(config: DataConfig) -> DataConfig:
 
 
 def _images(source: Source, config: DataConfig, augment: AugmentConfig | None, *, held: bool) -> Pipeline:
+    given = source, config.size, config.seed, augment
+    if source.target in _DENSE:
+        return _DENSE[source.target](*given, config.normalisation)
+    if augment is not None and augment.crop in ("scaled", "fitted"):
+        allowed = "none, resized or pad without masks or objects"
+        raise SitusError(field="augment.crop", value=augment.crop, allowed=allowed)
     return ImagePipeline(
-        source,
-        config.size,
-        config.seed,
-        augment,
+        *given,
         crop_share=config.crop_share,
         normalisation=config.normalisation,
         held=held,
         decoder=config.decode,
         resizer=config.resize,
     )
-
-
-def _masked(source: Source, config: DataConfig, augment: AugmentConfig | None, *, held: bool) -> Pipeline:  # noqa: ARG001
-    return MaskPipeline(source, config.size, config.seed, augment, config.normalisation)
 
 
 def _clips(source: Source, config: DataConfig, augment: AugmentConfig | None, *, held: bool) -> Pipeline:  # noqa: ARG001
@@ -339,21 +355,6 @@ def _clips(source: Source, config: DataConfig, augment: AugmentConfig | None, *,
             source.notes.append(f"{source.name}: has no background noise, so that none is mixed in")
     scale = Scale(*(torch.tensor(part) for part in config.normalisation))
     return AudioPipeline(source, config.audio, scale, augment=augment, noise_bank=bank, seed=config.seed)
-
-
-def with_order(plan: BatchPlan, source: Source, config: DataConfig) -> tuple[BatchPlan, str]:
-    """The plan in the order that the config wants of a streamed set, and what a log says of it."""
-    blocks = source.blocks()
-    if config.order == "blocks" and blocks is None:
-        raise SitusError(field="order", value="blocks", allowed=f"exact for {source.name}, which is not read by blocks")
-    if blocks is None or config.order == "exact" or (config.order == "auto" and not blocks.dear):
-        slow = f"; each reads one of its {len(blocks.ends):,} {blocks.name}" if blocks and blocks.dear else ""
-        return plan, f", shuffled exactly{slow}"
-    order = block_order(blocks, config.window_gib * 2**30, plan.distinct, plan.n // plan.batch)
-    gib = blocks.bytes / len(blocks.ends) * order.open / 2**30
-    why = " which memory does not hold," if blocks.dear else ""
-    said = f", shuffled in blocks: of {len(blocks.ends):,} {blocks.name},{why} {order.open:,} at a time ({gib:.2g} GiB)"
-    return replace(plan, order=order), said
 
 
 def default_batch(count: int, world: int, *, training: bool) -> int:

@@ -19,6 +19,7 @@ VOID = -1
 
 _STRANGE = -2
 _NUMBERS = 1 << 16  # that a mask file may hold
+_OFTEN_VOID = 255
 _LISTS = ("objectInfo150.txt", "classes.txt")
 
 
@@ -40,6 +41,9 @@ class MaskConfig(Checked):
     def check(self) -> None:
         if len({*self.classes}) < len(self.classes):
             raise SitusError(field="classes", value=self.classes, allowed="names that differ")
+
+
+MASKS = MaskConfig()
 
 
 def class_numbers(config: MaskConfig, count: int) -> list[int]:
@@ -102,9 +106,20 @@ def names_beside(path: Path) -> tuple[str, ...]:
     return names
 
 
-def numbered(largest: Iterable[int], config: MaskConfig, where: str) -> tuple[str, ...]:
-    """The class numbers up to the largest of all masks as names, where nobody names any."""
-    most = max(largest, default=-1)
+def numbered(found: Iterable[int], config: MaskConfig, where: str) -> tuple[str, ...]:
+    """The class numbers up to the largest of all that are found in masks as names, where nobody names any.
+
+    255 behind a gap is asked about: nearly everywhere it means no class.
+    """
+    numbers = sorted({*found} - {*config.void})
+    most = numbers[-1] if numbers else -1
+    if most == _OFTEN_VOID and numbers[-2:-1] != [most - 1]:
+        rest = f"and none from {numbers[-2] + 1} to 254" if len(numbers) > 1 else "alone"
+        raise SitusError(
+            f"{where}: its masks hold 255 {rest}, which would make 255 a class: name it among the numbers that mean no "
+            "class, or name the classes",
+            field=("data.masks.void", "data.masks.classes"),
+        )
     if most < config.first:
         raise SitusError(f"{where}: its masks hold no class, numbers from {config.first} on", field="data.masks.first")
     return tuple(str(number) for number in range(config.first, most + 1) if number not in config.void)

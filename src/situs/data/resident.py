@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from situs.data.audio_pipeline import to_bits
+from situs.data.pipeline import Pipeline, WorkerBatch
+from situs.data.sampler import BatchPlan, batches_for, sample_of
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.images import centre_fit, to_channels
 from situs.errors import BrokenSampleError, SitusError
+from situs.progress import tracked
 
 DEFAULT_BYTES = 4 << 30
 _AT_ONCE = 256  # images a task: enough to make handing out tasks cheap, few enough for a smooth progress bar
-
-Progress = Callable[[int, int], None]
+_TASK = 32  # of images with masks, which take longer
 
 
 class Resident(NamedTuple):
@@ -39,23 +41,48 @@ def load_resident(
     *,
     max_bytes: int = DEFAULT_BYTES,
     threads: int | None = None,
-    progress: Progress | None = None,
 ) -> Resident:
     """Every readable image or clip of `source` as one tensor on `device`.
 
     size:     (height, width) that each image is resized and centre-cropped to; None keeps the images'
               own size, and then all must have the same.
-    progress: called with (samples done, samples in all) as the decoding goes on.
 
     Broken ones are left out and noted in `source.skipped`, unless the source is strict.
     """
     if isinstance(source, TensorSource):
         images, labels, index = _from_tensor(source, size, max_bytes)
     else:
-        images, labels, index = _decode_all(source, size, max_bytes, threads, progress)
-    if progress is not None:
-        progress(len(source), len(source))
+        images, labels, index = _decode_all(source, size, max_bytes, threads)
     return Resident(images.to(device), None if labels is None else labels.to(device), index.to(device))
+
+
+class HeldStream:
+    """Batches of a set whose samples are read once and kept on the device as the pipeline's workers would give them.
+
+    For a pipeline that reads the same of a sample in every epoch: then they are a `WorkerStream`'s, bit for bit, with
+    the same stand-ins for broken samples. max_bytes: what they may take, by the pipeline's own estimate.
+    """
+
+    def __init__(self, pipeline: Pipeline, plan: BatchPlan, device: torch.device, max_bytes: int) -> None:
+        self.plan, self.device, source = plan, device, pipeline.source
+        _check_bytes(source, (pipeline.row_bytes,), torch.uint8, max_bytes)
+        starts = range(0, len(source), _TASK)
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+            read = pool.map(lambda start: pipeline.read(0, range(start, min(start + _TASK, len(source)))), starts)
+            parts = list(tracked(read, f"reading {source.name}", len(starts)))
+        for index, reason in (found for part in parts for found in part.broken):
+            source.skip(index, reason)
+        self.values = pipeline.move(pipeline.join([part.values for part in parts]), device)
+
+    def describe(self) -> str:
+        """For the log: where they lie."""
+        return f"on {self.device}, {sum(value.nbytes for value in self.values.values()) / 2**20:.0f} MiB"
+
+    def batches(self, epoch: int, start_step: int) -> Iterator[list[WorkerBatch]]:
+        """As `WorkerStream` gives them, one part each."""
+        for ids in batches_for(self.plan, epoch, start_step, self.device):
+            rows = sample_of(ids)
+            yield [WorkerBatch({name: value[rows] for name, value in self.values.items()}, ids, [])]
 
 
 def _check_bytes(source: Source, shape: tuple[int, ...], dtype: torch.dtype, max_bytes: int) -> None:
@@ -89,7 +116,6 @@ def _decode_all(
     size: tuple[int, int] | None,
     max_bytes: int,
     threads: int | None,
-    progress: Progress | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     count = len(source)
     first = _first_readable(source, size)
@@ -119,12 +145,11 @@ def _decode_all(
             good[index] = True
         return broken
 
+    starts = range(0, count, _AT_ONCE)
     with ThreadPoolExecutor(threads or min(16, os.cpu_count() or 1)) as pool:
-        for number, broken in enumerate(pool.map(fill, range(0, count, _AT_ONCE))):
+        for broken in tracked(pool.map(fill, starts), f"reading {source.name}", len(starts)):
             for index, reason in broken:
                 source.skip(index, reason)
-            if progress is not None:
-                progress(min((number + 1) * _AT_ONCE, count), count)
     index = good.nonzero().flatten()
     if len(index) == count:
         return images, labels, index

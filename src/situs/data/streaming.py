@@ -148,6 +148,11 @@ class WorkerStream:
         self._tasks: Iterator[list[WorkerBatch]] = iter(())
         self._next: tuple[int, int] | None = None  # epoch and step that the workers go on with
 
+    def describe(self) -> str:
+        """For the log: who reads."""
+        by = f"by {self.workers} worker{'s' if self.workers > 1 else ''}" if self.workers else "without workers"
+        return f"streamed {by}"
+
     def batches(self, epoch: int, start_step: int) -> Iterator[list[WorkerBatch]]:
         """The epoch's batches from `start_step` on, each in parts: the rows that one worker read, then the next's."""
         try:

@@ -7,12 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from situs.data.config import DENSE
 from situs.data.sources.base import EncodedSource, Source
+from situs.data.sources.coco import CocoSource
 from situs.data.sources.images import decode, read_header
 from situs.data.sources.remote.transfer import RemoteError
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 GREY, CMYK, DEEP, TURNED, BROKEN = (1 << bit for bit in range(5))
+BAD, MARKED, NOTHING = "broken", "annotation", "no object"
+"""Kinds of what is told with a reason: of an image, of what is known of it, and of one of its objects."""
+
 _DEEP_MODES = {"I;16", "I;16B", "I;16L", "I;16N", "I", "F"}
 _GREY_MODES = {"1", "L", "LA", "La"} | _DEEP_MODES
 ROW = np.dtype(
@@ -22,28 +27,29 @@ ROW = np.dtype(
 
 
 def row_of(source: Source) -> np.dtype:
-    """The type of a set's rows: one that has several classes an image has all their labels too, a byte each."""
-    if not source.multi_label:
+    """The type of a set's rows: one that has several classes an image has all their labels too, a byte each; of masks
+    and objects those that are there."""
+    if not source.multi_label and source.target not in DENSE:
         return ROW
     return np.dtype([*((name, ROW[name]) for name in ROW.names or ()), ("labels", "i1", (len(source.classes or ()),))])
 
 
-def survey(source: Source, decoding: bool, numbers: list[int]) -> tuple[np.ndarray, list[tuple[int, str]]]:
-    """A row for each image, and (number, reason) of the broken ones."""
-    rows, broken = np.zeros(len(numbers), row_of(source)), []
+def survey(source: Source, decoding: bool, numbers: list[int]) -> tuple[np.ndarray, list[tuple[int, str, str]]]:
+    """A row for each image, and (number, kind, reason) of what is wrong with some."""
+    rows, wrong = np.zeros(len(numbers), row_of(source)), []
     for row, number in zip(rows, numbers, strict=True):
         try:
-            _survey_one(source, decoding, number, row)
+            wrong += [(number, *each) for each in _survey_one(source, decoding, number, row)]
         except RemoteError:
             raise
         except SitusError as error:
             row["flags"] |= BROKEN
-            broken.append((number, str(error)))
-    return rows, broken
+            wrong.append((number, BAD, str(error)))
+    return rows, wrong
 
 
-def _survey_one(source: Source, decoding: bool, number: int, row: Any) -> None:
-    row["label"] = -1
+def _survey_one(source: Source, decoding: bool, number: int, row: Any) -> list[tuple[str, str]]:
+    row["label"], wrong = -1, []
     if isinstance(source, EncodedSource):
         data = source.payload(number)
         row["data"] = _digest(data)
@@ -54,15 +60,17 @@ def _survey_one(source: Source, decoding: bool, number: int, row: Any) -> None:
         flags |= CMYK if kind == "CMYK" else 0
         flags |= DEEP if kind in _DEEP_MODES or (header.kind == "NPY" and kind != "uint8") else 0
         row["flags"] = flags
-        label = source.label(number)
+        label = None if source.target in DENSE else source.label(number)
         image = decode(data, source.entry(number)) if decoding else None
+        if decoding and source.target in DENSE:
+            wrong = _dense(source, number, row)
     else:
         sample = source.read(number)
         image, label = sample["image"], sample.get("label")
         row["height"], row["width"] = image.shape[1:]
         row["flags"] = (GREY if image.shape[0] == 1 else 0) | (DEEP if image.is_floating_point() else 0)
         row["data"] = _digest(image.contiguous().numpy().tobytes())
-    if label is not None:
+    if label is not None and source.target not in DENSE:
         row["labels" if source.multi_label else "label"] = label
     if image is not None:
         if image.shape[0] == 1:
@@ -70,6 +78,19 @@ def _survey_one(source: Source, decoding: bool, number: int, row: Any) -> None:
         row["pixels"] = _digest(
             str(tuple(image.shape)).encode() + image.permute(1, 2, 0).contiguous().numpy().tobytes()
         )
+    return wrong
+
+
+def _dense(source: Source, number: int, row: Any) -> list[tuple[str, str]]:
+    """What is wrong with the mask or the objects of an image that can be decoded, as a training would read them."""
+    try:
+        sample = source.read(number)
+    except BrokenSampleError as error:
+        return [(MARKED, str(error))]
+    classes = sample["classes"] if source.target == "objects" else sample["mask"]
+    row["labels"][[each for each in classes.unique().tolist() if each >= 0]] = 1
+    whole, own = source.origin(number)
+    return [(NOTHING, said) for said in whole.undrawn(own)] if isinstance(whole, CocoSource) else []
 
 
 def _digest(data: bytes) -> np.void:

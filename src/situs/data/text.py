@@ -28,5 +28,9 @@ class TextConfig(Checked):
     """Ids of a sentence at most, those that the tokeniser adds among them: what is longer is cut at its end. Of plain
     text the length of a block. By default 128, or the places of the model where they are fewer."""
 
+    unlabelled: bool = False
+    """Read the sentences alone, without labels, from tables and from plain text (one a line) alike; a long one becomes
+    several of `longest` ids. Follows from the method: those that learn from the order of words ask for it."""
+
 
 TEXT = TextConfig()

@@ -86,6 +86,20 @@ class Tokeniser:
         flat = np.concatenate(parts) if parts else np.empty(0, self.dtype)
         return Ids(flat, np.cumsum(lengths, dtype=np.int64), cut)
 
+    def pieces(self, texts: Sequence[str], longest: int) -> list[list[str]]:
+        """Each text in pieces, one behind another, that with what the model's inputs begin and end with have at most
+        `longest` ids."""
+        self._coder.no_truncation()
+        room, found = longest - self._coder.num_special_tokens_to_add(is_pair=False), []
+        if room < 1:
+            raise SitusError(field="text.longest", value=longest, allowed="more than the ids that the tokeniser adds")
+        for start in range(0, len(texts), _AT_ONCE):
+            part = list(texts[start : start + _AT_ONCE])
+            for text, coded in zip(part, self._coder.encode_batch(part, add_special_tokens=False), strict=True):
+                spans = [coded.offsets[at : at + room] for at in range(0, len(coded.offsets), room)]
+                found.append([text[span[0][0] : span[-1][1]] for span in spans] if len(spans) > 1 else [text])
+        return found
+
     @property
     def dtype(self) -> type[np.signedinteger[Any]]:
         """The smallest integers that hold every id."""

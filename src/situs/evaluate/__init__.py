@@ -9,6 +9,7 @@ from situs.evaluate.consistency import evaluate_consistency
 from situs.evaluate.ensemble import evaluate_ensemble
 from situs.evaluate.features import extract_features, write_features
 from situs.evaluate.knn import evaluate_knn
+from situs.evaluate.objects.measure import evaluate_objects
 from situs.evaluate.position import evaluate_position
 from situs.evaluate.probe.classes import evaluate_probe
 from situs.evaluate.robustness.run import PublishedSets, evaluate_robustness
@@ -20,6 +21,7 @@ __all__ = [
     "evaluate_consistency",
     "evaluate_ensemble",
     "evaluate_knn",
+    "evaluate_objects",
     "evaluate_position",
     "evaluate_probe",
     "evaluate_robustness",

@@ -6,34 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from situs.backbones.config import BackboneConfig, PositionKind
-from situs.config import choice, from_dict, to_dict
+from situs.backbones.config import PositionKind
+from situs.config import choice
 from situs.errors import SitusError
 from situs.methods import METHODS
-from situs.models import PUBLISHED, RANDOM, Model, open_model
-from situs.models.module import names_module
-from situs.models.open import is_locked, model_folder
-from situs.train.checkpoint import read_config, run_and_step
-from situs.train.export import POSITIONS, TRAINING_ONLY
-from situs.train.run import RunConfig, is_run
-
-SAME_DATA = (
-    "path",
-    "kind",
-    "audio",
-    "text",
-    "multi_label",
-    "held_out",
-    "img_size",
-    "channels",
-    "mean",
-    "std",
-    "crop_share",
-    "workers",
-    "resident",
-    "resident_gib",
-)
-"""Fields of `DataConfig` in which fine-tuning follows the pretraining unless told otherwise."""
+from situs.models.beginning import beginning
+from situs.train.inputs import own_splits
+from situs.train.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -44,63 +23,6 @@ class FinetuneConfig(RunConfig):
     """What is learned."""
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """What a fine-tuning starts from.
-
-    backbone: how its model is made again. init: where its weights are, for `RunConfig.init`. data: how its samples are
-    prepared, and of a run where they are. sees: whether its positions took part in its training. named: whether it is
-    a name alone, whose patch size and channels are those of the weights, which the user knows.
-    """
-
-    backbone: BackboneConfig
-    init: str
-    data: dict[str, Any]
-    sees: bool
-    named: bool = False
-
-
-def beginning(source: str | Path) -> Beginning:
-    """A run, a model's folder, a locked folder or a timm name with its weights, as what a fine-tuning starts from.
-
-    Refused is what a run could not make again by itself.
-    """
-    source = str(source)
-    if is_run(source):
-        config = from_dict(RunConfig, read_config(run_and_step(source)[0]), where=f"{source}/config.json")
-        data = to_dict(config.data)
-        sees = METHODS[config.method_name].uses_positions(config.method)
-        return Beginning(replace(config.backbone, weights=None), source, {n: data[n] for n in SAME_DATA}, sees)
-    if names_module(source):
-        raise SitusError(f"{source}: is your own module, which a run cannot make again by itself", field="source")
-    folder = model_folder(source)
-    if folder is None and is_locked(source):
-        raise SitusError(f"{source}: is sealed, so that a run could not make its model again; unlock it first")
-    name, _, weights = source.partition("=")
-    if folder is None and (not weights or weights == RANDOM):
-        said = "has random weights, which are nothing to start from" if weights else "holds no run and no model"
-        told = f"{source}: {said}; a timm name needs its weights, as NAME=FILE or NAME=pretrained"
-        raise SitusError(told, field="source")
-    # The shapes tell all; the weights are read when the training starts.
-    model = open_model(folder or name, any_weights=True, device="meta")
-    data = to_dict(model.samples)
-    seen = {name: data[name] for name in ("kind", "audio", "text", "img_size", "channels", "mean", "std", "crop_share")}
-    if folder is None:
-        return Beginning(BackboneConfig(name), name if weights == PUBLISHED else weights, seen, True, named=True)
-    return Beginning(_described(model, folder), str(folder), seen, model.positions)
-
-
-def _described(model: Model, folder: Path) -> BackboneConfig:
-    """How the model of a folder is made again: from itself alone where timm makes it, else by its folder."""
-    own = model.backbone.source
-    if own["library"] != "timm":
-        return BackboneConfig(str(folder))
-    follows = ("num_classes", "in_chans", "img_size", *TRAINING_ONLY)  # from the data and the recipe
-    shaped = {name: value for name, value in own["model_args"].items() if name not in follows}
-    beside = (folder / POSITIONS).is_file()
-    return BackboneConfig(own["architecture"], positions="learned" if beside else None, model_args=shaped)
-
-
 def finetune_config(config: RunConfig, source: str | Path, positions: PositionKind | None) -> RunConfig:
     """`config` with the backbone of the model at `source`, starting from its weights.
 
@@ -108,7 +30,7 @@ def finetune_config(config: RunConfig, source: str | Path, positions: PositionKi
     """
     check_labelled(config)
     begun = beginning(source)
-    if positions is None and not begun.sees:
+    if positions is None and not begun.sees and begun.data["kind"] != "text":  # a text model keeps its own
         positions = "learned"
     backbone = replace(
         begun.backbone,
@@ -122,6 +44,8 @@ def finetune_config(config: RunConfig, source: str | Path, positions: PositionKi
         backbone = replace(backbone, patch_size=config.backbone.patch_size)
     else:
         data = replace(data, channels=begun.data["channels"])
+    if data.held_out and data.held_out == begun.data.get("held_out") and data.path and own_splits(data):
+        data = replace(data, held_out=0.0)  # it was the other data's
     return replace(config, backbone=backbone, data=data, init=begun.init, init_positions=positions is None)
 
 

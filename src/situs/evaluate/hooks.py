@@ -18,6 +18,7 @@ from situs.errors import SitusError
 from situs.evaluate.accuracy import hard, measure_accuracy, measure_labels
 from situs.evaluate.features import extract
 from situs.evaluate.knn import knn_accuracy
+from situs.evaluate.objects.measure import measure as measure_objects
 from situs.evaluate.perplexity import measure_perplexity
 from situs.evaluate.position import position_accuracy
 from situs.evaluate.segments.measure import measure, seeing
@@ -25,6 +26,7 @@ from situs.evaluate.segments.windows import Inference
 from situs.limits import check_value
 from situs.methods import METHODS
 from situs.methods.base import Batch, Method
+from situs.methods.detection import Detection
 from situs.methods.segmentation import Segmentation
 from situs.models.inference import evaluating
 from situs.train.contract import Hook, RunState
@@ -94,7 +96,8 @@ class OnlineProbe(_Looks):
 
 class Validation(_Looks):
     """Top-1, top-5 and loss on the validation set; of a multi-label one mean average precision, accuracy and loss; of
-    masks mIoU, accuracy and loss; of words perplexity, accuracy and loss.
+    masks mIoU, accuracy and loss; of objects average precision of boxes and masks; of words perplexity, accuracy and
+    loss.
 
     note: said at the first look.
     """
@@ -121,6 +124,10 @@ class Validation(_Looks):
             see = seeing(method, method.logits, Inference(), self.precision)
             scores = measure(see, self.loader, method.classes).scores
             return {"val_miou": scores.miou, "val_accuracy": scores.accuracy, "val_loss": scores.loss}
+        if isinstance(method, Detection):
+            found = measure_objects(method, self.loader, self.loader, self.precision)
+            told = {"val_ap": found.boxes.ap, "val_ap50": found.boxes.ap50, "val_mask_ap": found.masks.ap}
+            return {name: value for name, value in told.items() if not math.isnan(value)}  # without objects none
         if self.loader.source.multi_label:
             scores = measure_labels(method.backbone, self.loader, precision=self.precision)
             found = {"val_accuracy": scores.accuracy, "val_loss": scores.loss}

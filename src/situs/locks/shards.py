@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from situs.errors import SitusError
+from situs.progress import tracked
 from situs.train.checkpoint.storage import sync
 from situs.train.checkpoint.tensors import header
 
@@ -306,7 +307,7 @@ def rewrite(
                 sink(spec).write(data)
 
     with ThreadPoolExecutor(WORKERS) as workers:
-        for spec in tensors:
+        for spec in tracked(tensors, "weights"):
             if spec.name not in changes and spec.size > LARGEST_WHOLE:
                 write_all_but(0)
                 into = None if sink is None else sink(spec)

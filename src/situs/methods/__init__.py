@@ -7,6 +7,7 @@ from typing import Any
 from situs.backbones.base import Backbone
 from situs.errors import unknown_name
 from situs.methods.base import Batch, Draws, Method, Output
+from situs.methods.detection import Detection, DetectionConfig
 from situs.methods.droppos import DropPos, DropPosConfig
 from situs.methods.language import Language, LanguageConfig
 from situs.methods.mae import MAE, MAEConfig
@@ -18,6 +19,7 @@ from situs.methods.supervised import Supervised, SupervisedConfig
 
 METHODS = Registry(
     {
+        "detection": Detection,
         "droppos": DropPos,
         "language": Language,
         "mae": MAE,
@@ -59,6 +61,8 @@ __all__ = [
     "MJP",
     "MP3",
     "Batch",
+    "Detection",
+    "DetectionConfig",
     "Draws",
     "DropPos",
     "DropPosConfig",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 
 from situs.backbones.base import Backbone, Features
@@ -75,6 +76,13 @@ class Method(nn.Module, ABC):
     own head. A method with others classifies by itself: it is made with the number of classes as its third argument,
     and an export keeps its parts."""
 
+    compiled_part: ClassVar[str] = "forward"
+    """The method of its own that the compiler is given: one whose kernels are the same at every step. Where that is not
+    `forward`, the rest decides on the host, and a step is not recorded as a CUDA graph."""
+
+    reads_text: ClassVar[bool] = False
+    """Whether it learns from sentences, padding and all."""
+
     puzzle_ratios: ClassVar[tuple[str, ...]] = ()
     """Fields of its config that say how a puzzle for its position head is made; none where it has no such head."""
 
@@ -90,10 +98,16 @@ class Method(nn.Module, ABC):
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """A batch's draws, on its device. progress: share of the training done, in [0, 1], for schedules."""
 
+    def with_mask(self, batch: Batch) -> Batch:
+        """A batch of sentences with its mask: where it brings none, every token is real. Others are left alone."""
+        if batch.mask is not None or not self.backbone.input.words:
+            return batch
+        return batch._replace(mask=torch.ones_like(batch.inputs, dtype=torch.bool))
+
     def refuse_padding(self, batch: Batch) -> None:
         """For a method that would take padding for tokens."""
         if batch.mask is not None:
-            raise SitusError(f"{type(self).__name__} takes no batches with padding; MP3 and supervised training do")
+            raise SitusError(f"{type(self).__name__} takes no batches with padding, as sentences have")
 
     @abstractmethod
     def forward(self, batch: Batch, draws: Draws) -> Output:

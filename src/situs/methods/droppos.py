@@ -7,6 +7,9 @@ Deviations, each a field of the config: `DropPosConfig.paper()` is the text with
 over all N places, not over the visible ones), `DropPosConfig.official()` what the published code runs. Two of its
 slips are kept in neither: the mask token is never repeated for the batch's count, and accuracy is plain top-1.
 
+Of sentences, filled up to a common length, each has its visible tokens and its anchors among its real ones; [CLS] is
+always an anchor.
+
 On Swin (Table S2) a patch is the image's share behind an output token, and of each 2x2 cell of them one is visible.
 """
 
@@ -24,11 +27,11 @@ from situs.backbones.base import Backbone, Features, join
 from situs.backbones.cells import enable_cells, encode_cells
 from situs.config import Checked
 from situs.core.jigsaw import patch_size_of
-from situs.core.masking import kept_of, one_of_cells
+from situs.core.masking import kept_each, kept_of, one_of_cells
 from situs.core.permutation import random_permutation
 from situs.core.position import cut_targets, sincos, smoothed_targets
 from situs.core.random import uniform
-from situs.core.tokens import mask_of, patchify, take
+from situs.core.tokens import fill, mask_of, patchify, take
 from situs.errors import SitusError
 from situs.limits import Count, Natural, NotNegative, Positive, Within
 from situs.methods.base import Batch, Draws, Method, Output, Puzzle, UnknownPosition, epoch_share
@@ -127,6 +130,7 @@ class DropPos(Method):
     Config: ClassVar[type[DropPosConfig]] = DropPosConfig
     needs: ClassVar[tuple[str, ...]] = ("tokens",)
     puzzle_ratios: ClassVar[tuple[str, ...]] = ("mask_ratio", "position_mask_ratio")
+    reads_text: ClassVar[bool] = True
 
     def __init__(self, backbone: Backbone, config: DropPosConfig) -> None:
         super().__init__(backbone)
@@ -193,6 +197,7 @@ class DropPos(Method):
 
     def solve(self, batch: Batch, *, seed: int) -> Puzzle:
         """The anchors stand first, and are told; the other patches that are seen are asked for."""
+        self.refuse_padding(self.with_mask(batch))
         draws = self.draw(batch, seed=seed, epoch=0, progress=1.0)
         extras = self(batch, draws).extras
         together = torch.cat([draws["visible"][:, : self.anchors], extras["logits"].argmax(dim=-1)], dim=1)
@@ -200,8 +205,13 @@ class DropPos(Method):
         return Puzzle(draws["visible"], together, self.anchors, self.anchors, self.grid, ranks=ranks)
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
-        """visible: [B, V], anchors' places first. hidden: [B, N - V], where pixels are asked for. sigma: a scalar."""
-        self.refuse_padding(batch)
+        """visible: [B, V], anchors' places first. hidden: [B, N - V], where pixels are asked for. sigma: a scalar.
+
+        Of padded samples also seen and told, [B, 1]: how many of the visible are real, and how many are anchors.
+        """
+        batch = self.with_mask(batch)
+        if batch.mask is not None:
+            return self._draw_padded(batch.ids, batch.mask, seed, epoch, progress)
         noise = uniform(seed, epoch, batch.ids, "droppos.mask", (self.count,))
         if self.by_cells:
             chosen = mask_of(one_of_cells(noise, self.grid), self.count)
@@ -214,7 +224,45 @@ class DropPos(Method):
             draws["hidden"] = order[:, self.visible :]
         return draws
 
+    def _draw_padded(self, ids: Tensor, mask: Tensor, seed: int, epoch: int, progress: float) -> Draws:
+        noise = uniform(seed, epoch, ids, "droppos.mask", (mask.shape[1],)).masked_fill(~mask, 1.0)
+        lead, length = self.backbone.lead, mask.sum(dim=1, keepdim=True)
+        noise[:, :lead] = -1.0
+        seen = kept_each(self.config.mask_ratio, length, floor=self.config.floor_counts).clamp(min=lead)
+        told = kept_each(self.config.position_mask_ratio, seen, floor=self.config.floor_counts).clamp(min=lead)
+        visible = random_permutation(noise)[:, : max(lead, self._keep(mask.shape[1], self.config.mask_ratio))]
+        sigma = torch.full((), sigma_at(self.config, epoch, progress), device=ids.device)
+        return {"visible": visible, "seen": seen, "told": told, "sigma": sigma}
+
+    def _forward_padded(self, batch: Batch, draws: Draws) -> Output:
+        """`forward` where the samples differ in how many tokens are seen and told."""
+        visible, slot = draws["visible"], torch.arange(draws["visible"].shape[1], device=batch.ids.device)
+        real, unknown = slot < draws["seen"], slot >= draws["told"]
+        positions, asked = self.backbone.positions(), real & unknown
+        known = positions.take(visible).forget(unknown, self.mask_token)
+        features = self.backbone.encode(self.backbone.embed_at(batch.inputs, visible), known, mask=real)
+        logits = self.decoder(features.patches, mask=real)
+        weights = asked.float()
+        if self.config.affinity is not None:
+            whole, there, places = features, real, None
+            if self.config.affinity == "full":
+                assert batch.mask is not None
+                there, places = batch.mask, visible
+                with torch.no_grad():
+                    whole = self.backbone.encode(self.backbone.embed(batch.inputs), positions, mask=there)
+            if not self.backbone.lead:
+                whole = whole._replace(patches=fill(whole.patches, there))
+            weights = attentive_weights(whole, self.config.tau, places, real, self.backbone.lead) * asked
+        if self.config.weights_over == "sample":
+            weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-12)
+        loss = dropped_loss(logits, visible, self.targets(draws["sigma"]), weights)
+        metrics = {"position_accuracy": position_accuracy(logits, visible, asked)}
+        return Output(loss, metrics, {"logits": logits.detach(), "places": visible})
+
     def forward(self, batch: Batch, draws: Draws) -> Output:
+        batch = self.with_mask(batch)
+        if batch.mask is not None:
+            return self._forward_padded(batch, draws)
         visible, anchors = draws["visible"], self.anchors
         places = visible[:, anchors:]
         positions = self.backbone.positions()
@@ -271,17 +319,25 @@ def sigma_at(config: DropPosConfig, epoch: int, progress: float) -> float:
 
 
 @torch.no_grad()
-def attentive_weights(features: Features, tau: float, visible: Tensor | None = None) -> Tensor:
+def attentive_weights(
+    features: Features, tau: float, visible: Tensor | None = None, real: Tensor | None = None, lead: int = 0
+) -> Tensor:
     """A, [B, V] float32: softmax of cos(f_cls, f_i) / τ over the visible patches, without gradient.
 
     visible: [B, V] places among features.patches; None where those are the visible patches themselves. The softmax
     over all patches, gathered and renormalised, is the softmax over the visible. Without CLS the mean patch serves.
+    real: [B, V] bool, False for padding, of weight 0. lead: whether the first patch is CLS.
     """
     patches = features.patches.float()
-    prefix = features.prefix[:, :1].float() if features.prefix.shape[1] else patches.mean(dim=1, keepdim=True)
+    if lead:
+        prefix = patches[:, :1]
+    else:
+        prefix = features.prefix[:, :1].float() if features.prefix.shape[1] else patches.mean(dim=1, keepdim=True)
     likeness = F.cosine_similarity(prefix, patches, dim=-1)
     if visible is not None:
         likeness = likeness.gather(1, visible)
+    if real is not None:
+        likeness = likeness.masked_fill(~real, -torch.inf)
     return (likeness / tau).softmax(dim=-1)
 
 
@@ -292,4 +348,4 @@ def dropped_loss(logits: Tensor, places: Tensor, targets: Tensor, weights: Tenso
     weights: A [B, K], or None for the plain mean.
     """
     losses = -(targets[places] * logits.float().log_softmax(dim=-1)).sum(dim=-1)
-    return losses.mean() if weights is None else (losses * weights).sum() / weights.sum()
+    return losses.mean() if weights is None else (losses * weights).sum() / weights.sum().clamp(min=1e-12)

@@ -13,21 +13,23 @@ _LEFT_OUT = -100
 
 
 def position_loss(logits: Tensor, places: Tensor, real: Tensor | None = None) -> Tensor:
-    """Cross entropy of each token's place, mean over all tokens; over the real ones where some are padding.
+    """Cross entropy of each token's place, mean over all tokens; over the real ones where some are padding, 0 of none.
 
     logits: [B, K, N], classes on the LAST axis (K = N in MP3: swapped axes would run, and be wrong). places: [B, K].
     real: [B, K] bool, False for padding.
     """
     if real is not None:
         places = places.masked_fill(~real, _LEFT_OUT)
-    return F.cross_entropy(logits.flatten(0, 1).float(), places.flatten(), ignore_index=_LEFT_OUT)
+        total = F.cross_entropy(logits.flatten(0, 1).float(), places.flatten(), ignore_index=_LEFT_OUT, reduction="sum")
+        return total / real.sum().clamp(min=1)
+    return F.cross_entropy(logits.flatten(0, 1).float(), places.flatten())
 
 
 @torch.no_grad()
 def position_accuracy(logits: Tensor, places: Tensor, real: Tensor | None = None) -> Tensor:
-    """Share of (real) tokens whose place is guessed right. logits: [B, K, N]; places, real: [B, K]."""
+    """Share of (real) tokens whose place is guessed right, 0 of none. logits: [B, K, N]; places, real: [B, K]."""
     right = (logits.argmax(dim=-1) == places).float()
-    return right.mean() if real is None else (right * real).sum() / real.sum()
+    return right.mean() if real is None else (right * real).sum() / real.sum().clamp(min=1)
 
 
 @torch.no_grad()
@@ -59,15 +61,18 @@ class Decoder(nn.Module):
         self.leave = nn.Linear(width, outputs)
         self.apply(init_linear)
 
-    def decode(self, x: Tensor, start: int = 0) -> Tensor:
-        """From the decoder's own width on: [B, S, width] -> [B, S - start, outputs], of the tokens from `start` on."""
+    def decode(self, x: Tensor, start: int = 0, mask: Tensor | None = None) -> Tensor:
+        """From the decoder's own width on: [B, S, width] -> [B, S - start, outputs], of the tokens from `start` on.
+
+        mask: [B, S] bool, False for padding, which no token sees.
+        """
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, mask)
         return self.leave(self.norm(x[:, start:]))
 
-    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+    def forward(self, x: Tensor, start: int = 0, mask: Tensor | None = None) -> Tensor:
         """[B, S, D] -> [B, S - start, outputs]."""
-        return self.decode(self.enter(x), start)
+        return self.decode(self.enter(x), start, mask)
 
 
 class DecoderBlock(nn.Module):
@@ -83,9 +88,10 @@ class DecoderBlock(nn.Module):
         hidden = int(width * mlp_ratio)
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        seen = None if mask is None else mask[:, None, None]
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 

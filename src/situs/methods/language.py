@@ -33,6 +33,7 @@ class Language(Method):
     Config: ClassVar[type[LanguageConfig]] = LanguageConfig
     needs: ClassVar[tuple[str, ...]] = ("tokens",)
     needs_targets: ClassVar[tuple[str, ...]] = ("words",)
+    reads_text: ClassVar[bool] = True
 
     def __init__(self, backbone: Backbone, config: LanguageConfig) -> None:
         super().__init__(backbone)

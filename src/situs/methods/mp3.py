@@ -5,7 +5,11 @@ patch, context included, where it was: one linear classifier over all N places.
 
 Deviations, each from an error in the paper's Algorithm 1: the context is N - int(ηN) patches as the text says (its
 `M = int(N*eta)` would leave none at η = 0), and the first of a random order (its indexing composes the order with
-itself, which is biased). CLS bears no loss and is always in the context, so that it exists for fine-tuning; the paper
+itself, which is biased). Of sentences, filled up to a common length, each has its context among its real tokens. Their
+[CLS] is an ordinary token of the model: it is always in the context, told its place where hints are, and never asked.
+A word that stands twice is the same token both times, so that the best answer to either is half right: accuracy on
+sentences does not reach 1.
+CLS bears no loss and is always in the context, so that it exists for fine-tuning; the paper
 does not say whether it is, and `cls` has the two other readings.
 """
 
@@ -23,7 +27,9 @@ from situs.core.masking import count_of
 from situs.core.permutation import random_permutation
 from situs.core.position import Positions
 from situs.core.random import uniform
-from situs.limits import Within
+from situs.core.tokens import take
+from situs.errors import SitusError
+from situs.limits import Natural, Within
 from situs.methods.base import Batch, Draws, Method, Output, Puzzle
 from situs.methods.heads import place_ranks, position_accuracy, position_loss
 
@@ -42,6 +48,10 @@ class MP3Config(Checked):
     """Whether CLS and other prefix tokens serve as keys and values: always, never, or as they are drawn, like patches,
     of which there are as many fewer in the context then."""
 
+    window: Natural = 0
+    """0: a token says its place. W: it says how far it stands before or behind another one, drawn at random, up to W
+    places either way. For running text, which is cut anywhere, so that a place in a piece of it means nothing."""
+
 
 class MP3(Method):
     """`draw` orders the tokens, context first; `forward` reads like Figure 1."""
@@ -50,19 +60,27 @@ class MP3(Method):
     needs: ClassVar[tuple[str, ...]] = ("tokens", "context")
     puzzle_ratios: ClassVar[tuple[str, ...]] = ("mask_ratio",)
     names_places: ClassVar[bool] = True
+    reads_text: ClassVar[bool] = True
 
     def __init__(self, backbone: Backbone, config: MP3Config) -> None:
         super().__init__(backbone)
         self.config = config
-        self.position_head = nn.Linear(backbone.out_dim, backbone.num_tokens)
+        if config.window:
+            self.position_head = nn.Linear(2 * backbone.out_dim, 2 * config.window + 1)
+        else:
+            self.position_head = nn.Linear(backbone.out_dim, backbone.num_tokens)
         nn.init.trunc_normal_(self.position_head.weight, std=0.02)
         nn.init.zeros_(self.position_head.bias)
 
     @property
     def context(self) -> int:
         """M: how many patches serve as keys and values; at most, where prefix tokens are drawn with them."""
-        count = self.backbone.num_tokens + (self.backbone.num_prefix if self.config.cls == "drawn" else 0)
-        return min(self.backbone.num_tokens, count - count_of(self.config.mask_ratio, count))
+        return self._context(self.backbone.num_tokens)
+
+    def _context(self, patches: int) -> int:
+        """M of so many patches."""
+        count = patches + (self.backbone.num_prefix if self.config.cls == "drawn" else 0)
+        return min(patches, count - count_of(self.config.mask_ratio, count))
 
     @classmethod
     def uses_positions(cls, config: MP3Config) -> bool:
@@ -89,12 +107,20 @@ class MP3(Method):
 
     def solve(self, batch: Batch, *, seed: int) -> Puzzle:
         """The context stands first; every patch is asked for."""
+        self._need_places()
+        self.refuse_padding(self.with_mask(batch))
         extras = self(batch, self.draw(batch, seed=seed, epoch=0)).extras
         logits, places = extras["logits"], extras["places"]
         ranks = place_ranks(logits, places)
         return Puzzle(places, logits.argmax(dim=-1), self.context, 0, self.grid, self.told, ranks)
 
+    def _need_places(self) -> None:
+        if self.config.window:
+            said = f"window={self.config.window}: it learned how far tokens are apart, and names no places"
+            raise SitusError(said, field="window")
+
     def place_logits(self, inputs: Tensor) -> Tensor:
+        self._need_places()
         tokens = self.backbone.embed(inputs)
         return self.position_head(self._encode(tokens, None, None).patches)
 
@@ -104,14 +130,22 @@ class MP3(Method):
         prefix: [B, p] bool, where prefix tokens are drawn: which of them are in the context. Of a padded sample the
         padding stands last, and its context is chosen among its real tokens.
         """
-        count = self.backbone.num_tokens
+        batch = self.with_mask(batch)
+        count = self.backbone.num_tokens if batch.mask is None else batch.mask.shape[1]
         noise = uniform(seed, epoch, batch.ids, "mp3.context", (count,))
         if batch.mask is not None:
             noise = noise.masked_fill(~batch.mask, 1.0)  # noise is below 1, and equal numbers keep their order
+        if lead := self.backbone.lead:
+            noise[:, :lead] = -1.0
         draws = {"order": random_permutation(noise)}
         if self.config.anchor_ratio:
             chance = uniform(seed, epoch, batch.ids, "mp3.anchors", (count,))
             told = random_permutation(chance) < count_of(self.config.anchor_ratio, count)
+            if batch.mask is not None:  # a share of each sentence's own tokens, one at least
+                length, slot = batch.mask.sum(dim=1, keepdim=True), torch.arange(count, device=chance.device)
+                ranks = random_permutation(random_permutation(torch.where(slot < length, chance, 2.0)))
+                told = ranks < (self.config.anchor_ratio * length + 1e-6).long().clamp(min=1)
+            told[:, :lead] = True
             draws["anchors"] = told
         if self.config.cls == "drawn":
             own = uniform(seed, epoch, batch.ids, "mp3.prefix", (self.backbone.num_prefix,))
@@ -120,7 +154,7 @@ class MP3(Method):
         return draws
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
-        order = draws["order"]
+        batch, order = self.with_mask(batch), draws["order"]
         # Without positions the order of the tokens means nothing, so the context may stand in front: every layer's
         # keys and values are then a slice of its tokens instead of a gather. Patches are put in that order before they
         # are embedded: inputs need no gradient, so nothing has to be scattered back.
@@ -132,10 +166,32 @@ class MP3(Method):
         if "prefix" in draws:  # as many patches fewer
             slots = torch.arange(order.shape[1], device=order.device)
             keys = slots < self._drawn(batch) - draws["prefix"].sum(dim=1, keepdim=True)
-        features = self._encode(tokens, places, self.context, keys, draws.get("prefix"))
-        logits = self.position_head(features.patches)
-        metrics = {"position_accuracy": position_accuracy(logits, order, real)}
-        return Output(position_loss(logits, order, real), metrics, {"logits": logits.detach(), "places": order})
+        features = self._encode(tokens, places, self._context(order.shape[1]), keys, draws.get("prefix"))
+        asked = self._asked(real, order)
+        if self.config.window:
+            logits, truth, paired = self._apart(features.patches, order, real)
+            asked = paired if asked is None else asked & paired
+        else:
+            logits, truth = self.position_head(features.patches), order
+        metrics = {"position_accuracy": position_accuracy(logits, truth, asked)}
+        return Output(position_loss(logits, truth, asked), metrics, {"logits": logits.detach(), "places": truth})
+
+    def _asked(self, real: Tensor | None, order: Tensor) -> Tensor | None:
+        """Which tokens, in the order drawn, bear the loss [B, N]: the real ones but the model's own; None: all."""
+        if not self.backbone.lead:
+            return real
+        own = torch.arange(order.shape[1], device=order.device) < self.backbone.lead
+        return ~own.expand_as(order) if real is None else real & ~own
+
+    def _apart(self, patches: Tensor, order: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Each token beside the next in the order drawn, the last beside the first: logits [B, N, 2 W + 1], how far
+        they are apart in truth, -W to W, counted from 0, and whether it is beside another one: one alone has none."""
+        lead, slot = self.backbone.lead, torch.arange(order.shape[1], device=order.device)
+        length = order.shape[1] if real is None else real.sum(dim=1, keepdim=True)
+        other = torch.where(slot + 1 < length, slot + 1, lead).expand_as(order).clamp(max=order.shape[1] - 1)
+        logits = self.position_head(torch.cat([patches, take(patches, other)], dim=-1))
+        far = order - order.gather(1, other)
+        return logits, far.clamp(-self.config.window, self.config.window) + self.config.window, other != slot
 
     def _encode(
         self, tokens: Tensor, places: Positions | None, context: int | None, keys: Tensor | None = None,

@@ -1,13 +1,13 @@
 """Segmentation with UperNet over a transformer's depths, as MAE, BEiT and Swin are evaluated on ADE20K.
 
 Four depths of a plain ViT at four sizes (× 4, × 2, 1, ½), or the stages of a hierarchical model, give a class for every
-place of the input; an auxiliary head on the third learns the same beside it. Deviations: norms over groups (see
-`situs.methods.upernet`), and every depth of a ViT goes through the model's own final norm.
+place of the input; an auxiliary head on the third learns the same beside it. Deviations: norms over groups unless
+`norm` says batch, and every depth of a ViT goes through the model's own final norm.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
@@ -20,7 +20,8 @@ from situs.data.masks import VOID
 from situs.errors import SitusError
 from situs.limits import Count, NotNegative, Within
 from situs.methods.base import Batch, Draws, Method, Output
-from situs.methods.upernet import Pyramid, UperNet, normed, resize
+from situs.methods.maps import level_maps, own_norms
+from situs.methods.upernet import Norm, Pyramid, UperNet, normed, resize
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class SegmentationConfig(Checked):
 
     auxiliary_width: Count = 256
     """Channels of the auxiliary head."""
+
+    norm: Norm = "group"
+    """What the decoder normalises: groups of a sample's channels, which need no other sample and come to the same over
+    ranks and micro-batches; or the batch of a (micro-)step over all ranks, as published (SyncBN)."""
 
     dropout: Annotated[float, Within("[0, 1)")] = 0.1
     """Share of the channels left out before the last layer of a head, in training."""
@@ -53,15 +58,18 @@ class Segmentation(Method):
         self.config, self.classes, self.levels = config, classes, backbone.levels()
         widths = [level.dim for level in self.levels]
         flat = not any(level.halved for level in self.levels)
-        # The model's final norm fits the last stage alone where stages differ.
-        self.norms = nn.ModuleList([nn.LayerNorm(width) for width in ([] if flat else widths[:-1])])
-        self.pyramid = Pyramid(widths) if flat else None
-        self.decoder = UperNet(widths, config.width)
+        self.norms = own_norms(self.levels)
+        self.pyramid = Pyramid(widths, config.norm) if flat else None
+        self.decoder = UperNet(widths, config.width, config.norm)
         self.classifier = nn.Conv2d(config.width, classes, 1)
         self.auxiliary = None
         if config.auxiliary_weight:
             own = config.auxiliary_width
-            head = [normed(widths[-2], own, 3), nn.Dropout2d(config.dropout), nn.Conv2d(own, classes, 1)]
+            head = [
+                normed(widths[-2], own, 3, norm=config.norm),
+                nn.Dropout2d(config.dropout),
+                nn.Conv2d(own, classes, 1),
+            ]
             self.auxiliary = nn.Sequential(*head)
         self.dropout = nn.Dropout2d(config.dropout)
 
@@ -70,24 +78,7 @@ class Segmentation(Method):
 
     def maps(self, inputs: Tensor) -> list[Tensor]:
         """The feature maps of inputs [B, C, H, W], from fine to coarse, [B, C_i, h_i, w_i]."""
-        tokens, positions, grid = self.backbone.embed_sized(inputs)
-        stream = self.backbone.assemble(tokens, positions)
-        taken: dict[int, Tensor] = {}
-        wanted = {level.block for level in self.levels}
-
-        def look(block: int, z: Tensor) -> None:
-            if block in wanted:
-                taken[block] = z
-
-        self.backbone.run_layers(stream, None, (look,))
-        found = []
-        for number, level in enumerate(self.levels):
-            z = taken[level.block]
-            own = number < len(self.norms)
-            patches = self.norms[number](z) if own else self.backbone.finish(replace(stream, z=z)).patches
-            sides = [-(-side // 2**level.halved) for side in grid]
-            # Contiguous: of other strides a convolution's result has strides that the compiler does not foresee.
-            found.append(patches.transpose(1, 2).unflatten(2, sides).contiguous())
+        found = level_maps(self.backbone, inputs, self.levels, self.norms)
         return found if self.pyramid is None else self.pyramid(found)
 
     def logits(self, inputs: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ class Supervised(Method):
     Config: ClassVar[type[SupervisedConfig]] = SupervisedConfig
     needs: ClassVar[tuple[str, ...]] = ()
     needs_targets: ClassVar[tuple[str, ...]] = ("label",)
+    reads_text: ClassVar[bool] = True
 
     def __init__(self, backbone: Backbone, config: SupervisedConfig) -> None:
         super().__init__(backbone)

@@ -1,17 +1,22 @@
 """UperNet (Xiao et al., 2018): feature maps of several depths joined by pooling pyramid and top-down path.
 
-Groups are normalised where the paper normalises batches (over ranks): so a sample's features depend on no other, and
-ranks and micro-batches come to the same. Maps are resized by products with fixed matrices, whose gradients are the same
-each time on a GPU too, as those of torch's own kernels are not.
+Groups are normalised unless batches (over all ranks) are asked for, as published: so a sample's features depend on no
+other, and ranks and micro-batches come to the same. Maps are resized by products with fixed matrices, whose gradients
+are the same each time on a GPU too, as those of torch's own kernels are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
+
+from situs.errors import SitusError
+
+Norm = Literal["group", "batch"]
 
 POOLS = (1, 2, 3, 6)
 """Sides of the pyramid's grids."""
@@ -44,22 +49,64 @@ def _cells(have: int, want: int, like: Tensor) -> Tensor:
     return (inside / inside.sum(1, keepdim=True)).to(like.dtype)
 
 
-def normed(have: int, want: int, kernel: int = 1) -> nn.Sequential:
-    """A convolution, its norm over groups of 16 channels or fewer, and a ReLU."""
-    groups = next(count for count in range(max(1, want // 16), 0, -1) if want % count == 0)
+class BatchNorm(nn.BatchNorm2d):
+    """Batch norm over the samples of all ranks, as torch's SyncBatchNorm, which is for GPUs alone."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        ranks = _ranks() if self.training else 1
+        count = ranks * input.numel() // input.shape[1]
+        if self.training and count < 2:
+            said = "norm='batch': one sample a step has no batch to normalise over; take group, or more samples"
+            raise SitusError(said, field=("method.norm", "data.batch"))
+        if ranks == 1:
+            return super().forward(input)
+        kept: Any = self  # torch's stubs allow a norm without running figures
+        values = input.float()
+        mean = _mean_over_ranks(values.mean(dim=(0, 2, 3), keepdim=True))
+        centred = values - mean
+        variance = _mean_over_ranks(centred.square().mean(dim=(0, 2, 3), keepdim=True))
+        with torch.no_grad():
+            kept.num_batches_tracked += 1
+            kept.running_mean.lerp_(mean.flatten(), self.momentum)
+            kept.running_var.lerp_(variance.flatten() * (count / (count - 1)), self.momentum)
+        found = centred * (variance + self.eps).rsqrt() * self.weight[:, None, None] + self.bias[:, None, None]
+        return found.to(input.dtype)
+
+
+def _ranks() -> int:
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _mean_over_ranks(values: Tensor) -> Tensor:
+    """Of as many samples on each rank; the gradient comes back from all of them."""
+    from torch.distributed.nn.functional import all_reduce
+
+    return all_reduce(values) / _ranks()
+
+
+def norm_of(width: int, norm: Norm, groups: int | None = None) -> nn.Module:
+    """The norm of a map of `width` channels: batches, or `groups`, by default of 16 channels or fewer."""
+    if norm == "batch":
+        return BatchNorm(width)
+    groups = groups or next(count for count in range(max(1, width // 16), 0, -1) if width % count == 0)
+    return nn.GroupNorm(groups, width)
+
+
+def normed(have: int, want: int, kernel: int = 1, *, norm: Norm = "group") -> nn.Sequential:
+    """A convolution, its norm, and a ReLU."""
     convolution = nn.Conv2d(have, want, kernel, padding=kernel // 2, bias=False)
-    return nn.Sequential(convolution, nn.GroupNorm(groups, want), nn.ReLU())
+    return nn.Sequential(convolution, norm_of(want, norm), nn.ReLU())
 
 
 class Pyramid(nn.Module):
     """Maps of a plain transformer, all on one grid, at four sizes: × 4, × 2, 1, ½. widths: of each map."""
 
-    def __init__(self, widths: Sequence[int]) -> None:
+    def __init__(self, widths: Sequence[int], norm: Norm = "group") -> None:
         super().__init__()
         first, second, *_ = widths
         self.fourfold = nn.Sequential(
             nn.ConvTranspose2d(first, first, 2, 2),
-            nn.GroupNorm(1, first),
+            norm_of(first, norm, 1),
             nn.GELU(),
             nn.ConvTranspose2d(first, first, 2, 2),
         )
@@ -73,14 +120,14 @@ class Pyramid(nn.Module):
 class UperNet(nn.Module):
     """Maps from fine to coarse, [B, C_i, h_i, w_i], to one [B, width, h_0, w_0]. widths: C_i."""
 
-    def __init__(self, widths: Sequence[int], width: int) -> None:
+    def __init__(self, widths: Sequence[int], width: int, norm: Norm = "group") -> None:
         super().__init__()
         *finer, last = widths
-        self.pools = nn.ModuleList([normed(last, width) for _ in POOLS])
-        self.bottleneck = normed(last + len(POOLS) * width, width, 3)
-        self.laterals = nn.ModuleList([normed(have, width) for have in finer])
-        self.smooth = nn.ModuleList([normed(width, width, 3) for _ in finer])
-        self.fuse = normed(len(widths) * width, width, 3)
+        self.pools = nn.ModuleList([normed(last, width, norm=norm) for _ in POOLS])
+        self.bottleneck = normed(last + len(POOLS) * width, width, 3, norm=norm)
+        self.laterals = nn.ModuleList([normed(have, width, norm=norm) for have in finer])
+        self.smooth = nn.ModuleList([normed(width, width, 3, norm=norm) for _ in finer])
+        self.fuse = normed(len(widths) * width, width, 3, norm=norm)
 
     def forward(self, maps: Sequence[Tensor]) -> Tensor:
         *finer, last = maps

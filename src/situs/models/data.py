@@ -9,10 +9,11 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from torch import Tensor, nn
 
+from situs.data.config import Target
 from situs.data.loader import Loader, make_loader
 from situs.data.masks import MaskConfig
 from situs.data.sources import judged_split, open_source
@@ -72,7 +73,7 @@ def load_set(
     data: AnyData = None,
     *,
     shared: bool = False,
-    target: Literal["class", "mask"] = "class",
+    target: Target = "class",
     **chosen: Unpack[Chosen],
 ) -> Loader:
     """`load_any`, for what looks at images or clips alone: a model that reads sentences is refused."""
@@ -90,7 +91,7 @@ def load_any(
     batch: int = 256,
     snr_db: float | None = None,
     shared: bool = False,
-    target: Literal["class", "mask", "words"] = "class",
+    target: Target = "class",
     masks: MaskConfig | None = None,
 ) -> Loader:
     """The samples at `data` as the model was trained to see them, on its device: not augmented, in their own order.
@@ -99,8 +100,8 @@ def load_any(
     held_out: that share, where it is not the model's own. count: at most so many over all ranks, a uniform choice that
     is the same every time. batch: so many at a time. snr_db: with background noise so many decibels below each clip,
     cut from the split's own part of the noise and the same every time. shared: only this rank's part of them, for an
-    evaluation that sums over the ranks; else each rank has them all. target: what is asked of an image, its class or
-    its mask; of text the class of a sentence, or words. masks: how masks are read, where not as the model's own.
+    evaluation that sums over the ranks; else each rank has them all. target: what is asked of an image, its class, its
+    mask or its objects; of text the class of a sentence, or words. masks: how masks are read, where not as the model's.
     """
     rank, world = (distributed.rank(), distributed.world()) if shared else (0, 1)
     if world > 1:  # each rank takes the same share of a batch
@@ -149,7 +150,7 @@ def load_bank(
     count: int | None = None,
     batch: int = 256,
     snr_db: float | None = None,
-    target: Literal["class", "mask"] = "class",
+    target: Target = "class",
     masks: MaskConfig | None = None,
 ) -> tuple[Loader, Loader]:
     """The training split to learn from, at most `train_count` images of it, and another split to be judged on.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from situs.errors import SitusError
 from situs.files import read_json
+from situs.train.private.accounting import Spent
 
 FILE = "defence.json"
 
@@ -27,3 +28,11 @@ def trained_under(run: str | Path) -> Under | None:
     if not isinstance(held.get("defence"), str) or type(held.get("scale")) not in (int, float):
         raise SitusError(f"{file}: is damaged: it must hold a defence and its scale")
     return Under(held["defence"], held["scale"])
+
+
+def protection(spent: Spent | None, defence: str | None) -> list[str]:
+    """What a card says of how the training protected its samples, one sentence each; nothing where it did not."""
+    told = [] if spent is None else [f"Differential privacy: {spent}."]
+    return told + (
+        [] if defence is None else [f"Split learning: its server saw tokens under {defence}, which promises no ε."]
+    )

@@ -13,7 +13,6 @@ from situs.backbones.shapes import shapes_alone
 from situs.errors import SitusError
 from situs.methods import METHODS, classifies
 from situs.results import Cell, Table, show
-from situs.train.inputs import TAUGHT_BY_TEXT
 
 LOCKS = {
     "rows": "the order of the tokens as key: private split learning",
@@ -93,8 +92,7 @@ def _method(backbone: Backbone, name: str) -> Verdict:
     except SitusError as error:
         return Verdict(name, "", holds=False, reason=str(error))
     about = (import_module(kind.__module__).__doc__ or "").strip().partition("\n")[0]  # its name and paper
-    # Whatever a method can do, of text `finetune` learns classes and words alone.
-    taught = backbone.input.words and TAUGHT_BY_TEXT & {*kind.needs_targets}
+    taught = backbone.input.words and kind.reads_text
     verdict = _verdict(backbone, name, about, kind.needs if taught else ("images", *kind.needs))
     if not verdict.holds:
         return verdict

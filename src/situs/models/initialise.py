@@ -51,6 +51,13 @@ def initialise(backbone: Backbone, source: str, *, positions: bool = True, unloc
     positions: False leaves them as the model was made, whatever the file holds (fine-tuning with `--positions`).
     Prefix tokens stay what they were in the file: `cls_token` takes in the difference of its rows in the tables.
     """
+    return taken_from(backbone, source, positions=positions, unlock=unlock)[0]
+
+
+def taken_from(
+    backbone: Backbone, source: str, *, positions: bool = True, unlock: Unlock | None = None
+) -> tuple[list[str], frozenset[str]]:
+    """`initialise`; gives its lines, and the names of the tensors that are as the model was made."""
     read, beside = _read(source, unlock)
     state = backbone.renamed({name: value for name, value in read.items() if not METHOD_PARTS.match(name)})
     own = backbone.model.state_dict()
@@ -69,7 +76,7 @@ def initialise(backbone: Backbone, source: str, *, positions: bool = True, unloc
     fresh = sorted({*left, *kept, *missed} - tied)
     if fresh:
         lines.append(f"left as initialised: {', '.join(fresh[:6])}{' …' if len(fresh) > 6 else ''}")
-    return lines
+    return lines, frozenset(fresh)
 
 
 def _load_beside(backbone: Backbone, given: Mapping[str, Tensor], source: str) -> tuple[int, list[str]]:

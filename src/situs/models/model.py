@@ -132,8 +132,11 @@ def told_places(share: float, trained: float) -> tuple[str, ...]:
 def check_classifier(model: Model, *, multi_label: bool = False) -> None:
     """Refuses a model whose head was never trained; and where one class is asked for, one that tells any number."""
     if not model.classifier:
-        more = {"mask": "tells the class of each pixel, and none of a whole image (situs evaluate segments)"}
-        more["words"] = "tells the next word, and no class (situs evaluate perplexity)"
+        more = {
+            "mask": "tells the class of each pixel, and none of a whole image (situs evaluate segments)",
+            "objects": "finds objects, and tells no class of a whole image (situs evaluate objects)",
+            "words": "tells the next word, and no class (situs evaluate perplexity)",
+        }
         said = more.get("" if model.input is None else model.input.target)
         raise SitusError(f"{model.name}: {said or 'has no trained classifier; fine-tune it first (situs finetune)'}")
     if model.multi_label and not multi_label:

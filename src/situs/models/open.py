@@ -171,11 +171,11 @@ def _open_run(source: str, device: torch.device | str, **asked: Any) -> Model:
         positions=method.sees_positions,
         epoch=max(0, state["step"] - 1) // state["steps_per_epoch"] if "steps_per_epoch" in state else 0,
         tuning=loaded.config.tuning,
-        spent=_spent(loaded),
+        spent=spent_of(loaded),
     )
 
 
-def _spent(loaded: Loaded) -> Spent | None:
+def spent_of(loaded: Loaded) -> Spent | None:
     """What a run of DP-SGD promises at the step of its weights: as its log has it, or computed where it ends before.
 
     The best of a run is chosen in sight of every step, those behind it too.
@@ -237,11 +237,16 @@ def _open_folder(folder: Path, fields: dict[str, Any], device: torch.device | st
         backbone,
         method,
         prepared,
-        class_names(told) if method is None else tuple(ours["masks"]["classes"]),
+        class_names(told) if method is None else _dense_classes(ours),
         {"kind": "export", "model": backbone.source["architecture"], "method": ours.get("method")},
         classifier=told.get("num_classes", 1) > 0,
         positions=ours.get("positions", True),
     )
+
+
+def _dense_classes(ours: Mapping[str, Any]) -> tuple[str, ...]:
+    """The classes of pixels or of objects that an export tells."""
+    return tuple((ours.get("masks") or ours["objects"])["classes"])
 
 
 def _kept_method(folder: Path, backbone: Backbone, ours: Mapping[str, Any]) -> Method | None:
@@ -249,7 +254,7 @@ def _kept_method(folder: Path, backbone: Backbone, ours: Mapping[str, Any]) -> M
     if not (folder / PARTS).is_file():
         return None
     settings = from_dict(method_class(ours["method"]).Config, ours["settings"], where=f"{folder}/{CONFIG}")
-    method = create_method(ours["method"], backbone, settings, len(ours["masks"]["classes"]))
+    method = create_method(ours["method"], backbone, settings, len(_dense_classes(ours)))
     load_into(method, read_state_dict(folder / PARTS), f"{folder / PARTS}", optional=("backbone.",))
     return method.to(next(backbone.parameters()).device).eval()
 

@@ -14,6 +14,7 @@ from situs.backbones.base import Backbone
 from situs.config import from_dict
 from situs.data.config import DataConfig
 from situs.data.masks import MaskConfig
+from situs.data.objects import ObjectConfig
 from situs.data.text import LONGEST, TextConfig
 from situs.files import read_json
 from situs.train.export import MULTI_LABEL, PREPARED
@@ -52,14 +53,18 @@ def images_for(
 ) -> DataConfig | None:
     """How the model's images are prepared, by timm's description of it; None for one that takes none.
 
-    told: what Situs wrote beside that: "audio" of a model of clips, "masks" of one that tells the class of each pixel.
+    told: what Situs wrote beside that: "audio" of a model of clips, "masks" of one that tells the class of each pixel,
+    "objects" of one that finds objects.
     """
     channels = backbone.input.channels
     if not channels:
         return None
     if "audio" in told:
         return DataConfig.of_clips(told["audio"], path)
-    masks = from_dict(MaskConfig, told["masks"], where="masks") if "masks" in told else None
+    dense: dict[str, Any] = {}
+    for target, things, config in (("mask", "masks", MaskConfig), ("objects", "objects", ObjectConfig)):
+        if things in told:
+            dense = {"target": target, things: from_dict(config, told[things], where=things)}
     size = backbone.input.shape or tuple(described.get("input_size", (3, 224, 224))[1:])
     mean, std = (tuple(described.get(key, ())) for key in ("mean", "std"))
     fits = len(mean) == len(std) == channels
@@ -71,8 +76,7 @@ def images_for(
         mean=mean if fits else (),
         std=std if fits else (),
         multi_label=multi_label,
-        target="class" if masks is None else "mask",
-        masks=masks or MaskConfig(),
+        **dense,
     )
 
 

@@ -32,6 +32,7 @@ PAGES = {
     "CostCurves": "bench.cost",
     "Curves": "curve.page",
     "DataCheck": "data.check",
+    "Detections": "objects.page",
     "Ensemble": "evaluate.ensemble",
     "LabelAccuracy": "evaluate.label_accuracy",
     "LayerKnn": "evaluate.knn",

@@ -13,13 +13,18 @@ def page(found: Attention) -> Page:
     """Over images, layer by head, and by relative offset."""
     said = found.summary()
     page = Page(f"Attention of {found.provenance.name}", lead=said.sentence)
-    _images(page.section("Over images"), found.shown)
+    survey = found.survey
+    page.number(f"{survey.entropy.min():.2f} of {survey.uniform_entropy:.2f}", "nats, the sharpest head of all")
+    page.number(f"{survey.distance.min():.1f}", "patches, how far the nearest-looking head looks")
+    page.number(percent(found.shown.brightest_tenth, 0), "of the mean map on a tenth of the patches")
+    _images(page, found.shown)
     _heads(page.section("Layer by head"), found.survey, said.tables[0])
     _relative(page.section("By relative offset"), found.survey)
     return page.end(found.provenance.facts)
 
 
-def _images(section: Section, shown: Shown) -> None:
+def _images(page: Page, shown: Shown) -> None:
+    section = page.section("Over images")
     drawn = attention_over_images(shown.images.numpy(), shown.maps.numpy())
     whose = (
         "What the CLS token takes from each patch"
@@ -32,7 +37,7 @@ def _images(section: Section, shown: Shown) -> None:
         + "On the brightest tenth of the patches lies "
         f"{percent(shown.brightest_tenth, 0)} of the mean map; even attention would put 10 % there."
     )
-    section.figure(
+    page.opening.figure(
         drawn,
         "Each map has its own scale, from 0 (black) to its 99th percentile (light), so compare shapes, not colours, "
         "between maps.",

@@ -23,19 +23,24 @@ def steps(found: StepTable) -> Page:
     said = found.summary()
     page = Page("What a training step costs", lead=said.sentence)
     *kernels, table = said.tables
+    page.opening.bars({f"{row.case.label}, batch {row.case.batch}": 1e3 * row.times.median for row in found.rows}, "ms")
+    if found.rows:
+        fastest = max(found.rows, key=lambda row: row.images_per_second)
+        page.number(f"{fastest.images_per_second:,.0f}", f"samples a second, {fastest.case.label}")
     section = page.section("Steps").table(table.header, table.rows, table.title)
     for note in said.notes:
         section.note(note)
-    section.text(MEANING)
     for each in kernels:
         page.section(each.title).table(each.header, each.rows)
-    return page.end({**found.provenance.facts, **found.machine})
+    return page.end({**found.provenance.facts, **found.machine}, MEANING)
 
 
 def split(found: SplitCost) -> Page:
-    """The table alone."""
+    """The memory of each way, and the table."""
     said = found.summary()
     page = Page("What a step of split training costs", lead=said.sentence)
+    page.opening.bars({name: row.mib_held for name, row in found.rows.items()}, "MiB", "Held at most, in a step.")
+    page.number(f"{found.rows['split'].mib_sent:,.1f} MiB", "sent in a step")
     for table in said.tables:
         page.section("Steps").table(table.header, table.rows, table.title)
     return page.end(found.provenance.facts)
@@ -45,6 +50,14 @@ def comparison(found: StepComparison) -> Page:
     """What differs besides, and the pairs."""
     said = found.summary()
     page = Page(f"Steps of {' and '.join(found.names)}", lead=said.sentence)
+    for pair in found.pairs[:4]:
+        page.opening.bars(
+            {name: 1e3 * row.times.median for name, row in zip(found.names, pair, strict=True)},
+            "ms",
+            f"A step of {pair.after.case.label}.",
+        )
+    for pair in found.pairs[:1]:
+        page.number(f"{pair.ratio:.2f} ×", f"time of a step, {pair.after.case.label}")
     for table in said.tables:
         page.section(table.title).table(table.header, table.rows)
     for note in said.notes:
@@ -56,15 +69,16 @@ def cost(found: CostCurves) -> Page:
     """A curve for each axis beside the line of operations, and every point."""
     said = found.summary()
     page = Page("How the cost of a step grows", lead=said.sentence)
-    for axis, points in found.axes.items():
+    page.number(f"{1e3 * found.reference.times.median:.3g} ms", "a step of the reference")
+    for number, (axis, points) in enumerate(found.axes.items()):
         values = [point.value for point in points]
         lines = {
             "measured": (values, [1e3 * point.row.times.median for point in points]),
             "by its operations": (values, [1e3 * found.predicted(point.row) for point in points]),
         }
-        page.section(f"Over {axis}").figure(
+        (page.section(f"Over {axis}") if number else page.opening).figure(
             curves(lines, AXES[axis], "ms a step"),
-            "Measured, and what the operations of a step predict at the rate of the reference.",
+            f"Over {axis}: measured, and what the operations of a step predict at the rate of the reference.",
             name=axis.replace(" ", "-"),
         )
     (table,) = said.tables

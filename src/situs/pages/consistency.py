@@ -10,6 +10,7 @@ from situs.core.jigsaw import move_patches
 from situs.evaluate.consistency import TELLING, Consistency, ConsistencyCurve, puzzle
 from situs.report import figures
 from situs.report.html import Page
+from situs.results import percent
 
 MEANING = """
 `x` is an image and `x̃` the same image with the patches of a block mask shuffled among themselves; γ is the share of
@@ -31,10 +32,16 @@ def page(found: ConsistencyCurve) -> Page:
     """The curves, the numbers, and one image at each γ."""
     rows, said = found.rows, found.summary()
     page = Page(f"{found.provenance.name}: consistency under shuffled patches", lead=said.sentence)
-    section = page.section("Over the share of shuffled patches")
-    if any(row.consistency is not None for row in rows):
+    judged = [row for row in rows if row.consistency is not None]
+    worst = min((row for row in rows if not row.told), key=lambda row: (row.consistency or 0, -row.ratio), default=None)
+    if worst is not None and worst.consistency is not None:
+        page.number(percent(worst.consistency), f"of answers stay at γ = {worst.ratio:g}, mask not told")
+    if worst is not None and worst.clean_norm:
+        page.number(percent(worst.diff_norm / worst.clean_norm), f"of its length the {found.reads} moves there")
+    if judged:
         caption = "Share of images over γ: those whose answer stays the same, and right answers."
-        section.figure(_shares(rows), caption, name="shares")
+        page.opening.figure(_shares(rows), caption, name="shares")
+    section = page.section("Over the share of shuffled patches") if judged else page.opening
     caption = f"Diff.Norm over γ: how far the {found.reads} moves, as a mean."
     section.figure(_norms(found), caption, name="norms")
     cells = sorted(said.tables[0].rows, key=lambda row: row[2] != TELLING[True])
@@ -69,8 +76,8 @@ def _series(rows: Sequence[Consistency], name: str, label: str) -> dict[str, tup
 
 def _shares(rows: Sequence[Consistency]) -> figures.Figure:
     series = _series(rows, "consistency", "consistency, ") | _series(rows, "top1", "top-1, ")
-    percent = {name: (x, [100 * value for value in y]) for name, (x, y) in series.items()}
-    return figures.curves(percent, _GAMMA, "share of all, %")
+    shares = {name: (x, [100 * value for value in y]) for name, (x, y) in series.items()}
+    return figures.curves(shares, _GAMMA, "share of all, %")
 
 
 def _norms(found: ConsistencyCurve) -> figures.Figure:

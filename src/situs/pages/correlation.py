@@ -27,11 +27,12 @@ COLUMNS = {
 def page(found: Correlations) -> Page:
     """The maps of one depth, that depth over distance, and every depth."""
     said, shown = found.summary(), found.depths[found.depth]
-    lead = "How alike the features of two places are, in one image and in two."
-    page = Page(f"Correlation between places: {found.provenance.name}", lead=lead)
-    page.section("What was found").text(said.sentence)
+    page = Page(f"Correlation between places: {found.provenance.name}", lead=said.sentence)
+    page.number(f"{shown.means['within']:.2f}", "correlation of two places of one image")
+    page.number(f"{shown.means['across_same']:.2f}", "of the same place in two images")
+    page.number(f"{shown.means['across']:.2f}", "of two places in two images")
+    _distance(page.opening, shown, found.depth)
     _maps(page.section("The maps"), shown, found.depth)
-    _distance(page.section("Over distance"), shown, found.depth)
     _depths(page.section("From layer to layer"), found.depths, said.tables[0])
     return page.end(found.provenance.facts, MEANING)
 

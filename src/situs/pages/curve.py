@@ -5,7 +5,7 @@ from __future__ import annotations
 from situs.audit.curve import IMAGES, Curves, Line, curve_table, verdict
 from situs.audit.defences import THREAT
 from situs.report import figures
-from situs.report.html import Page
+from situs.report.html import Page, Section
 
 READ = (
     "At each strength the attack that got most, among those of this page; it knows the defence and its setting. Where "
@@ -17,23 +17,34 @@ READ = (
 def page(found: Curves) -> Page:
     """A figure for each curve and metric, and all points."""
     things = "images" if found.metrics == IMAGES else "sentences"
-    page = Page(f"Defences of {found.model} by strength", f"What comes back of {found.count} {things} as each grows.")
+    page = Page(f"Defences of {found.model} by strength: {found.count} {things}", verdict(found))
+    key = "exact" if things == "images" else "sentences"
+    had = [point.values[key] for line in found.lines for point in line.points if key in point.values]
+    broken = sum(share > 0 for share in had)
+    if broken:
+        page.judge("bad", "Not private at every strength")
+    else:
+        page.judge("unsure", "Not proved private" if had else "Not attacked, which is not private")
+    page.number(f"{broken} of {len(had)}", f"strengths attacked at which {things} came back whole")
     if things == "images":
-        page.section("Threat model").facts({**THREAT, **found.notes, **found.about})
+        page.box("Threat model").facts({**THREAT, **found.notes}).fold("Attacks and defences", _about(found))
     section = page.section("Where attacks stop")
-    section.note(verdict(found))
     if found.stopped is not None:
         section.note(f"A partial result: stopped by {found.stopped}.")
     drawn = ("psnr", "patches") if things == "images" else ("tokens", "sentences")
-    for curve in dict.fromkeys(line.curve for line in found.lines):
+    for number, curve in enumerate(dict.fromkeys(line.curve for line in found.lines)):
         lines = [line for line in found.lines if line.curve == curve]
         for metric in drawn:
             caption = f"{found.metrics[metric]} over {lines[0].axis}."
             caption += " Shaded: the 95 % interval of the mean over the images." * (metric == "psnr")
-            section.figure(draw(lines, metric, found.metrics[metric]), caption, name=f"{curve}-{metric}")
+            place = section if number or metric != drawn[0] else page.opening
+            place.figure(draw(lines, metric, found.metrics[metric]), caption, name=f"{curve}-{metric}")
     page.section("Every point").table(*curve_table(found), READ)
-    page.section("How this page was made").facts(dict(found.provenance.facts))
-    return page
+    return page.end(dict(found.provenance.facts))
+
+
+def _about(found: Curves) -> Section:
+    return Section("").facts(found.about) if found.about else Section("")
 
 
 def draw(lines: list[Line], metric: str, label: str) -> figures.Figure:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from situs.data.check import KINDS, DataCheck
+from situs.data.check import FAILING, KINDS, DataCheck
 from situs.data.pack import Packed
-from situs.report.html import Page
+from situs.report.html import Page, Tone
 
 PACKED = """
 Each image whose shorter side was longer than the limit was shrunk to it and written anew; the others keep their bytes.
@@ -17,6 +17,12 @@ def packed(made: Packed) -> Page:
     """The shards of each split, and every image that was left out."""
     said = made.summary()
     page = Page(f"{made.provenance.facts.get('data', 'images')}: packed", lead=said.sentence)
+    images: dict[str, int] = {}
+    for shard in made.manifest["shards"]:
+        images[shard["split"] or "all"] = images.get(shard["split"] or "all", 0) + shard["images"]
+    page.opening.bars(images, "images")
+    page.number(f"{sum(images.values()):,}", "images packed")
+    page.judge("unsure" if made.broken else "good", "Some left out" if made.broken else "All packed")
     page.section("Shards").table(*said.tables[0][1:])
     if made.broken:
         rows = [[each["split"] or "all", each["name"], each["reason"]] for each in made.broken]
@@ -28,6 +34,13 @@ def check(found: DataCheck) -> Page:
     """What was found, kind by kind."""
     said = found.summary()
     page = Page(f"{found.provenance.facts.get('data', 'images')}: checked", lead=said.sentence)
+    amount = sum(found.counts.values())
+    most = sorted(found.counts.items(), key=lambda each: -each[1])
+    tones: dict[str, Tone] = {kind: "bad" if kind in FAILING else "unsure" for kind in found.counts}
+    page.opening.bars({kind: (count, tones[kind] if count else "good") for kind, count in most}, "found")
+    page.number(f"{amount:,}", f"findings in {sum(found.images.values()):,} images")
+    nothing = "Nothing found" if found.decoded else "Nothing found, but not decoded"
+    page.judge(found.tone, "Look at these" if amount else nothing)
     section = page.section("Found").table(*said.tables[0][1:])
     for note in said.notes:
         section.note(note)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from situs.evaluate.accuracy import ClassAccuracy
 from situs.evaluate.ensemble import Ensemble
@@ -17,26 +19,33 @@ from situs.evaluate.probe.classes import ClassProbes
 from situs.evaluate.probe.linear import Probe, Probes
 from situs.evaluate.probe.position import PositionProbes
 from situs.report import figures
-from situs.report.html import Page
+from situs.report.html import Page, Section
+from situs.results import percent
 
 ACCURACY = """
 Top-1 is the share of the samples whose own class the model puts first, top-5 the share whose class is among its first
 five. Loss is the mean cross entropy: low where the model is right and sure, high where it is sure and wrong.
 """
 _DRAWN, _LISTED = 30, 10
+_FIRST = 2
+
+Row = TypeVar("Row")
 
 
 def accuracy(found: ClassAccuracy) -> Page:
     """The numbers, every class where they are few, and the weakest."""
     said = found.summary()
     page = Page(f"{found.provenance.name}: accuracy", lead=said.sentence)
+    page.number(percent(found.accuracy.top1, 2), "top-1")
     section = page.section("How often it is right")
     section.table(*said.tables[0][1:], f"{found.provenance.counted(found.accuracy.count)}.")
     rows = [row for row in found.by_class() if row["top1"] is not None]
     if len(found.classes) <= _DRAWN:
         shares = {row["class"]: 100 * row["top1"] for row in rows}
         drawn = figures.bars(shares, f"{found.provenance.things} of the class recognised, %", digits=".1f")
-        section.figure(drawn, "Share of each class that is recognised.", name="classes")
+        page.opening.figure(drawn, "Share of each class that is recognised.", name="classes")
+    else:
+        page.opening.bars({"top-1": 100 * found.accuracy.top1, "top-5": 100 * found.accuracy.top5}, "%")
     weakest = sorted(rows, key=lambda row: row["top1"])[:_LISTED]
     page.section("The classes it knows least").table(
         ["class", found.provenance.things, "right, %", "taken most often for"],
@@ -56,6 +65,8 @@ def perplexity(found: Perplexity) -> Page:
     """The scores."""
     said = found.summary()
     page = Page(f"{found.provenance.name}: perplexity", lead=said.sentence)
+    page.number(f"{found.scores.perplexity:.2f}", "perplexity")
+    page.opening.bars({"next words guessed right": 100 * found.scores.accuracy}, "%")
     page.section("How well it knows the next word").table(*said.tables[0][1:], f"{found.scores.words:,} words.")
     return page.end(found.provenance.facts, PERPLEXITY)
 
@@ -73,13 +84,16 @@ def label_accuracy(found: LabelAccuracy) -> Page:
     """The means, every class where they are few, and the weakest."""
     said = found.summary()
     page = Page(f"{found.provenance.name}: accuracy", lead=said.sentence)
+    page.number(percent(found.scores.mean_ap, 2), "mean average precision")
     section = page.section("How well it tells the classes")
     section.table(*said.tables[0][1:], " ".join([f"{found.provenance.counted(found.scores.count)}.", *said.notes]))
     rows = [row for row in found.rows() if row["average_precision"] is not None]
     if len(found.classes) <= _DRAWN:
         shares = {row["class"]: 100 * row["average_precision"] for row in rows}
         drawn = figures.bars(shares, "average precision, %", digits=".1f")
-        section.figure(drawn, "Average precision of each class.", name="classes")
+        page.opening.figure(drawn, "Average precision of each class.", name="classes")
+    else:
+        page.opening.bars({"mean average precision": 100 * found.scores.mean_ap}, "%")
     weakest = sorted(rows, key=lambda row: row["average_precision"])[:_LISTED]
     shown = ("average_precision", "accuracy", "f1")
     page.section("The classes it tells worst").table(
@@ -104,8 +118,10 @@ def ensemble(found: Ensemble) -> Page:
     page = Page(f"{len(names)} classifiers as one", lead=said.sentence)
     shares = {name: 100 * score.top1 for name, score in found.alone.items()}
     shares |= {f"together ({found.average})": 100 * found.together.top1, "any of them right": 100 * found.any_right}
+    page.number(percent(found.together.top1, 2), "top-1 together")
+    page.number(percent(max(score.top1 for score in found.alone.values()), 2), "the best alone")
     section = page.section("Alone and together")
-    section.figure(
+    page.opening.figure(
         figures.bars(shares, f"top-1, % of the {found.provenance.things}", digits=".2f"),
         "Top-1 of each model, of their average, and the share any of them has right.",
         name="top1",
@@ -118,12 +134,10 @@ def ensemble(found: Ensemble) -> Page:
         f"Share of the {found.provenance.things} on which two models give the same answer, right or wrong.",
         name="agreement",
     )
-    page.section("What the numbers mean").text(ENSEMBLE)
     members = {
         name: f"{facts.get('method') or 'unknown method'} on {facts['model']}" for name, facts in found.members.items()
     }
-    page.section("How this page was made").facts({**members, **found.provenance.facts})
-    return page
+    return page.end({**members, **found.provenance.facts}, ENSEMBLE)
 
 
 NEIGHBOURS = """
@@ -137,11 +151,14 @@ def knn(found: LayerKnn) -> Page:
     """The curve over the layers and its table."""
     said = found.summary()
     page = Page(f"{found.provenance.name}: nearest neighbours", lead=said.sentence)
+    best = max(found.rows, key=lambda row: row.accuracy)
+    page.number(percent(best.accuracy, 2), f"at best, after block {best.layer}; chance {percent(found.chance)}")
     section = page.section("Layer by layer")
     if found.why_last is None:
         caption = "Share of test samples whose class the neighbours name, after each block."
-        section.figure(knn_curves(found), caption, name="layers")
+        page.opening.figure(knn_curves(found), caption, name="layers")
     else:
+        page.opening.bars({POOLS[row.pool]: 100 * row.accuracy for row in found.rows}, "%")
         section.note(f"Only the last layer: {found.why_last}.")
     tau = found.temperature
     weight = "every neighbour counts as one" if tau is None else f"weights exp(similarity / {tau:g})"
@@ -185,13 +202,15 @@ def position_grid(grid: PositionGrid) -> Page:
     """The page of DropPos's grid."""
     said, (gamma, gamma_pos) = grid.summary(), grid.trained
     page = Page(f"{grid.provenance.name}: position accuracy", lead=said.sentence)
-    section = page.section("The grid of γ and γ_pos")
     trained = f"The run was trained at γ = {gamma:g} and γ_pos = {gamma_pos:g}."
-    section.figure(position_map(grid), f"Share of dropped places guessed right, in percent. {trained}", name="grid")
+    caption = f"Share of dropped places guessed right, in percent. {trained}"
+    page.opening.figure(position_map(grid), caption, name="grid")
+    page.number(percent(grid.mean), f"mean of the grid; chance {percent(1 / grid.places)}")
+    section = page.section("Numbers")
     if reasons := [cell.reason for cell in grid.cells if cell.reason is not None]:
         section.note(f"Some cells cannot be measured: {reasons[0]}.")
     caption = f"Over {grid.provenance.counted(grid.count)} of {grid.places} patches."
-    page.section("Numbers").table(*said.tables[0][1:], caption)
+    section.table(*said.tables[0][1:], caption)
     return page.end(grid.provenance.facts, GRID)
 
 
@@ -199,9 +218,11 @@ def position_curve(found: PositionCurve) -> Page:
     """The page of MP3's curve."""
     said = found.summary()
     page = Page(f"{found.provenance.name}: position accuracy", lead=said.sentence)
-    section = page.section("Over the share of patches that are no keys")
+    best = max(found.accuracy, key=lambda eta: found.accuracy[eta])
+    page.number(percent(found.accuracy[best]), f"at η = {best:g}; chance {percent(1 / found.places)}")
     caption = f"Share of all patches whose place is guessed right. Trained at η = {found.trained:g}."
-    section.figure(position_lines(found), caption, name="curve")
+    page.opening.figure(position_lines(found), caption, name="curve")
+    section = page.section("Over the share of patches that are no keys")
     caption = f"Over {found.provenance.counted(found.count)} of {found.places} patches."
     section.table(*said.tables[0][1:], caption)
     section.note(*said.notes)
@@ -258,9 +279,10 @@ def position_probe(found: PositionProbes) -> Page:
     """Places read off frozen features, of each model and at each place."""
     said = found.summary()
     page = Page(f"{found.first[0]}: linear position probe", lead=said.sentence)
-    section = page.section("Places read off frozen features")
+    page.number(percent(found.first[1].score.accuracy, 2), "places named right")
     caption = "Share of patches without a position whose place a linear classifier names."
-    section.figure(_probe_bars(found), caption, name="accuracy")
+    page.opening.figure(_probe_bars(found), caption, name="accuracy")
+    section = page.section("Places read off frozen features")
     section.figure(_probe_maps(found), "The same share for each true place, in the input's own layout.", name="places")
     caption = (
         "On samples that the classifier was not fitted to; beside the error, that of always naming the one best place."
@@ -275,19 +297,30 @@ def class_probe(found: ClassProbes) -> Page:
     """Classes read off frozen features, of each model; the classes of the first where they are few."""
     said, (name, first) = found.summary(), found.first
     page = Page(f"{name}: linear classification probe", lead=said.sentence)
+    page.number(percent(first.score.accuracy, 2), "top-1")
     section = page.section("Classes read off frozen features")
-    if len(found.classes) <= 30:
+    if len(found.classes) <= _DRAWN:
         values = dict(zip(found.classes, (100 * _shares(first)).tolist(), strict=True))
         drawn = figures.bars(values, f"{found.provenance.things} of the class recognised, %", digits=".1f")
-        section.figure(drawn, f"Share of each class that is recognised, in {name}.", name="classes")
+        page.opening.figure(drawn, f"Share of each class that is recognised, in {name}.", name="classes")
+    else:
+        page.opening.bars({each: 100 * probe.score.accuracy for each, probe in found.probes.items()}, "%")
     caption = "On samples that the classifier was not fitted to."
     section.table(*said.tables[0][1:], caption)
     return finish_probe(page, found, CLASS_PROBE)
 
 
+def worst_images(page: Page, rows: Sequence[Row], draw: Callable[[Sequence[Row]], Figure], caption: str) -> Section:
+    """The section of the worst images. The page opens with the first of them, few enough to be seen there."""
+    section, all_there = page.section("The worst images first"), len(rows) <= _FIRST
+    name = "worst" if all_there else "worst-first"
+    page.opening.figure(draw(rows[:_FIRST]), f"The worst images first. {caption}", name=name)
+    return section if all_there else section.figure(draw(rows), caption, name="worst")
+
+
 def finish_probe(page: Page, found: Probes[Any], meaning: str) -> Page:
     """The last sections of a probe's page: the weight decay, what the numbers mean, how they were made."""
-    section, tried = page.section("How the weight decay was chosen"), found.tried()
+    section, tried = page.fold("How the weight decay was chosen"), found.tried()
     if tried.rows:
         section.text("On a fifth of the training split, by accuracy; the classifier was then fitted to all of it.")
         section.table(tried.header, tried.rows)

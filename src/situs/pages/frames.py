@@ -36,7 +36,7 @@ def frame_sections(page: Page, found: Reconstruction) -> None:
     told = own.position_ratio is not None
     section = page.section("One clip")
     section.text(_DROPPOS if told else _MP3)
-    section.figure(one_clip_figure(found), f"{_PLACED} {_TOLD if told else _CONTEXT}", name="one")
+    page.opening.figure(one_clip_figure(found), f"{_PLACED} {_TOLD if told else _CONTEXT}", name="one")
     if len(found.images) > 1:
         drawn = more_clips_figure(found, own)
         page.section("More clips").figure(drawn, f"At {own.text}. {_PLACED}", name="placed")

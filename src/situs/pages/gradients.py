@@ -1,4 +1,4 @@
-"""The page of a gradient audit: threat model, verdict, attacks × defences, pictures, what would reduce the leak."""
+"""The page of a gradient audit: verdict and picture, threat model, what would help, attacks × defences."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from situs.audit.scores.metrics import BEST_PSNR
 from situs.audit.tables import REFUSED, alone, grid, judged, measured, reasons, table, unmeasured
 from situs.report import figures
 from situs.report.html import Page, Section
+from situs.report.pixels import pixel_rows
 from situs.results import Cell
 
 if TYPE_CHECKING:
@@ -62,14 +63,23 @@ clipping multiplies all gradients of a step on one image by one number, and the 
 """What would reduce the leak, each with its limit, and what would not."""
 
 
+SEARCH = (
+    "It was not searched for here. The weakest setting of each defence that keeps a limit, tested on images that the "
+    "search did not see, and what it costs: the same command with the flag `find-defence` and a limit, as psnr=20, or "
+    "in Python `situs.audit.find_defences(model, images, 'psnr=20')`."
+)
+SHOWN = 6
+"""Images in the first picture."""
+
+
 def page(audit: Audit) -> Page:
     """The page, with the images and what was recovered of them where the audit has them."""
-    behind = f"the {audit.provenance.things} behind them"
-    lead = f"What someone who sees this model's training gradients can see of {behind}."
-    page = Page(f"Gradient audit of {audit.model}", lead)
+    page = Page(f"Gradient audit of {audit.model}", _lead(audit))
+    _first_screen(page, audit)
     defences = {f"defence {name}": said for name, said in audit.about.items()}
     attacks = dict.fromkeys(outcome.attack for outcome in audit.outcomes)
-    page.section("Threat model").facts({**THREAT, **audit.notes, **described(attacks), **defences})
+    works = Section("").facts({**described(attacks), **defences})
+    page.box("Threat model").facts({**THREAT, **audit.notes}).fold("How the attacks and defences work", works)
     section, ruling = page.section("Verdict"), audit.ruling
     if said := opening(audit):
         section.note(said)
@@ -80,12 +90,67 @@ def page(audit: Audit) -> Page:
         section.text(f"These were not attacked before the stop: {left}.")
     if ruling is not None:
         section.note(ruling.sentence).table(*judged(ruling), GATE)
+    more = Section("").text(REMEDIES).text(NO_REMEDY)
+    page.box("What would help").text(SEARCH).fold("What would reduce the leak, and what would not", more)
     _tables(page, audit)
     _pictures(page, audit)
-    page.section("What would reduce the leak, and what would not").text(REMEDIES).text(NO_REMEDY)
     searched = any("distance" in fact for pair in audit.pairs for fact in pair.facts)
-    page.section("How this page was made").facts(made(audit, () if searched else ("labels", "search")))
-    return page
+    return page.end(made(audit, () if searched else ("labels", "search")))
+
+
+def _worst(audit: Audit) -> Outcome | None:
+    return max((pair for pair in audit.attacked), key=strength, default=None)
+
+
+def _lead(audit: Audit) -> str:
+    """The worst in plain words as the headline; then what the gate said, and what is not as it should be."""
+    worst, things = _worst(audit), audit.provenance.things
+    if worst is None:
+        return " ".join([opening(audit), *([audit.ruling.sentence] if audit.ruling else [])])
+    step, at_least = steps_of(worst, audit.step), "At least " * worst.lower_bound
+    if worst.exact:
+        to_the_byte = worst.to_the_byte == worst.exact
+        how = "byte for byte" if to_the_byte else "exactly"
+        first = f"{at_least}{worst.exact} of {worst.count} {things} were rebuilt {how} from {step} of training."
+    else:
+        best = f"the worst hidden one came back at {worst.worst_psnr:.1f} dB"
+        first = f"No {things.removesuffix('s')} was rebuilt exactly from {step} of training; {best}."
+    against = "no defence added" if worst.defence == "none" else f"against {worst.defence}"
+    said = [first, f"By {worst.attack}, {against}.", opening(audit), audit.ruling.sentence if audit.ruling else ""]
+    return " ".join(filter(None, said))
+
+
+def _first_screen(page: Page, audit: Audit) -> None:
+    """The audit's own tone in words, the numbers of its worst pair and its pictures."""
+    worst = _worst(audit)
+    unsure = "Not attacked, which is not private" if worst is None else "Not proved private"
+    marks = {"bad": "Not private", "good": f"The gate {audit.limit} is passed", "unsure": unsure}
+    page.judge(audit.tone, marks[audit.tone])
+    if worst is None:
+        page.number("0", "attacks made")
+        return
+    least = min(worst.scores["psnr"] or [worst.worst_psnr])
+    page.number(f"{worst.exact} of {worst.count}", f"{audit.provenance.things} exact")
+    page.number("no error" if worst.worst_psnr >= BEST_PSNR else f"{worst.worst_psnr:.1f} dB", "the worst hidden image")
+    page.number("no error" if least >= BEST_PSNR else f"{least:.1f} dB", "the best hidden image")
+    page.number(f"{sum(each.status == 'done' for each in audit.outcomes)} of {len(audit.outcomes)}", "attacks finished")
+    if worst.pictures is None or worst.pictures.shape[1] not in (1, 3):
+        pairs = sorted(audit.attacked, key=lambda pair: -pair.worst_psnr)
+        shown = {f"{pair.attack}, {pair.defence}": pair for pair in pairs}
+        page.opening.bars(
+            {name: (pair.worst_psnr, "bad" if pair.exact else "") for name, pair in shown.items()},
+            "dB",
+            "The image that came back best, by attack and defence.",
+        )
+        return
+    values = (worst.scores["psnr"] or [])[: len(worst.pictures)]
+    order = sorted(range(len(values)), key=lambda which: -values[which])[:SHOWN]
+    rows = [seen_from(part[order].cpu(), audit) for part in (audit.images, worst.pictures)]
+    page.opening.figure(
+        pixel_rows(rows),
+        "Above: private images, worst hidden first. Below: rebuilt from what the client would send.",
+        "Private images, and under each what was recovered of it.",
+    )
 
 
 def made(result: Leak, without: Sequence[str] = ()) -> dict[str, Cell]:

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import ATTACKERS
 from situs.locks.equivariance import Verification
-from situs.locks.tuning.finetune import LockTuning
+from situs.locks.tuning.result import LockTuning
 from situs.report import figures
-from situs.report.html import Page
+from situs.report.html import Page, Section, Tone
+from situs.results import percent
 
 
 def audit_page(found: LockAudit) -> Page:
     """What each attacker got, and over the drift of the base where several were tried."""
     said = found.summary()
-    page = Page("Attacks on a lock", lead=f"{found.model}, locked{found.kept}: {said.sentence}")
+    strength, opened = found.strength, [each.attacker for each in found.attacks if each.bits == 0]
+    page = Page(f"Attacks on a lock: {found.model}, locked{found.kept}")
+    if opened:
+        page.lead = f"The lock is open to {' and '.join(opened[:2])}. {said.sentence}"
+        page.judge("bad", "Open to these attackers")
+    else:
+        unknown = sum(each.bits is None for each in found.attacks)
+        if unknown == len(found.attacks) > 0:
+            first = "Whether the attackers opened this lock is not known."
+        else:
+            tried = f"opened this lock here{', as far as they could be judged' if unknown else ''}"
+            first = f"No attacker {tried if found.attacks else 'was tried'}, which is no proof."
+        page.lead = f"{first} {said.sentence}"
+        page.judge("unsure", "No strength can be given" if strength is None else "Not opened by these attackers")
+    page.number("not judged" if strength is None else f"{strength:.0f} of 256", "bits left, at most")
+    if found.judged:
+        page.opening.bars(_accuracies(found), "%", "Accuracy: with the key, without it, and after each attack.")
+    else:
+        known = {each.attacker: 100 * each.share for each in found.attacks if each.share is not None}
+        shares = dict(sorted(known.items(), key=lambda each: -each[1]))
+        page.opening.bars({name: (share, "bad") for name, share in shares.items()}, "%", "Key recovered, by attacker.")
     section = page.section("What each attacker got")
     section.table(said.tables[0].header, said.tables[0].rows)
-    section.facts({name: f"{text}." for name, text in ATTACKERS.items()})
+    told = {name: f"{text}." for name, text in ATTACKERS.items()}
+    section.fold("Who the attackers are", Section("").facts(told))
     drifted = [(r.attacker, r.share) for r in found.attacks if r.attacker.startswith("drifted") and r.share is not None]
     if len(drifted) > 1:
         amounts = [float(name.split(", ")[1].removesuffix(" ×")) for name, _ in drifted]
@@ -34,10 +58,29 @@ def audit_page(found: LockAudit) -> Page:
     return page
 
 
+def _accuracies(found: LockAudit) -> dict[str, tuple[float, Tone]]:
+    first = found.attacks[0] if found.attacks else None
+    bars: dict[str, tuple[float, Tone]] = {}
+    if first is not None and first.owner is not None:
+        bars["with the key"] = (100 * first.owner, "good")
+    if first is not None and first.before is not None:
+        bars["locked"] = (100 * first.before, "")
+    for each in sorted(found.attacks, key=lambda each: -(each.after or 0.0)):
+        if each.after is not None:
+            bars[f"attacker {each.attacker}"] = (100 * each.after, "bad" if each.broken else "")
+    return bars
+
+
 def verify_page(found: Verification) -> Page:
     """The laws on the whole and around it, and module by module."""
     said = found.summary()
     page = Page("Permutations that a model obeys", lead=f"{found.model}: {said.sentence}")
+    states = Counter(each.status for each in found.findings)
+    whole = [each for each in found.findings if each.part == "blocks"]
+    held = {each.law for each in whole if each.status == "holds"} == {"row", "column"}
+    page.judge("good" if held else "unsure", "The blocks obey both laws" if held else "Not both laws hold as they are")
+    page.number(f"{states['holds']} of {sum(states.values())}", "laws that hold as they are")
+    page.opening.bars(states, "findings", "What was found of every part and law.")
     section = page.section("Rows and columns")
     section.text(
         "Row: the order of the tokens. Column: the order of the channels, with keyed weights. Each law is run forward, "
@@ -52,7 +95,9 @@ def verify_page(found: Verification) -> Page:
 def tuning_page(found: LockTuning) -> Page:
     """The four ways at the last step, and their curves."""
     said = found.summary()
-    page = Page("Fine-tuning a locked model", lead=f"With its key, without it, and from scratch: {found.about}.")
+    page = Page(f"Fine-tuning a locked model: {found.about}", lead=said.sentence)
+    for way, curve in found.curves.items():
+        page.number(percent(curve.accuracy[-1]), f"accuracy, {way}")
     section = page.section("Who can use a locked model")
     section.text(
         "The lock permutes the channels between the blocks. Its owner permutes the stream along, so that training with "
@@ -60,14 +105,17 @@ def tuning_page(found: LockTuning) -> Page:
         "embedding and the head, and can only train on from there."
     )
     section.table(said.tables[0].header, said.tables[0].rows, "After the last step.")
-    section.note(" ".join([said.sentence, *said.notes]))
+    for table in said.tables[1:]:
+        section.table(table.header, table.rows, f"{table.title}.")
+    section.note(*said.notes)
+    counted = "words guessed" if found.words else f"{found.things} classified"
     for title, unit, name, scale in (
         ("Validation loss", "cross entropy", "loss", 1),
-        ("Validation accuracy", "images classified right, %", "accuracy", 100),
+        ("Validation accuracy", f"{counted} right, %", "accuracy", 100),
     ):
         lines = {way: (c.steps, [scale * v for v in getattr(c, name)]) for way, c in found.curves.items()}
         drawn = figures.curves(lines, "update", unit, title=title)
-        section.figure(drawn, f"{title} of the four ways.")
+        (page.opening if name == "accuracy" else section).figure(drawn, f"{title} of the four ways.")
     section.text(
         "What the unauthorised have over training from scratch is what the lock does not take away: embedding, "
         "positions, and the statistics of the weights. `situs audit lock` measures how far a thief gets by attacking "

@@ -18,16 +18,22 @@ def page(found: PositionTables) -> Page:
     """What was found, projections, likeness, spectrum, and what a linear map reads off."""
     looks, references, said = found.looks, found.references, found.summary()
     names = ", ".join(dict.fromkeys(look.name for look in looks))
-    page = Page(f"Positions of {names}", lead="What the vectors that stand for places hold, and what can be read off.")
-    page.section("What was found").text(said.sentence).table(*said.tables[0][1:])
-    _projections(page.section("The places in two and three dimensions"), looks, found.seed)
+    page = Page(f"Positions of {names}", lead=said.sentence)
+    for look in looks[:3]:
+        two = look.decoded.two.mean
+        page.number(
+            f"{two:.2f} patches", f"error of a linear reader of {look.name} (blind {look.decoded.chance_two:.2f})"
+        )
+    page.section("What was found").table(*said.tables[0][1:])
+    _projections(page, looks, found.seed)
     _alike(page.section("How alike the places are"), looks)
     _spectrum(page.section("How many directions they fill"), looks, references)
     _decoded(page.section("Reading a place off its vector"), looks, references)
     return page.end(found.provenance.facts)
 
 
-def _projections(section: Section, looks: Sequence[Look], seed: int) -> None:
+def _projections(page: Page, looks: Sequence[Look], seed: int) -> None:
+    section = page.section("The places in two and three dimensions")
     section.text(
         "Neighbours are joined. Where the vectors know the grid, the lines of rows and of columns form a sheet, "
         "however bent; where they do not, a tangle."
@@ -35,7 +41,7 @@ def _projections(section: Section, looks: Sequence[Look], seed: int) -> None:
     for number, look in enumerate(looks, start=1):
         labels = places.component_labels(look.components.shares)
         for dims, what in ((2, "plane"), (3, "space")):
-            section.figure(
+            (page.opening if (number, dims) == (1, 2) else section).figure(
                 _sheets(look, look.components.points[:, :dims], labels[:dims]),
                 f"{look.title}: the {what} of the {'two' if dims == 2 else 'three'} largest principal components, with "
                 "the share of the variance that each holds.",

@@ -19,10 +19,12 @@ SHORT = {OWN: "own:", REMOVED: "removed:", SHUFFLED: "shuffled:"}
 
 def page(audit: PositionAudit) -> Page:
     """The verdict, and each of the looks that it stands on."""
-    lead = "And how much of it shows: in vectors, features and answers."
-    page = Page(f"What {audit.name} knows of position", lead=lead)
-    page.section("Verdict").text(audit.summary().sentence).facts(at_a_glance(audit))
-    _readings(page.section("Where a patch is, read off its features"), audit)
+    page = Page(f"What {audit.name} knows of position", lead=audit.summary().sentence)
+    own = audit.probed.readings[OWN]
+    page.number(percent(own[0].right, 0), "of tokens that enter the blocks tell their place")
+    page.number(percent(own[-1].right, 0), f"after the last norm (chance {percent(own[-1].blind_right)})")
+    page.section("Verdict").facts(at_a_glance(audit))
+    _readings(page, audit)
     _vectors(page.section("The vectors of the places"), audit)
     _shuffled(page.section("What shuffled patches do"), audit)
     _law(page.section("Whether the blocks mind the order"), audit)
@@ -30,8 +32,8 @@ def page(audit: PositionAudit) -> Page:
     return page.end(audit.provenance.facts)
 
 
-def _readings(section: Section, audit: PositionAudit) -> None:
-    probed = audit.probed
+def _readings(page: Page, audit: PositionAudit) -> None:
+    section, probed = page.section("Where a patch is, read off its features"), audit.probed
     section.text(
         f"Linear readers are fitted on the patch features of {probed.fitted} images and read {probed.tested} others, "
         "at every depth: a ridge regression to row and column, and a linear discriminant over all places. Unlike the "
@@ -61,7 +63,7 @@ def _readings(section: Section, audit: PositionAudit) -> None:
         last = next(iter(probed.readings.values()))[-1]
         level = ("blind", scale * (last.blind_error if key == "error" else last.blind_right))
         drawn = figures.curves(series, "after block", label, x_names=names, level=level)
-        section.figure(drawn, f"{caption}: it is known.", name=name)
+        (page.opening if name == "named" else section).figure(drawn, f"{caption}: it is known.", name=name)
     rows: list[list[Cell]] = []
     header = ["after"]
     for condition in probed.readings:

@@ -35,6 +35,8 @@ def page(found: Reconstruction) -> Page:
     """The scores, and the puzzles of a few images."""
     said = found.summary()
     page = Page(f"What {found.provenance.name} makes of loose patches", lead=said.sentence)
+    best, score = max(found.scores.items(), key=lambda each: each[1].right)
+    page.number(percent(score.right), f"of the patches asked for put right at {best.text}")
     section = page.section("How many patches are put right")
     section.table(*said.tables[0][1:], _SCORES_CAPTION)
     for note in filter(None, (*said.notes, channels_drawn(found.images.shape[1]))):
@@ -59,7 +61,7 @@ def _mp3_sections(page: Page, found: Reconstruction) -> None:
         "says it was."
     )
     drawn = one_image_figure(found.images[0], found.solved, found.seed)
-    section.figure(drawn, f"{_PLACED} Top: the context in its true places.", name="one")
+    page.opening.figure(drawn, f"{_PLACED} Top: the context in its true places.", name="one")
     drawn, caption = placed_figure(found.images, found.solved), f"{_PLACED} The share of right guesses is over each."
     page.section("More images").figure(drawn, caption, name="placed")
     if found.mixes:
@@ -85,14 +87,14 @@ def _stayed(number: int, pair: Mapping[PuzzleRatios, Mix]) -> str:
 
 
 def _droppos_sections(page: Page, found: Reconstruction) -> None:
-    for dropped in dict.fromkeys(setting.position_ratio for setting in found.solved):
+    for number, dropped in enumerate(dict.fromkeys(setting.position_ratio for setting in found.solved)):
         solved = {setting: puzzle for setting, puzzle in found.solved.items() if setting.position_ratio == dropped}
         section = page.section(f"γ_pos = {dropped:g}")
         section.text(
             f"Of the patches that are left at each γ, a share of {dropped:g} is not told where it stands; the others "
             "are (outlined in green). The share of right guesses is over each picture."
         )
-        section.figure(
+        (section if number else page.opening).figure(
             verdict_figure(found.images, solved),
             "Black and hatched: not shown to the model. White with a red edge: its place is guessed wrong. All else is "
             "right, or told.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from situs.audit.defences import THREAT
 from situs.audit.remedies.result import UNTUNED, Remedies, cost_table, remedy_table, verdict
 from situs.pages.gradients import described
-from situs.report.html import Page
+from situs.report.html import Page, Section, Tone
 
 READ = (
     "A setting passes where a closed form that knows the defence solved every image, its equations fit as the stated "
@@ -23,11 +23,21 @@ PAID = (
 
 def page(found: Remedies) -> Page:
     """The page."""
-    lead = "How little of each defence keeps images from being had back, against attackers that know it."
-    page = Page(f"Defences of {found.model}", lead)
-    page.section("Threat model").facts({**THREAT, **found.notes, **described(found.attacks)})
+    page = Page(f"Defences of {found.model}", verdict(found))
+    whole = bool(found.found) and found.stopped is None
+    stopped = "Stopped: says nothing" if not found.found and found.stopped else "No remedy found"
+    if found.found:
+        page.judge("good" if whole else "unsure", f"{found.limit} is kept against these attackers")
+    else:
+        page.judge("unsure" if found.stopped else "bad", stopped)
+    page.number(f"{len(found.found)} of {len(found.remedies)}", f"defences with a setting that keeps {found.limit}")
+    page.opening.bars(
+        _worst(found), found.limit.metric, "The image that came back best, at the setting named or tried."
+    )
+    attacks = Section("").facts(described(found.attacks))
+    page.box("Threat model").facts({**THREAT, **found.notes}).fold("How the attacks work", attacks)
     section = page.section("What keeps the limit")
-    section.note(verdict(found)).table(*remedy_table(found), READ)
+    section.table(*remedy_table(found), READ)
     if found.found:
         section.table(*cost_table(found), PAID)
         if not found.tuned:
@@ -41,5 +51,14 @@ def page(found: Remedies) -> Page:
         for t in (*each.tried, *(trial for trial in (each.unseen, each.weaker_unseen) if trial is not None))
     ]
     page.section("All that was tried").table(header, rows)
-    page.section("How this page was made").facts(dict(found.provenance.facts))
-    return page
+    return page.end(dict(found.provenance.facts))
+
+
+def _worst(found: Remedies) -> dict[str, tuple[float, Tone]]:
+    """Of each defence the worst image at its named setting, else at the last that was tried."""
+    bars: dict[str, tuple[float, Tone]] = {}
+    for each in found.remedies:
+        trial = each.unseen or each.seen or (each.tried[-1] if each.tried else None)
+        if trial is not None and trial.worst is not None:
+            bars[each.named or f"{each.defence}, {trial.setting}"] = trial.worst, "good" if each.named else "bad"
+    return dict(sorted(bars.items(), key=lambda each: -each[1][0]))

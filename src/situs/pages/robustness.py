@@ -29,23 +29,28 @@ def page(found: Robustness) -> Page:
     """What was found, every corruption and severity, and how confidence answers to ImageNet-A."""
     said = found.summary()
     page = Page(f"{found.provenance.name}: robustness", lead=said.sentence)
+    for measure, value, of in said.tables[-1].rows[:4]:
+        page.number(value, f"{measure}, {of}" if of else str(measure))
     page.section("What was found").table(["measure", "value", "of what"], said.tables[-1].rows).note(*said.notes)
     if found.cells:
-        _corruptions(page.section("Accuracy at every corruption and severity"), found)
+        _corruptions(page, found)
         _pictures(page.section("What the corruptions look like"), found)
     if (natural := found.natural) is not None:
         curve = {natural.name: (range(1, 101), [100 * value for value in natural.curve])}
         labels = "response rate, % (most confident first)", "accuracy of what is answered, %"
-        page.section("Natural adversarial examples").figure(
+        (page.section("Natural adversarial examples") if found.cells else page.opening).figure(
             figures.curves(curve, *labels),
             "Accuracy when only the most confident answers are given; its mean is AURRA. A falling curve means that "
             "confidence knows something about being right.",
             name="response",
         )
+    if not page.opening.blocks and (odd := found.anomalies) is not None:
+        page.opening.bars({f"AUPR of {odd.name}": 100 * odd.aupr, "chance": 100 * odd.chance}, "%")
     return page.end(found.provenance.facts)
 
 
-def _corruptions(section: Section, found: Robustness) -> None:
+def _corruptions(page: Page, found: Robustness) -> None:
+    section = page.section("Accuracy at every corruption and severity")
     severities = list(next(iter(found.cells.values())))
     values = [[100 * cell.top1 for cell in row.values()] for row in found.cells.values()]
     names, across = [spoken(name) for name in found.cells], list(map(str, severities))
@@ -53,10 +58,11 @@ def _corruptions(section: Section, found: Robustness) -> None:
     drawn = figures.value_grids(panel, names, across, "severity", "", limits=(0.0, 100.0), cell=(0.95, 0.36))
     beside = "" if found.clean is None else f", {percent(found.clean.top1)} on clean images"
     chance = f"chance is {100 / found.outputs:.3g} %"
-    section.figure(drawn, f"Top-1 accuracy in percent{beside}; {chance}. {_error_bar(found)}", name="accuracy")
+    place = section if len(severities) > 1 else page.opening
+    place.figure(drawn, f"Top-1 accuracy in percent{beside}; {chance}. {_error_bar(found)}", name="accuracy")
     if len(severities) > 1:
         caption = "The mean accuracy of each kind of corruption, over severity."
-        section.figure(_severity_curves(found, severities), caption, name="severity")
+        page.opening.figure(_severity_curves(found, severities), caption, name="severity")
     section.table(*_errors(found), "Top-1 error in percent, the mean over the severities.")
     section.text(MEANING)
     if (note := found.caveat) is not None:

@@ -7,10 +7,10 @@ from typing import Any
 
 from situs.analyze.runs import Run, Runs, best, curve, is_judged, last, metric_names, speed, split_configs, spoken
 from situs.config import flat
+from situs.progress import clock
 from situs.report.figures import curve_panels
 from situs.report.html import Page, Section
 from situs.results import Cell, percent
-from situs.train.log import clock
 
 _SPEED: dict[str, tuple[str, Callable[[Any], Cell]]] = {
     "device": ("device", str),
@@ -31,10 +31,15 @@ def page(found: Runs) -> Page:
     runs, said = found.runs, found.summary()
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs side by side"
     page = Page(f"Report: {title}", lead=said.sentence)
+    for run in runs[:4]:
+        names = [name for name in metric_names([run]) if is_judged(name)] or ["loss"]
+        value = last(run, names[0])
+        if value is not None:
+            page.number(f"{value:.4g}", f"last {spoken(names[0])}, {run.name}")
     section = page.section("Runs").table(said.tables[0].header, said.tables[0].rows)
     if len({run.method for run in runs}) > 1:
         section.note("These runs learn by different methods: their losses measure different things.")
-    _curves(page.section("Curves"), runs, found.over)
+    _curves(page, runs, found.over)
     _finals(page.section("Final numbers"), runs)
     _speeds(page.section("Machine and speed"), runs)
     _configs(page.section("Configs"), runs)
@@ -42,8 +47,8 @@ def page(found: Runs) -> Page:
     return page
 
 
-def _curves(section: Section, runs: Sequence[Run], over: str) -> None:
-    panels = {}
+def _curves(page: Page, runs: Sequence[Run], over: str) -> None:
+    section, panels = page.opening, {}
     for name in metric_names(runs):
         lines = {run.name: found for run in runs if (found := curve(run, name, over))[0]}
         if lines:
@@ -104,7 +109,7 @@ def _configs(section: Section, runs: Sequence[Run]) -> None:
     if shared:
         lines = "\n".join(f"{field} = {_config_cell(value)}" for field, value in shared.items())
         what = f"{len(shared)} fields that all runs share" if len(runs) > 1 else f"All {len(shared)} fields"
-        section.fold(what, lines)
+        section.fold(what, Section("").code(lines))
 
 
 def _config_cell(value: Any) -> str:

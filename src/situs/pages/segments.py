@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from situs.evaluate.probe.segments import SegmentProbes
 from situs.evaluate.segments.measure import Segments, by_class
 from situs.evaluate.segments.scores import SegmentScores
-from situs.pages.evaluate import finish_probe
+from situs.pages.evaluate import finish_probe, worst_images
 from situs.report import figures
 from situs.report.html import Page, Section
 from situs.report.masks import MaskRow, mask_rows
@@ -33,17 +33,17 @@ def segments(found: Segments) -> Page:
     """The numbers, the classes, which are taken for which, and the worst images."""
     said = found.summary()
     page = Page(f"{found.provenance.name}: segmentation", lead=said.sentence)
+    page.number(percent(found.scores.miou, 2), "mIoU").number(percent(found.scores.accuracy, 2), "pixels right")
     section = page.section("How right it is")
     section.table(*said.tables[0][1:], f"{found.provenance.counted(found.count)}, {found.how.mode}.")
-    _classes(section, found.scores, found.classes)
+    _classes(section if found.worst else page.opening, found.scores, found.classes)
     if found.worst:
         rows = [
             MaskRow(f"{percent(each.iou, 0)}", each.picture, {"truth": each.truth, "predicted": each.said})
             for each in found.worst
         ]
-        section = page.section("The worst images first")
         caption = "Left of each image the mean IoU of its own classes. Where no colour is, there is no class (void)."
-        section.figure(mask_rows(rows, found.classes), caption, name="worst")
+        section = worst_images(page, rows, lambda some: mask_rows(some, found.classes), caption)
         section.table(["image", "IoU, %"], [[each.name, f"{100 * each.iou:.2f}"] for each in found.worst])
     _confusion(page.section("Which classes are taken for which"), found.scores, found.classes)
     return page.end(found.provenance.facts, MEANING)
@@ -53,12 +53,12 @@ def segment_probe(found: SegmentProbes) -> Page:
     """The numbers of each model, and the classes of the first."""
     said, (name, first) = found.summary(), found.first
     page = Page(f"{name}: linear segmentation probe", lead=said.sentence)
+    page.number(percent(first.scores.miou, 2), f"mIoU, {name}")
     section = page.section("Masks read off frozen features")
     section.table(*said.tables[0][1:], "On images that the layer was not fitted to.")
     for number, (model, probe) in enumerate(found.probes.items(), start=1):
-        _classes(
-            section, probe.scores, found.classes, f", in {model}", f"classes-{number}" if number > 1 else "classes"
-        )
+        place, picture = (page.opening, "classes") if number == 1 else (section, f"classes-{number}")
+        _classes(place, probe.scores, found.classes, f", in {model}", picture)
     _confusion(page.section(f"Which classes are taken for which, in {name}"), first.scores, found.classes)
     return finish_probe(page, found, PROBE + MEANING)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from situs.audit.cases import SETTINGS, Outcome
 from situs.audit.defences import THREAT
+from situs.audit.gradients import strength
 from situs.audit.scores.metrics import means_of
 from situs.audit.settings import Comparison, verdict
 from situs.audit.tables import COLUMNS, PARTS, REFUSED, alone, glance, measured, settings_table, unmeasured
 from situs.pages.gradients import CERTAIN, EXACTLY, described, made, picture_rows
-from situs.report.html import Page
+from situs.report.html import Page, Section
 
 SHUFFLED = "an image, and the same image with the patches of a block mask shuffled, as MJP trains on it"
 
@@ -36,13 +37,18 @@ PUBLISHED = [
 
 def page(comparison: Comparison) -> Page:
     """The page, with the images and what was recovered of them where the comparison has them."""
-    lead = "What plain training and MJP give away, to attackers who do not know MJP and to one who does."
-    page = Page("Gradient leakage in the settings of MJP's Table 5", lead)
+    page = Page("Gradient leakage in the settings of MJP's Table 5", verdict(comparison))
+    best = max(comparison.attacked, key=strength, default=None)
+    unsure = "Not proved private" if best is not None else "Not attacked, which is not private"
+    page.judge(comparison.tone, "Not private" if comparison.tone == "bad" else unsure)
+    if best is not None:
+        page.number(f"{best.exact} of {best.count}", f"images exact, {best.attack} in setting ({best.case.setting})")
+        page.number(f"{best.worst_psnr:.1f} dB", "the worst image")
     shown = {f"setting {name}": setting.about for name, setting in SETTINGS.items()}
     attacks = described(dict.fromkeys(row.attack for row in comparison.pairs))
     notes = {"x and x̃": SHUFFLED, **shown, **comparison.notes, **attacks, "a static attacker": STATIC}
-    page.section("Threat model").facts({**THREAT, **notes})
-    section, done = page.section("Verdict").note(verdict(comparison)), comparison.attacked
+    page.box("Threat model").facts(THREAT).fold("Settings, attacks, attackers", Section("").facts(notes))
+    section, done = page.section("Verdict"), comparison.attacked
     if done:
         section.table(
             *glance(comparison), "At a glance: mean PSNR in dB, and how many images were recovered exactly, by setting."
@@ -62,8 +68,7 @@ def page(comparison: Comparison) -> Page:
         "MJP's Table 5: γ = 0.27, 1,000 ImageNet images, APRIL's analytic attack. That attacker does not know MJP: he "
         "neither subtracts the gradient of DAL nor separates the hidden patches.",
     )
-    page.section("How this page was made").facts(made(comparison))
-    return page
+    return page.end(made(comparison))
 
 
 def _tables(page: Page, comparison: Comparison) -> None:
@@ -107,7 +112,7 @@ def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
         rows = sorted(rows, key=lambda each: each[0].case.name not in comparison.mjp)
         if not rows:
             continue
-        section = page.sections[-1] if page.sections[-1].title == "Pictures" else page.section("Pictures")
+        section = page.section("Pictures") if page.opening.blocks else page.opening
         strips = [("original x", comparison.images)]
         strips += [("x̃, in the step", comparison.shuffled)] if setting == "c" else []
         strips += [(_label(row), pictures) for row, pictures in rows]

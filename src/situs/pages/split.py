@@ -10,7 +10,7 @@ from situs.audit.split.view import Setting
 from situs.pages.gradients import picture_rows
 from situs.report import figures
 from situs.report.html import Page, Section
-from situs.results import Cell, Table
+from situs.results import Cell, Table, percent
 
 SHOWN = 4
 CURVES = {"psnr": "PSNR, dB", "ssim": "SSIM", "places": "patches in place, %"}
@@ -21,23 +21,43 @@ Lines = dict[str, tuple[list[float], list[float]]]
 
 def page(audit: SplitAudit) -> Page:
     """The page, with the samples and what was made of them where the audit has them."""
-    lead = "What a server that runs this model's blocks, and is sent a client's tokens, can see of the samples."
-    page = Page(f"Split audit of {audit.name}", lead)
-    does = {f"attacker {name}": _about(name) for name in audit.asked if name in ATTACKS}
-    page.section("Threat model").facts({**THREAT, **does})
     said = audit.summary()
-    section = page.section("Verdict").note(said.sentence)
-    for note in said.notes:
-        section.text(note)
+    page = Page(f"Split audit of {audit.name}", said.sentence)
+    _judge(page, audit)
+    does = {f"attacker {name}": _about(name) for name in audit.asked if name in ATTACKS}
+    page.box("Threat model").facts(THREAT).fold("Who the attackers are", Section("").facts(does))
+    if said.notes:
+        page.section("Verdict").text("\n\n".join(said.notes))
     _table(page.section("Attackers and defences"), audit.tables[0], audit)
     if (six := paper_table(audit.settings)) in audit.tables:
         _tabled(page.section("The paper's Table 6"), six)
     if audit.private:
-        _pictures(page.section("Pictures"), audit)
+        _pictures(page.opening, audit)
     if strengths(audit.settings):
         _curves(page.section("What a defence hides, and what it costs"), audit)
     _tabled(page.section("Who was tried"), who_was_tried(audit.settings))
     return page.end(audit.provenance.facts)
+
+
+def _judge(page: Page, audit: SplitAudit) -> None:
+    """The audit's own tone in words, the best attacker's numbers, and bars where there are no pictures."""
+    seen, placed, guess = audit.best("psnr"), audit.best("places"), audit.guess("psnr") or 0.0
+    attacked = any(reading.scores for found in audit.settings for reading in found.readings)
+    unsure = "Not proved private" if attacked else "Not attacked, which is not private"
+    page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)
+    did = [f"rebuilt pictures at {seen:.1f} dB"] if seen is not None else []
+    did += [f"put {percent(placed, 0)} of the patches in their places"] if placed is not None else []
+    if did:
+        page.lead = f"At best the server {' and '.join(did)}. {page.lead}"
+    if seen is not None:
+        page.number(f"{seen:.1f} dB", f"the best attacker's pictures, over all settings (blind guess {guess:.1f})")
+    if placed is not None:
+        page.number(percent(placed), "of patches put in their places, at best")
+    if not audit.private and seen is not None:
+        values = {str(found.setting): found.best("psnr") for found in audit.settings}
+        shown = {name: value for name, value in values.items() if value is not None}
+        shown = dict(sorted(shown.items(), key=lambda each: -each[1]))
+        page.opening.bars(shown, "dB", "The best attacker's pictures, by what the client sends.")
 
 
 def _about(name: str) -> Cell:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from situs.progress import clock
 from situs.report.figures import curves as draw_curves
 from situs.report.html import Page, Section
 from situs.results import percent
 from situs.studies.form import PAPERS, Curves
 from situs.studies.result import Drawn, StudyResult
-from situs.train.log import clock
 
 
 def page(found: StudyResult) -> Page:
     """Tables first, curves below."""
     said, study = found.summary(), found.study
     where = f"{PAPERS[study.paper]}, {study.place}. " if study.paper else ""
-    page = Page(study.title, lead=f"{where}{study.shows} {said.sentence}")
+    page = Page(study.title, lead=f"{said.sentence}\n\n{where}{study.shows}")
+    done = sum(task.state in ("done", "taken") for task in found.tasks)
+    page.number(f"{done} of {len(found.tasks)}", "jobs done")
+    if found.tasks and done < len(found.tasks):
+        page.judge("unsure", "Not all jobs are done")
     section = page.section(study.place or "Results")
     for table in said.tables[: len(study.tables)]:
         section.table(table.header, table.rows, table.title)
@@ -22,13 +26,15 @@ def page(found: StudyResult) -> Page:
     if study.curves:
         section = page.section("Curves")
         for number, (curves, lines) in enumerate(zip(study.curves, found.lines, strict=True)):
-            _draw(section, curves, lines, number)
+            _draw(section if number else page.opening, curves, lines, number)
         for table in said.tables[len(study.tables) :]:
             section.table(table.header, table.rows, table.title)
     if found.drawn:
         section = page.section("Pictures")
         for title, file in found.drawn:
             section.figure(file.read_bytes(), title)
+    if not page.opening.blocks:
+        page.opening.bars({"jobs done": done, "jobs in all": len(found.tasks)}, "jobs")
     _jobs(page.section("Jobs"), found)
     return page.end(
         {

@@ -8,7 +8,8 @@ from situs.audit.text.attack import NAME
 from situs.audit.text.found import UNNAMED
 from situs.audit.text.result import HEADER, METRICS, TextAudit, cells, reasons, verdict
 from situs.audit.text.scoring import Read
-from situs.report.html import Page, Section
+from situs.report.html import Page, Section, Tone
+from situs.results import percent
 
 THREAT = {
     "who": "an honest-but-curious server (or whoever reads its traffic) in federated or distributed training",
@@ -54,13 +55,24 @@ SHOWN = 16
 
 def page(audit: TextAudit) -> Page:
     """The page, with the sentences where the audit has them."""
-    lead = "What someone who sees this model's training gradients can read of the sentences behind them."
-    page = Page(f"Gradient audit of {audit.model}", lead, PRIVATE if audit.private else "")
+    page = Page(f"Gradient audit of {audit.model}", verdict(audit), PRIVATE if audit.private else "")
+    read = [row for row in audit.rows if row.reads]
+    unsure = "Not proved private" if read else "Not attacked, which is not private"
+    page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)
+    if best := max(read, key=lambda row: (row.whole, row.shares["tokens"]), default=None):
+        first = f"{best.whole} of {len(best.reads)} sentences were read word for word, and "
+        page.lead = f"{first}{percent(best.shares['tokens'], 0)} of the tokens, from one step. {page.lead}"
+    for row in read[:3]:
+        page.number(f"{row.whole} of {len(row.reads)}", f"sentences word for word, {row.defence}")
+    shares: dict[str, tuple[float, Tone]] = {row.defence: (100 * row.shares["tokens"], "bad") for row in read}
+    page.opening.bars(shares, "%", "Tokens known with their place in their sentence.")
+    if audit.private and read:
+        first = read[0].reads[0]
+        page.opening.words(marked(first, audit), f"{first.name}, {first.right} of {first.tokens} tokens found")
     defences = {f"defence {name}": said for name, said in audit.about.items()}
-    page.section("Threat model").facts({**THREAT, **audit.notes, **defences})
-    section = page.section("Verdict").note(verdict(audit))
+    page.box("Threat model").facts({**THREAT, **audit.notes}).fold("The defences", Section("").facts(defences))
     if audit.ruling is not None:
-        _gate(section, audit.ruling)
+        _gate(page.section("Verdict"), audit.ruling)
     section = page.section("What was recovered")
     caption = (
         f"{len(audit.names)} sentences in batches of {audit.batch}. Words known: tokens whose word is known to be in "
@@ -73,10 +85,8 @@ def page(audit: TextAudit) -> Page:
     section.table(["defence", "batch", "rank", "tokens seen", "channels", "candidates"], _systems(audit), SYSTEMS)
     if audit.private:
         _sentences(page, audit)
-    page.section("What would reduce the leak, and what would not").text(REMEDIES)
-    facts = {name.replace("_", " "): fact for name, fact in audit.provenance.facts.items()}
-    page.section("How this page was made").facts(facts)
-    return page
+    page.box("What would reduce the leak, and what would not").text(REMEDIES)
+    return page.end({name.replace("_", " "): fact for name, fact in audit.provenance.facts.items()})
 
 
 SYSTEMS = (

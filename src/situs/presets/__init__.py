@@ -7,12 +7,16 @@ opens with an underscore is such a ground layer, no recipe of its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from typing import Any
 
-from situs.config import merge
+from situs.config import choices_of, merge
 from situs.errors import SitusError, unknown_name
 from situs.files import read_toml
+
+LENGTHS = ("epochs", "max_steps")
+"""The two ways in which a config says how long a training is."""
 
 
 def preset_names() -> list[str]:
@@ -59,3 +63,21 @@ def _file(name: str) -> Any:
 def folder() -> Any:
     """Where the recipes lie (a wheel is installed as files, so this is a path)."""
     return files("situs.presets")
+
+
+def one_length(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A layer that gives the length of a training in one way, over one that gave it in the other: that one goes."""
+    train = given.get("train")
+    lengths = [name for name in LENGTHS if isinstance(train, Mapping) and train.get(name) not in (None, "none")]
+    if len(lengths) != 1:
+        return given
+    other = next(name for name in LENGTHS if name not in lengths)
+    return merge({"train": {other: None}}, given)
+
+
+def laid(cls: type[Any], layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The layers put over one another, the last on top."""
+    tables: dict[str, Any] = {}
+    for each in layers:
+        tables = merge(tables, each, choices_of(cls))
+    return tables

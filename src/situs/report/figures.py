@@ -16,7 +16,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 
 from situs.errors import SitusError
 from situs.report.canvas import (
@@ -29,8 +28,6 @@ from situs.report.canvas import (
     PAGE_WIDTH,
     PALE,
     PALETTE,
-    SKY,
-    TITLE,
     canvas,
     colour_bar,
     label,
@@ -111,30 +108,6 @@ def mosaic(images: Any, rows: Sequence[str], columns: Sequence[str]) -> Figure:
     return figure
 
 
-def patches(image: Any, grid: tuple[int, ...], title: str = "") -> Figure:
-    """An image with its patches' borders, and beside it the patches apart, each with its place."""
-    figure, (whole, apart) = canvas(1, 2, 7.2, 3.7)
-    picture = as_picture(image)
-    (height, width), (h, w) = picture.shape[:2], grid
-    ph, pw = height // h, width // w
-    for axis, name in ((whole, title), (apart, f"{h * w} patches of {ph}×{pw} pixels, each with its place")):
-        axis.set_axis_off()
-        axis.set_title(name, fontsize=TITLE, color=INK)
-    draw_image(whole, image)
-    _draw_lines(whole, (height, width), grid)
-    step = 1.2  # a patch and its gap, in patches
-    for place in range(h * w):
-        row, column = divmod(place, w)
-        x, y = column * step, row * step
-        patch = picture[row * ph : (row + 1) * ph, column * pw : (column + 1) * pw]
-        apart.imshow(patch, extent=(x, x + 1, y + 1, y), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-        apart.plot([x, x + 1, x + 1, x, x], [y, y, y + 1, y + 1, y], color=SKY, linewidth=0.8, clip_on=False)
-        place_name = apart.text(x + 0.5, y + 0.5, str(place), ha="center", va="center", fontsize=7, color="white")
-        place_name.set_path_effects([withStroke(linewidth=1.5, foreground="black")])
-    apart.set(xlim=(0, w * step - 0.2), ylim=(h * step - 0.2, 0), aspect=ph / pw)
-    return figure
-
-
 def channels_drawn(channels: int) -> str:
     """What a page must say of images whose channels are not grey or red, green and blue; nothing of others."""
     if channels in (1, 3):
@@ -161,13 +134,6 @@ def draw_image(axis: Axes, image: Any, title: str = "") -> None:
     axis.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest", extent=(0, width, height, 0))
     if title:
         axis.set_title(title, fontsize=LABEL, color=INK, pad=4)
-
-
-def _draw_lines(axis: Axes, size: Sequence[int], grid: tuple[int, ...]) -> None:
-    (height, width), (h, w) = size, grid
-    rows = [[(0, y), (width, y)] for y in np.linspace(0, height, h + 1)]
-    columns = [[(x, 0), (x, height)] for x in np.linspace(0, width, w + 1)]
-    axis.add_collection(LineCollection(rows + columns, colors=SKY, linewidths=0.8, clip_on=False))
 
 
 def _on_grid(mask: Any, grid: tuple[int, ...] | None) -> np.ndarray:

@@ -31,6 +31,7 @@ from situs.locks.features import Defence
 from situs.locks.key import SEED_BYTES, Key
 from situs.methods.base import Method
 from situs.methods.supervised import SupervisedConfig
+from situs.progress import tracked
 from situs.results import Provenance, Result, Summary, Table
 from situs.split.client import Client
 from situs.split.parts import cut, layout, own_names, trained_order
@@ -132,7 +133,7 @@ def split_cost(config: CostConfig | None = None, *, device: str | None = None) -
     """Measures three steps of every case of `CASES`, each in a process of its own; nothing is timed."""
     asked, where = config or CostConfig(), device or ("cuda" if torch.cuda.is_available() else "cpu")
     context, rows = multiprocessing.get_context("spawn"), {}
-    for name, permute in CASES.items():
+    for name, permute in tracked([*CASES.items()], "cases"):
         with ProcessPoolExecutor(1, context) as fresh:
             rows[name] = fresh.submit(measure, asked, permute, where).result()
     return SplitCost(rows, asked, where, provenance=Provenance({"torch": torch.__version__}))

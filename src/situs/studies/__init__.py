@@ -120,7 +120,7 @@ and `job` in the column. A figure of the paper is the same with points on an axi
 
     [[missing]]                                             # what cannot be run yet, and why
     package = "dense"
-    why = "detection on COCO is not there yet"
+    why = "ViT-Adapter is not there yet"
     columns = ["consistency"]                               # or rows; without both the whole study
 
 The file as it stands is the scale "paper". A table that can be run in part says in [[missing]] which rows or columns

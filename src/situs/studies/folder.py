@@ -71,6 +71,17 @@ class StudyFolder:
     @classmethod
     def create(cls, path: Path, study: Study, file: Path, scale: str, seeds: int | None) -> StudyFolder:
         """The folder of a study that begins or goes on; refused where another study, or another scale, is in it."""
+        folder = cls.begun(path, study, file, scale, seeds)
+        path.mkdir(parents=True, exist_ok=True)
+        settings = {"study": folder.name, "scale": scale, "seeds": folder.seeds}
+        write_text(path / SETTINGS, _json(settings))  # it is ours now
+        (path / "jobs").mkdir(exist_ok=True)
+        write_text(path / STUDY, file.read_text(encoding="utf-8"))
+        return folder
+
+    @classmethod
+    def begun(cls, path: Path, study: Study, file: Path, scale: str, seeds: int | None) -> StudyFolder:
+        """What `create` gives, of which nothing is written."""
         known = file.stem
         if not study.runs:
             said = "; ".join(f"it needs {each.package}: {each.why}" for each in study.missing if each.whole)
@@ -85,10 +96,6 @@ class StudyFolder:
             raise SitusError(f"{path}: is no folder of a study, and not empty", field="out")
         folder = cls(path, study, known, scale, seeds or study.seeds)
         folder.check_recipes()
-        path.mkdir(parents=True, exist_ok=True)
-        write_text(path / SETTINGS, _json({"study": known, "scale": scale, "seeds": folder.seeds}))  # it is ours now
-        (path / "jobs").mkdir(exist_ok=True)
-        write_text(path / STUDY, file.read_text(encoding="utf-8"))
         return folder
 
     @classmethod

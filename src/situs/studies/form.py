@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +27,8 @@ class Verb(NamedTuple):
 
     trains: it makes a run, which is gone on with where it was cut. data, seed: whether it takes them. word: an option
     that is given without a flag. partly: where it fails in part it says so by its status, and its numbers hold. bare:
-    it may go without a model. again: options that it is given when it goes on, too.
+    it may go without a model. again: options that it is given when it goes on, too. instead: an option in the stead of
+    data.
     """
 
     model: str = "word"
@@ -38,6 +39,11 @@ class Verb(NamedTuple):
     partly: bool = False
     bare: bool = False
     again: tuple[str, ...] = ()
+    instead: str = ""
+
+    def reads(self, options: Mapping[str, Any]) -> bool:
+        """Whether it is given data beside these options."""
+        return self.data and (not self.instead or self.instead not in options)
 
 
 VERBS = {
@@ -47,6 +53,8 @@ VERBS = {
     "evaluate consistency": Verb(),
     "evaluate ensemble": Verb(),
     "evaluate knn": Verb(),
+    "evaluate perplexity": Verb(),
+    "evaluate objects": Verb(),
     "evaluate position": Verb(),
     "evaluate probe": Verb(),
     "evaluate robustness": Verb(),
@@ -56,7 +64,7 @@ VERBS = {
     "analyze positions": Verb(data=False),
     "analyze reconstruct": Verb(),
     "audit finetuning": Verb(model="from", seed=True, bare=True),
-    "audit gradients": Verb(),
+    "audit gradients": Verb(instead="texts"),
     "audit lock": Verb(),
     "audit positions": Verb(),
     "audit split": Verb(),

@@ -160,11 +160,11 @@ def times_of(unit: str, times: float | None) -> float:
 
 
 def data_of(study: Study, job: Job) -> tuple[str, ...]:
-    """The data sets that a job reads: its own first, then those its options name as {data.NAME}."""
+    """The data sets that a job reads: its own first, then those its options, changes and model name as {data.NAME}."""
     own = job.data or next(iter(study.data), "")
-    texts = [text for text in flat({"": job.options, "change": job.change}).values() if isinstance(text, str)]
-    named = [text[len("{data.") : -1] for text in texts if text.startswith("{data.") and text.endswith("}")]
-    return (*([own] if own and VERBS[job.verb].data else []), *named)
+    held = flat({"": job.options, "change": job.change, "model": job.model}).values()
+    named = [name for text in held if isinstance(text, str) for name in re.findall(r"\{data\.([^{}]+)\}", text)]
+    return (*([own] if own and VERBS[job.verb].reads(job.options) else []), *named)
 
 
 def _check_order(jobs: Jobs) -> None:

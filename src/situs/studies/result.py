@@ -9,11 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+from situs.progress import clock
 from situs.results import Result, Summary
 from situs.results import Table as Printed
 from situs.studies.folder import DONE, FAILED, NOT_FINITE, TAKEN
 from situs.studies.form import PAPER, Curves, Study, Table, Value
-from situs.train.log import clock
 
 NOTHING = "–"
 WIDE = 3

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from situs import progress
 from situs.config import Checked
 from situs.data.sources import SAMPLES
 from situs.data.work import cores
@@ -27,6 +28,7 @@ from situs.errors import SitusError
 from situs.files import read_json, write_text
 from situs.hold import only_one
 from situs.limits import Count, Positive, check_value
+from situs.progress import clock
 from situs.studies.datasets import fingerprint
 from situs.studies.find import figure_files
 from situs.studies.folder import BEGUN, DONE, FAILED, NOT_FINITE, StudyFolder, Task, toml_of
@@ -37,7 +39,6 @@ from situs.studies.reading import read_folder
 from situs.studies.result import StudyResult
 from situs.studies.words import elsewhere, paths_of, words_of
 from situs.train.interrupt import Interrupt
-from situs.train.log import clock
 
 Say = Callable[[str], None]
 COMMAND = (sys.executable, "-m", "situs.studies.child")
@@ -157,10 +158,12 @@ class _Runner:
         """Until nothing is left that can be run, the time is over, or it is interrupted."""
         began = time.monotonic()
         self._check_data(tasks)
-        with Interrupt() as interrupt:
+        done = [task.name for task in tasks.values() if self.folder.ended(task) not in ("", FAILED, BEGUN)]
+        with Interrupt() as interrupt, progress.task("jobs", len(tasks), len(done)) as told:
             try:
                 while True:
                     self._reap(asked=False)
+                    told.tell(len(done) + len(self.tried) - len(self.running), ", ".join(self.running))
                     if interrupt.asked or (minutes is not None and time.monotonic() - began > 60 * minutes):
                         why = "interrupted" if interrupt.asked else f"{minutes:g} minutes are over"
                         self.say(f"{why}: jobs at work save themselves ({len(self.running)}); the same command goes on")

@@ -41,7 +41,7 @@ def elsewhere(path: str) -> bool:
 def words_of(folder: StudyFolder, task: Task, data: Mapping[str, str]) -> list[str]:
     """The words of a task's command, without `situs`; a training's changes stand in a file beside its folder."""
     job, how = task.job, VERBS[task.job.verb]
-    own = data_of(folder.study, job)[:1] if how.data else ()
+    own = data_of(folder.study, job)[:1] if how.reads(job.options) else ()
     given = {"data": data[own[0]]} if own else {}
     if task.begun:
         kept = {name: job.options[name] for name in how.again if name in job.options}

@@ -21,10 +21,12 @@ class TrainConfig(Checked):
     """How long a run goes, in which precision, on how many ranks, and how often it speaks and saves."""
 
     epochs: Count | None = 100
-    """Passes over the data; None leaves the length to max_steps."""
+    """Passes over the data; None leaves the length to max_steps. Given without max_steps it takes that one's place in
+    what lies below: a preset, a file, a run that is resumed."""
 
     max_steps: Count | None = None
-    """Largest number of updates; the schedule spans whichever of the two ends first."""
+    """Largest number of updates. Given without epochs it takes their place likewise; where both are given together, the
+    run and its schedule end with whichever is first."""
 
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Arithmetic of the forward and backward; weights and optimiser stay in float32. auto: bf16 on a GPU, fp32 on

@@ -219,16 +219,19 @@ class SpreadMethod:
 
 def spread(method: Method, parallel: str, precision: str, compiled: bool) -> SpreadMethod:
     """The method on this run's ranks: as it is on one, in DDP, or sharded by FSDP2 (in place)."""
+    whole = compiled and method.compiled_part == "forward"
+    if compiled and not whole:
+        compile_part(method)
     if world() == 1:
-        return SpreadMethod(torch.compile(method) if compiled else method, lambda _: nullcontext())
+        return SpreadMethod(torch.compile(method) if whole else method, lambda _: nullcontext())
     if parallel == "ddp":
         wrapped = wrap_ddp(method)
         # Compiled outside DDP, so that the backward is cut where its buckets are sent.
-        call = torch.compile(wrapped) if compiled else wrapped
+        call = torch.compile(wrapped) if whole else wrapped
         return SpreadMethod(call, lambda last: nullcontext() if last else wrapped.no_sync())
     wrap_fsdp(method, precision, whole=compiled)
-    if compiled:  # inside FSDP's hooks, which gather the weights before this runs
-        method.forward = torch.compile(method.forward)
+    if whole:  # inside FSDP's hooks, which gather the weights before this runs
+        compile_part(method)
     sharded: Any = method
 
     def local(last: bool) -> AbstractContextManager[None]:
@@ -236,6 +239,11 @@ def spread(method: Method, parallel: str, precision: str, compiled: bool) -> Spr
         return nullcontext()
 
     return SpreadMethod(method, local)
+
+
+def compile_part(method: Method) -> None:
+    """Compiles what a method names for it, in place."""
+    setattr(method, method.compiled_part, torch.compile(getattr(method, method.compiled_part)))
 
 
 def wrap_ddp(method: nn.Module) -> nn.parallel.DistributedDataParallel:

@@ -12,6 +12,8 @@ from situs.backbones.base import Backbone
 from situs.backbones.shapes import shapes_alone
 from situs.data.config import DataConfig
 from situs.data.loader import Loader
+from situs.data.sources.base import SPLITS
+from situs.data.sources.open import splits_at
 from situs.data.text import LONGEST
 from situs.data.text_pipeline import text_of
 from situs.errors import SitusError
@@ -20,14 +22,23 @@ from situs.methods.base import Method
 
 Reader = TypeVar("Reader", Method, Backbone)
 
-TAUGHT_BY_TEXT = {"label", "words"}
-"""What methods learn from sentences (`Method.needs_targets`)."""
-
 
 def absolute(text: str) -> str:
     """A path that is there, from the root on; other text as it is."""
     path = Path(text).expanduser()
     return os.path.abspath(path) if path.exists() else text  # noqa: PTH100  (links stay links)
+
+
+def check_held_out(data: DataConfig) -> None:
+    """Refuses a share to hold out of data that brings a split to be judged on, where it would mean nothing."""
+    if data.held_out and data.path and (own := own_splits(data)):
+        said = f"held_out={data.held_out:g}: {data.path} has its own split to be judged on ({', '.join(own)})"
+        raise SitusError(f"{said}, and nothing more is held out; leave it out", field="held_out")
+
+
+def own_splits(data: DataConfig) -> list[str]:
+    """The splits to be judged on that the data brings."""
+    return sorted(splits_at(data.path, **data.split_by()) & {*SPLITS["val"], *SPLITS["test"]})
 
 
 def own_size(config: BackboneConfig) -> tuple[int, int]:
@@ -54,9 +65,10 @@ def _shaped(config: BackboneConfig) -> Backbone:
 
 def settle_text(data: DataConfig, backbone: BackboneConfig, method: str) -> DataConfig:
     """The data of sentences with the tokeniser that reads them and the ids of the longest: the model's own."""
-    if not TAUGHT_BY_TEXT & {*METHODS[method].needs_targets}:
+    if not METHODS[method].reads_text:
         said = f"{method} learns from images and clips, and {data.path} holds sentences"
-        raise SitusError(f"{said}; supervised and language learn from them", field=("method", "data"))
+        able = ", ".join(name for name in METHODS if METHODS[name].reads_text)
+        raise SitusError(f"{said}, from which learn: {able}", field=("method", "data"))
     made = _shaped(backbone)
     if not made.input.words:
         raise SitusError(f"{made.name} takes images, and {data.path} holds sentences", field="data")
@@ -66,7 +78,8 @@ def settle_text(data: DataConfig, backbone: BackboneConfig, method: str) -> Data
     if longest > made.num_tokens:
         allowed = f"at most {made.num_tokens}, the places that {made.name} knows"
         raise SitusError(field="data.text.longest", value=longest, allowed=allowed)
-    return replace(data, text=replace(data.text, tokeniser=absolute(data.text.tokeniser or str(own)), longest=longest))
+    told = {"tokeniser": absolute(data.text.tokeniser or str(own)), "longest": longest}
+    return replace(data, text=replace(data.text, unlabelled=not METHODS[method].needs_targets, **told))
 
 
 def check_words(model: Reader, loader: Loader) -> Reader:

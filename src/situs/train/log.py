@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from situs.errors import missing_extra, unknown_name
+from situs.progress import clock
 from situs.train.checkpoint import RunFolder
 
 GIB = 2**30
@@ -209,13 +210,6 @@ def describe(record: Mapping[str, Any], skip: Sequence[str] = ()) -> str:
         else:
             shown.append(f"{name.replace('_', ' ')} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
     return " · ".join(shown)
-
-
-def clock(seconds: float) -> str:
-    """Seconds as 1:02:03 or 2:03."""
-    whole = int(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
 def machine(device: torch.device, precision: str) -> dict[str, str]:

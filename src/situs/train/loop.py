@@ -7,6 +7,7 @@ the rest (weights, moments, mean, generators, running sums of the log) is in the
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from situs.errors import SitusError
 from situs.methods.base import Batch, Method
+from situs.progress import hearing, task
 from situs.train import distributed
 from situs.train.checkpoint import RunFolder
 from situs.train.checkpoint.state import capture, restore, seed_generators
@@ -29,7 +31,7 @@ from situs.train.nan import FiniteCheck, save_bad_step
 from situs.train.optim import OptimConfig, asked_warmup, peak_rate, rate_at, warmup_steps
 from situs.train.step import Moment, Stepper, Update
 
-BEST_BY = ("val_top1", "val_map", "val_miou", "val_accuracy")
+BEST_BY = ("val_top1", "val_map", "val_miou", "val_ap", "val_accuracy")
 """Numbers of a validation by which one model is better than another; the first that there is decides."""
 
 NEWEST = "so that the newest checkpoint is the run's model (train.keep_best)"
@@ -54,7 +56,8 @@ def fit(
     Ctrl-C, SIGTERM or SIGHUP: the step is finished, a checkpoint written, and `TrainResult.interrupted` is True.
     A loss or gradient that is not finite raises `situs.train.nan.NotFiniteError`.
     """
-    with run.hold(), Interrupt() as interrupt:
+    own = contextlib.nullcontext() if quiet else hearing(None)  # the log has a line of its own
+    with run.hold(), Interrupt() as interrupt, own:
         loop = _Loop(method, loader, config, optim, run, hooks, interrupt, quiet, stepper)
         try:
             return loop.run_all()
@@ -138,18 +141,20 @@ class _Loop:
 
     def run_all(self) -> TrainResult:
         """Runs to the end, or until asked to stop."""
-        while self.step < self.total and not self.stop:
-            epoch, offset = divmod(self.step, self.per_epoch)
-            for batch in self.loader.iterate(epoch, offset):
-                self.advance(batch, epoch)
-                if self.stop or self.step == self.total:
-                    break
-            else:
-                if self.step % self.per_epoch:
-                    raise SitusError(
-                        f"epoch {epoch} ended after {self.step % self.per_epoch} of {self.per_epoch} batches: "
-                        "the data gave fewer samples than it announced"
-                    )
+        with task("training", self.total, self.step) as told:
+            while self.step < self.total and not self.stop:
+                epoch, offset = divmod(self.step, self.per_epoch)
+                for batch in self.loader.iterate(epoch, offset):
+                    self.advance(batch, epoch)
+                    told.tell(self.step)
+                    if self.stop or self.step == self.total:
+                        break
+                else:
+                    if self.step % self.per_epoch:
+                        raise SitusError(
+                            f"epoch {epoch} ended after {self.step % self.per_epoch} of {self.per_epoch} batches: "
+                            "the data gave fewer samples than it announced"
+                        )
         complete = self.step == self.total
         if complete and self.best is not None:
             found = f"{self.best['by'].replace('_', ' ')} {self.best['value']:.4f}"

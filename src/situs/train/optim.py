@@ -47,11 +47,15 @@ class OptimConfig(Checked):
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
 
-    schedule: Literal["cosine", "linear", "constant", "halving"] = "cosine"
-    """How the rate falls from its peak to `min_lr` after the warm-up; halving: by half after every `halve_every`."""
+    schedule: Literal["cosine", "linear", "constant", "halving", "steps"] = "cosine"
+    """How the rate falls from its peak to `min_lr` after the warm-up; halving: by half after every `halve_every`;
+    steps: to a tenth at each of `drop_at`."""
 
     halve_every: Count = 10_000
     """halving: updates between two halvings, counted from the run's first."""
+
+    drop_at: tuple[Annotated[float, Within("(0, 1)")], ...] = (0.8889, 0.963)
+    """steps: shares of the run, as detectors are trained."""
 
     warmup_epochs: NotNegative = 5.0
     """Epochs over which the rate rises linearly from 0, step by step."""
@@ -111,6 +115,8 @@ def rate_at(step: int, total: int, warmup: int, peak: float, config: OptimConfig
         return peak * (step + 1) / warmup if config.warmup_lr is None else config.warmup_lr
     if config.schedule == "halving":
         return max(min(config.min_lr, peak), peak * 0.5 ** (step // config.halve_every))
+    if config.schedule == "steps":
+        return max(min(config.min_lr, peak), peak * 0.1 ** sum(step >= share * total for share in config.drop_at))
     share = (step - warmup) / max(1, total - warmup)
     low = min(config.min_lr, peak)
     return low + (peak - low) * RATES[config.schedule](min(1.0, share))

@@ -34,7 +34,7 @@ from situs.train.checkpoint import CLASSES, MARK, Checkpoint, RunFolder, check_t
 from situs.train.config import TrainConfig
 from situs.train.contract import Hook, TrainResult
 from situs.train.export.write import load_checkpoint
-from situs.train.inputs import absolute, check_words, own_size, settle_text
+from situs.train.inputs import absolute, check_held_out, check_words, own_size, settle_text
 from situs.train.loop import fit
 from situs.train.optim import OptimConfig
 from situs.train.private.accounting import DpConfig
@@ -211,7 +211,7 @@ def train_run(
     `config.init` into a new backbone (`situs.models.initialise.starting`). adapt: the method that is trained instead,
     with the same tensors. say: receives a few lines. quiet: the loop says nothing.
     """
-    _check_place(config, out, resume, start_over)
+    check_place(config, out, resume, start_over)
     config, private = settled(config), private_of(config.dp, config.method_name, config.augment)
     ranks = distributed.start(device)
     if ranks.device.type == "cuda":
@@ -231,12 +231,7 @@ def train_run(
         if config.data.batch is None and loader.global_batch < BATCH:
             speak(f"batch {loader.global_batch}: the set has no more {loader.source.things} for a step")
         told = _tell_skipped(loader, 0, speak)
-        method = check_words(make_method(config, loader.classes), loader)
-        if config.init is not None and fresh:
-            for line in start(config, method.backbone):
-                speak(line)
-        freeze(attach(method, config.tuning), config.tuning, new_positions=not config.init_positions)
-        method = adapt(method.to(ranks.device), loader)
+        method = prepare(config, loader, ranks, start if fresh else None, adapt, speak)
         watching = () if hooks is None else hooks(config, loader, ranks.device)
         speak(describe(config, method, ranks))
         if run is None:
@@ -264,7 +259,25 @@ def train_run(
         distributed.stop()
 
 
-def _check_place(config: RunConfig, out: str | Path | None, resume: str | Path | None, start_over: bool) -> None:
+def prepare(
+    config: RunConfig,
+    loader: Loader,
+    ranks: distributed.Ranks,
+    start: Start | None,
+    adapt: Adapt,
+    speak: Callable[[str], Any],
+) -> Method:
+    """The method that is trained, on its device, with the tensors of `config.init`; start: None where a checkpoint has
+    all of them."""
+    method = check_words(make_method(config, loader.classes), loader)
+    if config.init is not None and start is not None:
+        for line in start(config, method.backbone):
+            speak(line)
+    freeze(attach(method, config.tuning), config.tuning, new_positions=not config.init_positions)
+    return adapt(method.to(ranks.device), loader)
+
+
+def check_place(config: RunConfig, out: str | Path | None, resume: str | Path | None, start_over: bool) -> None:
     """Refuses a start from nothing where there must be one, and a place for a run that is none, or two, or taken."""
     check_start(config.tuning, config.init)
     if (out is None) == (resume is None):
@@ -276,6 +289,7 @@ def _check_place(config: RunConfig, out: str | Path | None, resume: str | Path |
             )
         if not restart.begun(Path(out)):
             check_target(Path(out))  # said before the data is read, which may take minutes
+            check_held_out(config.data.learned_by(config.method_name, METHODS[config.method_name].needs_targets))
 
 
 def _begun(out: str | Path | None, ranks: distributed.Ranks, speak: Callable[[str], None]) -> str | Path | None:

@@ -100,11 +100,18 @@ class Stepper:
         self.flags = torch.zeros(2, device=self.device)
         self.stop = torch.zeros((), device=self.device)
         self.names: tuple[str, ...] = ()
+        self.say, self.notes = say, list[str]()
         graph = graph and self.device.type == "cuda" and distributed.world() == 1
+        if (graph or compiled) and method.compiled_part != "forward":
+            graph, part = False, f"{method.compiled_part} alone is compiled, and " if compiled else ""
+            told = f"{type(method).__name__} decides on the host what it computes: {part}no CUDA graph is recorded"
+            self.notes.append(told)
         self.compute = Graphed(self._compute, self.device, say) if graph else self._compute
 
     def update(self, batch: Batch, moment: Moment, rate: float, ragged: bool) -> Update:
         """Moves the weights once. ragged: the ranks' parts of this batch may differ in size."""
+        while self.notes:
+            self.say(self.notes.pop(0))
         set_rate(self.optimizer, rate)
         before = generators(self.device)
         weight, count = self._agree(batch) if ragged and distributed.world() > 1 else (1.0, self.accumulate)

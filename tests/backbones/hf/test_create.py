@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 import sys
 
 import pytest
@@ -655,3 +656,27 @@ def test_a_given_model_keeps_its_mode_and_its_names():
     assert b.model is model
     assert not b.training
     assert list(b.state_dict()) == [f"model.{key}" for key in model.state_dict()]
+
+
+@pytest.mark.parametrize("kind", ["clip_vision_model", "swin", "deit", "beit", "roberta"])
+def test_what_users_try_and_situs_does_not_take_has_its_reason(kind: str, tmp_path) -> None:
+    from situs.backbones.hf.create import ELSEWHERE
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(SitusError, match="is refused: ") as caught:
+        create_backbone(tmp_path)
+    assert ELSEWHERE[kind] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_models_named_instead_are_taken() -> None:
+    import re
+
+    from timm.models import model_entrypoint
+
+    from situs.backbones.hf.create import ELSEWHERE
+    from situs.backbones.timm.create import READ
+
+    named = {name for said in ELSEWHERE.values() for name in re.findall(r"as (\w+_224)", said)}
+    assert len(named) == 3
+    assert all(model_entrypoint(name).__module__.rpartition(".")[2] in READ for name in named)

@@ -30,7 +30,8 @@ def test_looks_at_a_run_that_has_no_positions(
     }  # fmt: skip
     assert "run without them here" in (tmp_path / "attention.html").read_text()
     assert outline((tmp_path / "attention.html").read_text()) == [
-        "Over images, 1 text, 1 figure",
+        "First screen, 1 figure",
+        "Over images, 1 text",
         "Layer by head, 1 text, 1 figure, 2 rows",
         "By relative offset, 1 text, 1 figure",
         "How this page was made, facts",

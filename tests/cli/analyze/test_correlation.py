@@ -24,9 +24,8 @@ def test_a_run_on_its_own_images(
     numbers = json.loads((tmp_path / "correlation.json").read_text())
     assert numbers["images"] == 15
     assert outline((tmp_path / "correlation.html").read_text()) == [
-        "What was found, 1 text",
+        "First screen, 1 figure",
         "The maps, 1 figure",
-        "Over distance, 1 figure",
         "From layer to layer, 1 figure, 4 rows",
         "What the numbers mean, 1 text",
         "How this page was made, facts",

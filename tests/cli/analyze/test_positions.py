@@ -29,8 +29,9 @@ def test_two_runs_side_by_side(outline: Any, trained: Any, tmp_path: Path, capsy
     assert {"positions-pca-2d.png", "positions-pca-3d-2.png", "positions-energy.png"} <= pictures
     page = (out / "positions.html").read_text()
     assert outline(page) == [
-        "What was found, 2 texts, 4 rows",
-        "The places in two and three dimensions, 1 text, 1 note, 4 figures",
+        "First screen, 1 figure",
+        "What was found, 4 rows",
+        "The places in two and three dimensions, 1 text, 1 note, 3 figures",
         "How alike the places are, 1 text, 2 figures",
         "How many directions they fill, 1 text, 1 figure, 6 rows",
         "Reading a place off its vector, 2 texts, 2 notes, 2 figures, 7 rows",

@@ -24,8 +24,9 @@ def test_mp3_run(outline: Any, trained, tmp_path: Path, capsys: pytest.CaptureFi
     assert all(f"{100 * each['right']:.1f} %" in "\n".join(printed) for each in numbers["settings"])
     assert len(numbers["mixes"]) == 1
     assert outline((tmp_path / "reconstruct.html").read_text()) == [
+        "First screen, 1 figure",
         "How many patches are put right, 2 rows",
-        "One image, 1 text, 1 figure",
+        "One image, 1 text",
         "More images, 1 figure",
         "Two images in one, 1 text, 1 figure",
         "How this page was made, facts",

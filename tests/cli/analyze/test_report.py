@@ -18,11 +18,11 @@ def test_runs_side_by_side(outline: Any, trained, tmp_path: Path, capsys: pytest
     assert [line.split()[:2] for line in printed[2:5]] == [["one", "supervised"], ["two", "supervised"], ["mp3", "mp3"]]
     assert printed[-1] == str(tmp_path / "report.html")
     assert outline((tmp_path / "report.html").read_text()) == [
+        "First screen, 1 figure",
         "Runs, 1 note, 3 rows",
-        "Curves, 1 figure",
         "Final numbers, 5 rows",
         "Machine and speed, 9 rows",
-        "Configs, 8 rows, 1 fold",
+        "Configs, 9 rows, 1 fold",
     ]
     numbers = json.loads((tmp_path / "report.json").read_text())
     assert [run["finished"] for run in numbers["runs"]] == [True] * 3

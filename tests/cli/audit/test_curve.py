@@ -29,7 +29,7 @@ def test_files_of_a_curve(photographs: Path, tmp_path: Path, capsys: pytest.Capt
         (["--data", "x", "--over", "fog"], "--over"),
         (["--texts", "x", "--attack", "tokens"], "attacks: has no part in curves of texts"),
         (["--texts", "x", "--weights", "random"], "weights: has no part in curves of texts"),
-        (["--texts", "x"], "test_vit: is neither a run nor an export"),  # and not what is drawn by default
+        (["--texts", "x"], "test_vit: takes images, not texts (--texts)"),  # and not what is drawn by default
     ],
 )
 def test_mistakes(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from situs.cli.main import main
 
-SHORT = ["--images", "12", "--test", "15", "--epochs", "2", "--batch", "6", "--looks", "2"]
+SHORT = ["--count", "12", "--test", "15", "--epochs", "2", "--batch", "6", "--looks", "2"]
 
 
 def test_of_a_run(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +37,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     for words, said in (
         (["--data", "samples"], "(--from)"),
         (["--from", str(trained.one), "--epochs", "0"], "epochs=0"),
-        (["--from", str(tmp_path)], "config.json"),
+        (["--from", str(tmp_path)], "holds no run and no model"),
     ):
         assert main(["audit", "finetuning", *words]) == 2
         printed = capsys.readouterr().err

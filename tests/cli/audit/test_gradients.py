@@ -213,7 +213,7 @@ def test_broken_images_are_said(photographs: Path, tmp_path: Path, capsys: pytes
     (folder / "broken.png").write_text("no picture")
     words = ["audit", "gradients", NAME, "--data", str(folder), "--img-size", "64", "--out", str(tmp_path / "audit")]
     assert main(words) == 2
-    assert "holds no images that can be read: 1 of 1 images" in capsys.readouterr().err
+    assert "none of its 1 images can be read" in capsys.readouterr().err
     assert not (tmp_path / "audit").exists()
     (folder / "whole.png").write_bytes((photographs / "0.png").read_bytes())
     assert main([*words, "--attack", "patchembed", "--defence", "none"]) == 0

@@ -24,8 +24,9 @@ def test_a_classifier(outline: Any, trained: Any, tmp_path: Path, capsys: pytest
     assert numbers["row_law"]["status"] == "holds"
     page = (tmp_path / "positions-audit.html").read_text()
     assert outline(page) == [
-        "Verdict, 1 text, facts",
-        "Where a patch is, read off its features, 1 text, 2 figures, 4 rows",
+        "First screen, 1 figure",
+        "Verdict, facts",
+        "Where a patch is, read off its features, 1 text, 1 figure, 4 rows",
         "The vectors of the places, 1 text, 2 figures",
         "What shuffled patches do, 1 text, 2 rows",
         "Whether the blocks mind the order, 1 text, facts",

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from figures import write_coco
+from masked import write_ade
 
 from situs.cli.main import main
 
@@ -35,3 +37,18 @@ def test_the_status_says_what_was_found(photographs: Path, tmp_path: Path, capsy
 def test_an_unknown_kind_is_told_before_the_work(photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "check", str(photographs), "--fail-on", "blurred"]) == 2
     assert "unknown kind of finding 'blurred'" in capsys.readouterr().err
+
+
+def test_masks_and_objects_are_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ade = write_ade(tmp_path / "ade", {"training": 3, "validation": 1})
+    words = ["data", "check", str(ade), "--workers", "0", "--first", "1", "--void", "0"]
+    assert main(words) == 0
+    (ade / "annotations" / "training" / "ADE_00000001.png").unlink()
+    assert main(words) == 3
+    assert "1 annotation" in capsys.readouterr().out
+    coco = write_coco(tmp_path / "coco", {"train": 2, "val": 1})
+    assert main(["data", "check", str(coco), "--workers", "0"]) == 0
+    file = coco / "annotations" / "instances_train2017.json"
+    file.write_text(file.read_text()[:-9])
+    assert main(["data", "check", str(coco), "--workers", "0"]) == 2
+    assert "instances_train2017.json: no valid JSON" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import html
 import io
 import re
 import subprocess
@@ -10,21 +11,39 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
-import torch
 
-from situs.cli.demo import learned
+from situs.cli import progress
+from situs.cli.demo import findings, stage
 from situs.cli.demo import run as demo
-from situs.cli.demo.learned import _followed
-from situs.cli.demo.sections import Stage
+from situs.cli.demo.stage import Stage, _followed
 from situs.cli.main import main
 from situs.errors import SitusError
 from situs.evaluate import hooks
-
+from situs.locks.attacks.recovery import KeyRecovery
+from situs.report.html import Page
+from situs.results import Table
 
 _measure = hooks.measure_accuracy
+
+
+class Here:
+    """What the second process would do, done here: a start of torch costs more than the training of --quick."""
+
+    def __init__(self, does: Callable[..., None], *given: Any) -> None:
+        self.does, self.given = does, given
+
+    def __enter__(self) -> Self:
+        self.does(*self.given, print)
+        return self
+
+    def wait(self, until: str) -> str:
+        return until
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +53,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory, undrawing: Callable[[pytest.Mo
     said, complained = io.StringIO(), io.StringIO()
     with redirect_stdout(said), redirect_stderr(complained), pytest.MonkeyPatch.context() as patch:
         undrawing(patch)
-        # A few of the test images are enough here, for the classifiers and for every section.
-        patch.setattr(learned, "QUICK", replace(learned.QUICK, looked_at=16))
+        # A few of the test images are enough here, for the classifiers and for every finding.
+        patch.setattr(stage, "QUICK", replace(stage.QUICK, looked_at=16))
         patch.setattr(hooks, "measure_accuracy", lambda model, images, **how: _measure(model, islice(images, 3), **how))
+        patch.setattr(findings, "Aside", Here)
+        patch.setattr(progress, "FIRST", 1e9)  # else a slow machine is told how far it is
         assert main(["demo", "--quick", "--out", str(out)]) == 0
     assert complained.getvalue() == ""
     assert said.getvalue().splitlines()[-1] == str(out / "report.html")
@@ -50,7 +71,7 @@ def check_runs(folder: Path) -> None:
     from situs.train.run import load_run
 
     found = {each.name: load_run(each) for each in folder.iterdir() if each.is_dir()}
-    assert sorted(found) == ["after-MP3", "droppos", "from-random-weights", "mp3", "split"]
+    assert sorted(found) == ["after-MP3", "from-random-weights", "mp3", "split"]
     assert len(found["after-MP3"].classes or ()) == 10
 
 
@@ -63,112 +84,87 @@ def test_a_folder_of_runs_that_is_not_the_demos_is_left_alone(tmp_path: Path) ->
     assert (tmp_path / "runs" / "precious").is_dir()
 
 
-def test_progress_is_plain_lines_where_nobody_watches(ran: tuple[str, str]) -> None:
-    from situs.cli.demo.learned import SECTIONS
+def told(page: str) -> list[tuple[str, str, str]]:
+    """Title, number and what it is of, of each finding on the page."""
+    found = r'<h2>([^<]*)</h2>\s*<p class="big">(.*?) <span>(.*?)</span>'
+    return [(html.unescape(a), b, html.unescape(c)) for a, b, c in re.findall(found, page)]
 
+
+def test_progress_is_plain_lines_where_nobody_watches(ran: tuple[str, str]) -> None:
     printed, _ = ran
-    for number, name in enumerate(SECTIONS, start=1):
-        assert re.search(rf"^{number}/{len(SECTIONS)} {re.escape(name)}: done in \d+\.\d s$", printed, re.MULTILINE)
+    assert len(re.findall(r"^[1-5]/5 .*: done in \d+\.\d s$", printed, re.MULTILINE)) == 5
     assert "\x1b" not in printed
 
 
-def test_the_printed_table_says_what_the_page_says(ran: tuple[str, str]) -> None:
-    from situs.cli.demo.sections import QUICK_NOTE
-
+def test_five_findings_come_first_each_with_a_picture_and_are_printed_too(ran: tuple[str, str]) -> None:
     printed, page = ran
-    table = printed.partition("What the demo found\n")[2]
-    lines = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines() if line.startswith("  ")]
-    assert len(lines) >= 7
-    for what, found in lines:
-        assert f"<td>{what}</td><td>{found}</td>" in page
-    assert "NOT" not in table
-    assert QUICK_NOTE in printed
+    articles = re.findall(r"<article.*?</article>", page, re.DOTALL)
+    assert len(articles) == len(told(page)) == 5
+    assert all("<img" in each or 'role="img"' in each for each in articles)
+    assert page.index("</article>") < page.index("<section")
+    for number, (title, value, of) in enumerate(told(page), start=1):
+        assert f"  {number}  {title}\n     {value} {of}\n" in printed
+    assert demo.QUICK_NOTE in printed and demo.QUICK_NOTE in page
+    assert "situs demo --quick --seed 0" in page and "Zalando SE" in page
 
 
-def test_the_page_shows_each_section_with_pictures(ran: tuple[str, str]) -> None:
-    _, page = ran
-    sections = re.findall(r"<section.*?</section>", page, re.DOTALL)
-    titles = [re.search(r"<h2>(.*?)</h2>", section)[1] for section in sections]  # pyright: ignore[reportOptionalSubscript]
-    assert titles[0] == "At a glance"
-    assert titles[-1] == "How this page was made"
-    assert [section.count("<figure>") > 0 for section in sections] == [False, *[True] * (len(sections) - 2), False]
-    assert "situs demo --quick --seed 0" in page
-    assert "Zalando SE" in page
-    assert "After the few steps of --quick the models know next to nothing" in page
-
-
-def test_the_title_claims_only_what_was_found(ran: tuple[str, str]) -> None:
+def test_it_ends_with_three_commands_that_the_parser_knows(ran: tuple[str, str]) -> None:
     printed, page = ran
-    tops = [float(found) for found in re.findall(r"top-1 (?:after MP3|from random weights) +([\d.]+) %", printed)]
-    assert len(tops) == 2
-    if tops[0] != tops[1]:  # as printed, to a tenth
-        assert ("and that helps" in page) == (tops[0] > tops[1])
+    for line in demo.NEXT:
+        assert f"  {line}\n" in printed.partition("Now your own:")[2] and line in html.unescape(page)
+        words = line.split()[1:]
+        verb = words[: next(at for at, word in enumerate(words) if word.startswith("--") or "/" in word or ":" in word)]
+        with redirect_stdout(io.StringIO()) as said:
+            assert main([*verb, "--help"]) == 0
+        for flag in (word for word in words if word.startswith("--")):
+            assert flag in said.getvalue(), line
 
 
-def test_the_page_carries_a_reconstruction_a_projection_a_grid_and_attention(ran: tuple[str, str]) -> None:
-    """Each with numbers of its own, below in the printed table too."""
-    printed, page = ran
-    sections = dict(re.findall(r"<h2>(.*?)</h2>(.*?)</section>", page, re.DOTALL))
-    assert sections["Jigsaw puzzles"].count("<figure>") == 3
-    assert sections["Who knows where a patch was"].count("<figure>") == 3
-    assert "principal components" in sections["Position embeddings and their PCA"]
-    assert "principal components" in sections["A map of the image that nobody drew"]
-    assert sections["Where the classifier looks"].count("<figure>") == 2
-    assert sections["What the server of split learning sees"].count("<figure>") == 1
-    for line in (
-        r"MP3, puzzles without a mask\s+\d+\.\d % of patches right",
-        r"DropPos, mean of the position grid\s+\d+\.\d % \(chance 2\.0 %\)",
-        r"row and column read off MP3's position head\s+error \d\.\d\d patches",
-        r"sharpest head of the classifier\s+\d\.\d\d nats of 3\.91",
-    ):
-        assert re.search(line, printed), line
+def test_a_finding_says_only_what_its_figures_bear(ran: tuple[str, str]) -> None:
+    """After the steps of --quick the model knows nothing of places; what needs no training holds all the same."""
+    places, labels, gradients, lock, order = told(ran[1])
+    assert (float(places[1].split()[0]) > 4.0) == (
+        places[0] == "A model can learn where patches belong, without a label."
+    )
+    if float(labels[1].replace("−", "-")) < 2:  # less than chance moves it, of 2,000 images
+        assert labels[0] == "In this run, learning that first did not help for sure."
+    assert gradients == ("One training step gives the picture away, exactly.", "8 of 8", "images read byte for byte")
+    assert lock[2] == "channels of the key found" and lock[1].endswith(" of 64")
+    assert order[:2] == ("A server that sees only shuffled tokens can sort them.", "100 %")
 
 
-def test_the_server_of_split_learning_gets_the_images_back(ran: tuple[str, str]) -> None:
-    """Its model is wider than a patch has pixels: an attack that works reads them to rounding, and finds every row."""
-    line = r"what its server got back\s+(\S+) % of places, (\S+) % of channels, (\S+) dB \(mean image (\S+) dB"
-    found = re.search(line, ran[0])
-    assert found is not None
-    places, channels, quality, blind = map(float, found.groups())
-    assert min(places, channels) > 95
-    assert quality > 60 > 20 > blind
+@pytest.mark.parametrize(
+    ("right", "after", "owner", "falls"),
+    [(64, 0.5, 0.5, True), (3, 0.5, 0.5, True), (3, 0.2, 0.5, False), (64, 0.1, 0.1, True)],  # of a poor model, too
+)
+def test_a_lock_falls_only_where_an_attacker_got_what_the_key_is_worth(
+    right: int, after: float, owner: float, falls: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"right": right, "residual_sizes": ((64, right),)}
+    got = KeyRecovery("images", 64, before=0.1, after=after, owner=owner, **known)
+    none = replace(got, attacker="public-base", right=2, residual_sizes=((64, 2),), after=0.1)
+    said = type("Audit", (), {"attacks": (got, none), "verdict": "so.", "summary": lambda _: Tabled()})()
+    monkeypatch.setattr(findings.situs, "lock", lambda *_, **__: None)
+    monkeypatch.setattr(findings.situs, "audit_lock", lambda *_, **__: said)
+    found = findings.find_lock(Stage(0, quick=True, say=print, runs=tmp_path))
+    assert ("falls to 24 unlabelled photographs" in found.title) == falls
+    assert ("no proof" in found.title) != falls
 
 
-def test_equivariance_holds_and_the_control_fails(ran: tuple[str, str]) -> None:
-    printed, _ = ran
-    errors = dict(re.findall(r"equivariance, (.*?)\s{2,}error (\S+)", printed))
-    assert float(errors["with positions"]) < 1e-12
-    assert float(errors["without positions"]) < 1e-12
-    assert float(errors["control: positions stay"]) > 1e-2
+class Tabled:
+    """A summary with one table."""
+
+    tables = (Table("t", ["a"], [["b"]]),)
 
 
-def test_equivariance_section_sees_a_broken_encoder(tmp_path: Path) -> None:
-    """A block that looks at a token's place is caught, so the small errors above mean something."""
-    from situs.cli.demo.sections import Stage, show_equivariance
-
-    stage = Stage(seed=0, quick=True, say=print, runs=tmp_path)
-    ramp = torch.linspace(0, 1, 50 * 64, dtype=torch.float64).reshape(50, 64)  # CLS and 49 places, 64 channels
-    ramp[:, ::2] *= -1  # a ramp equal in all channels would vanish in the next norm
-    stage.backbone.model.blocks[0].mlp.register_forward_hook(lambda module, inputs, output: output + ramp)
-    errors = {what: float(found.removeprefix("error ")) for what, found in show_equivariance(stage)}
-    assert len(errors) == 3
-    assert min(errors.values()) > 1e-3
-
-
-def test_the_same_seed_gives_the_same_page(tmp_path: Path) -> None:
-    from situs.cli.demo.sections import Stage, show_equivariance, show_masks
-
-    def page(seed: int) -> str:
-        stage = Stage(seed, quick=True, say=print, runs=tmp_path)
-        show_masks(stage)
-        show_equivariance(stage)
-        return stage.page.render()
-
-    state = torch.get_rng_state()
-    first = page(3)
-    torch.rand(1)  # whatever happened before in the process does not matter
-    assert page(3) == first != page(4)
-    torch.set_rng_state(state)
+def test_what_needs_an_extra_that_is_missing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    here = Stage(0, quick=True, say=print, runs=tmp_path, page=Page("p"))
+    found = findings.find_lock(here)
+    assert (found.number, found.of) == ("left out", "needs cryptography: pip install 'situs[locks]'")
+    assert "This finding was not made: needs cryptography" in html.unescape(here.page.render())
+    demo._finish(here, [found], 3.0)
+    assert "Left out for want of an extra: 1." in here.page.render()
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,10 +211,10 @@ def test_a_long_training_says_how_far_it_has_come(tmp_path: Path, monkeypatch: p
     """By its log, at each quarter; a line that is only half written is passed over."""
     said: list[str] = []
     log: Any = Log()
-    monkeypatch.setattr("situs.cli.demo.learned._LOOK", 0.001)
+    monkeypatch.setattr("situs.cli.demo.stage._LOOK", 0.001)
     with _followed(Stage(0, quick=True, say=said.append, runs=tmp_path), "pretraining", log, 8):
         for log.text in ('{"epoch": 1.5}\n', '{"epoch": 2.0}\n{"epo', '{"epoch": 2.0}\n{"epoch": 2.5}\n'):
             seen, until = log.reads, time.monotonic() + 60
             while log.reads < seen + 2 and time.monotonic() < until:
                 time.sleep(0.001)
-    assert said == ["pretraining, epoch 2 of 8"]
+    assert said == ["pretraining, epoch 2 of 8, about 0 s left"]

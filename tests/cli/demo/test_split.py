@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,10 +15,9 @@ from warm import Warm
 import situs
 from situs.audit.scores.metrics import denormalise
 from situs.audit.split.view import streams
-from situs.cli.demo.learned import train
-from situs.cli.demo.sections import Stage
 from situs.cli.demo.server import Server
-from situs.cli.demo.split import FOUND, Sent, attack, show_split
+from situs.cli.demo.split import Sent, attack, find_order
+from situs.cli.demo.stage import Stage, train
 from situs.errors import SitusError
 from situs.methods.supervised import SupervisedConfig
 from situs.models.data import load_set
@@ -88,8 +86,9 @@ def test_without_the_extra_it_says_what_it_left_out(
     for module in modules:
         monkeypatch.setitem(sys.modules, module, None)
     stage = stage_of(tmp_path)
-    assert show_split(stage) == [(FOUND, f"left out: needs {named} (pip install 'situs[split]')")]
-    assert f"Left out: needs {named}" in stage.page.render()
+    found = find_order(stage)
+    assert (found.number, found.of) == ("left out", f"needs {named}: pip install 'situs[split]'")
+    assert f"This finding was not made: needs {named}" in stage.page.render()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -108,7 +107,7 @@ def test_a_ctrl_c_while_the_server_starts_ends_it(tmp_path: Path, monkeypatch: p
 def test_a_server_that_cannot_start_is_one_sentence(tmp_path: Path) -> None:
     server = Server(RunConfig(method=SupervisedConfig()), tmp_path / "server", tmp_path / "certs")
     with (
-        pytest.raises(SitusError, match=r"server could not start: \S+/certs/ca\.pem: cannot be read: no such file"),
+        pytest.raises(SitusError, match=r"second process failed: \S+/certs/ca\.pem: cannot be read: no such file"),
         server,
     ):
         pass
@@ -119,7 +118,7 @@ STARTED = """
 import multiprocessing, os, signal, sys
 from pathlib import Path
 from situs.cli.demo import server, split
-from situs.cli.demo.sections import Stage
+from situs.cli.demo.stage import Stage
 from situs.cli.main import main
 
 def tell(word):
@@ -129,7 +128,7 @@ def tell(word):
 if __name__ == "__main__":
     import situs.cli.main as cli
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in the background inherit as ignored
-    cli._dispatch = lambda words: split.show_split(Stage(0, True, tell, Path(sys.argv[1])))
+    cli._dispatch = lambda words: split.find_order(Stage(0, True, tell, Path(sys.argv[1])))
     split.STEPS = 150
     real = multiprocessing.get_context  # a fork starts at once; other tests have the demo start it as it does
     multiprocessing.get_context = lambda _: real("fork")

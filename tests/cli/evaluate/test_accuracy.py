@@ -41,7 +41,8 @@ def test_of_a_run_and_of_its_export(
     assert sum(row["top1"] * row["count"] for row in written["classes"]) == pytest.approx(15 * written["top1"])
     page = (out / "accuracy.html").read_text()
     assert outline(page) == [
-        "How often it is right, 1 figure, 1 row",
+        "First screen, 1 figure",
+        "How often it is right, 1 row",
         "The classes it knows least, 3 rows",
         "What the numbers mean, 1 text",
         "How this page was made, facts",

@@ -30,7 +30,8 @@ def test_a_run_gives_table_page_and_numbers(
     assert rows[0]["top1"] == rows[1]["top1"]
     page = (tmp_path / "consistency.html").read_text()
     assert outline(page) == [
-        "Over the share of shuffled patches, 2 figures",
+        "First screen, 1 figure",
+        "Over the share of shuffled patches, 1 figure",
         "Numbers, 1 note, 6 rows",
         "What the model sees, 1 figure",
         "What the numbers mean, 3 texts",

@@ -34,7 +34,8 @@ def test_two_runs(outline: Any, trained: Any, tmp_path: Path, capsys: pytest.Cap
     assert sorted(path.suffix for path in folder.iterdir()) == [".html", ".json", ".png", ".png"]
     assert "at least one is right on" in (folder / "ensemble.html").read_text()
     assert outline((folder / "ensemble.html").read_text()) == [
-        "Alone and together, 1 figure, 3 rows",
+        "First screen, 1 figure",
+        "Alone and together, 3 rows",
         "How alike they answer, 1 figure",
         "What the numbers mean, 1 text",
         "How this page was made, facts",

@@ -29,7 +29,8 @@ def test_a_run_gives_a_row_for_each_layer(
     assert json.loads((tmp_path / "knn.json").read_text())["temperature"] is None
     assert "every neighbour counts as one" in (tmp_path / "knn.html").read_text()
     assert outline((tmp_path / "knn.html").read_text()) == [
-        "Layer by layer, 1 figure, 2 rows",
+        "First screen, 1 figure",
+        "Layer by layer, 2 rows",
         "What the numbers mean, 1 text",
         "How this page was made, facts",
     ]

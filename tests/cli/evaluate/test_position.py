@@ -46,8 +46,8 @@ def test_droppos_gives_the_grid(
     assert numbers["mean"] == pytest.approx(sum(found) / 16)
     page = (tmp_path / "position.html").read_text()
     assert outline(page) == [
-        "The grid of γ and γ_pos, 1 figure",
-        "Numbers, 16 rows",
+        "First screen, 1 figure",
+        "Numbers, 16 rows, 1 fold",
         "What the numbers mean, 2 texts",
         "How this page was made, facts",
     ]

@@ -27,7 +27,8 @@ def test_positions_before_and_after(
     assert "zero vector" in numbers["models"]["one"]["unknown"]
     page = (tmp_path / "probe-position.html").read_text()
     assert outline(page) == [
-        "Places read off frozen features, 2 notes, 2 figures, 2 rows",
+        "First screen, 1 figure",
+        "Places read off frozen features, 2 notes, 1 figure, 2 rows",
         "How the weight decay was chosen, 1 text, 10 rows",
         "What the numbers mean, 2 texts",
         "How this page was made, facts",
@@ -45,7 +46,8 @@ def test_classes(outline: Any, trained: Any, tmp_path: Path) -> None:
     assert found["accuracy"] > 0.6  # three greys far apart
     assert "dark" not in found
     assert outline((tmp_path / "probe-class.html").read_text()) == [
-        "Classes read off frozen features, 1 figure, 1 row",
+        "First screen, 1 figure",
+        "Classes read off frozen features, 1 row",
         "How the weight decay was chosen, 1 text, 2 rows",
         "What the numbers mean, 1 text",
         "How this page was made, facts",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ def test_generated_corruptions(trained: Any, tmp_path: Path, capsys: pytest.Capt
     assert run(trained.one, *words, "--out", tmp_path / "a") == 0
     printed = capsys.readouterr()
     assert printed.out.splitlines()[-1] == str(tmp_path / "a" / "robustness.html")
-    assert "100 %  corruptions" in printed.err
+    assert printed.err == ""  # no terminal, and quick
     numbers = json.loads((tmp_path / "a" / "robustness.json").read_text())
     assert list(numbers["corruptions"]) == ["gaussian_noise", "shot_noise", "impulse_noise", "contrast"]
     cells = [cell for each in numbers["corruptions"].values() for cell in each["severities"].values()]
@@ -113,7 +114,8 @@ def test_natural_examples_and_anomalies(
     pictures(strange, {"light": 150, "dark": 95}, 4, 2)
     words = ("--imagenet-a", natural, "--imagenet-o", strange, "--corruptions", "none")
     told: list[tuple[int, int, str]] = []
-    monkeypatch.setattr(evaluate_robustness, "progress_bar", lambda: nullcontext(lambda *step: told.append(step)))
+    counting = SimpleNamespace(count=lambda *step: told.append(step))
+    monkeypatch.setattr(evaluate_robustness, "task", lambda: nullcontext(counting))
     assert run(trained.one, *words, "--out", tmp_path / "x") == 0
     assert told == [(0, 1, "ImageNet-A"), (0, 1, "ImageNet-O")]
     numbers = json.loads((tmp_path / "x" / "robustness.json").read_text())

@@ -38,6 +38,8 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("situs pretrain --optim.warmup-e", {"--optim.warmup-epochs"}),
         ("situs pretrain --method.dal-w", {"--method.dal-weight", "--method.dal-warmup"}),
         ("situs evaluate probe --kind ", {"position", "class", "segments"}),
+        ("situs pretrain --preset samp", {"samples-mp3"}),
+        ("situs verify --j", {"--json"}),
     ],
 )
 def test_bash_completes(line: str, words: set[str], script: Path) -> None:
@@ -59,3 +61,18 @@ def test_other_shells_get_a_script(
     assert main(["completion", shell]) == 0
     printed = capsys.readouterr().out
     assert "audit" in printed and "positions" in printed and "optim.warmup-epochs" in printed
+
+
+def test_it_installs_itself_for_the_shell_at_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("situs.cli.parser.completion.VERBS", {"doctor": VERBS["doctor"]})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", "/bin/bash")
+    assert main(["--install-completion"]) == 0
+    written = tmp_path / ".local/share/bash-completion/completions/situs"
+    assert capsys.readouterr().out == f"{written}: open a new bash to use it\n"
+    assert "doctor" in written.read_text()
+    monkeypatch.setenv("SHELL", "/bin/tcsh")
+    assert main(["completion"]) == 2
+    assert "say bash, zsh, fish or powershell" in capsys.readouterr().err

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from PIL import Image
 
 from situs.data.sources import images
-from situs.data.sources.images import centre_fit, decode, to_channels
+from situs.data.sources.images import centre_fit, decode, decode_numbers, to_channels
 from situs.errors import BrokenSampleError, SitusError
 
 RNG = np.random.default_rng(0)
@@ -80,6 +82,26 @@ def test_a_photograph_is_turned_upright():
     exif[0x0112] = 6  # the camera was turned: rotate by 270 degrees to see it upright
     got = decode(encoded(Image.fromarray(RGB), "PNG", exif=exif), "x")
     assert torch.equal(got, torch.rot90(chw(RGB), -1, (1, 2)))
+
+
+def test_a_mask_is_turned_as_its_photograph_is():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    numbers = RGB[..., 0] % 7
+    for made in (Image.fromarray(numbers), Image.fromarray(numbers.astype(np.uint16))):
+        got = decode_numbers(encoded(made, "PNG", exif=exif), "x")
+        assert torch.equal(got.long(), torch.rot90(torch.from_numpy(numbers).long(), -1))
+
+
+def test_sixteen_bits_of_colour_are_scaled_and_not_cut():
+    """Pillow reads them as 8 bits: a level of 256 is lost at most, and 40,000 stays below 65,535."""
+    colours = np.array([[[0, 1000, 32768], [65535, 256, 40000]]], dtype=np.uint16)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in colours)
+    head = struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    parts = [struct.pack(">I", len(d)) + t + d + struct.pack(">I", zlib.crc32(t + d)) for t, d in chunks]
+    got = decode(b"\x89PNG\r\n\x1a\n" + b"".join(parts), "x")
+    assert (got.float() / 255 - chw(colours.astype(np.float32)) / 65535).abs().max() < 1 / 255
 
 
 def test_arrays_of_any_number_of_channels():

@@ -218,3 +218,25 @@ def test_too_short_a_sample_and_a_column_of_numbers_are_refused(tokeniser: str, 
     assert len(read(file, tokeniser, longest=3).read(0)["ids"]) == 3
     with pytest.raises(SitusError, match=r"text.longest=1: must be at least 2"):
         open_source(file, text=TextConfig(tokeniser=tokeniser, longest=1), words=True)
+
+
+def test_quotation_marks_of_a_tsv_file_belong_to_its_sentences(tmp_path: Path) -> None:
+    (tmp_path / "train.tsv").write_text('sentence\tlabel\n"w1 w2\t1\nsaid "w3\t0\n')
+    source = open_source(tmp_path, "train", kind="text")
+    assert [source.read(row)["text"] for row in range(len(source))] == [
+        '"w1 w2',
+        'said "w3',
+    ]  # one opens and never ends
+
+
+def test_categories_of_a_parquet_file_are_read_as_what_they_stand_for(tmp_path: Path) -> None:
+    """pandas writes them so; a column of labels that is passed over would leave the set without labels, in silence."""
+    columns = {"sentence": ["w1 w2", "w3", "w1 w2"], "label": ["up", "down", "up"]}
+    pq.write_table(
+        pa.table({name: pa.array(own).dictionary_encode() for name, own in columns.items()}), tmp_path / "a.parquet"
+    )
+    source = open_source(tmp_path / "a.parquet", kind="text")
+    assert source.classes == ("down", "up")
+    assert [source.read(row) for row in range(3)] == [
+        {"text": "w1 w2", "label": 1}, {"text": "w3", "label": 0}, {"text": "w1 w2", "label": 1}
+    ]  # fmt: skip

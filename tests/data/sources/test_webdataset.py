@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from situs.data.augment.recipes import RECIPES
-from situs.data.blocks import BlockOrder
+from situs.data.blocks import BlockOrder, with_order
 from situs.data.config import DataConfig
-from situs.data.loader import Loader, make_loader, with_order
+from situs.data.loader import Loader, make_loader
 from situs.data.sampler import BatchPlan, batches_for, exact_order
 from situs.data.sources import open_source, webdataset
 from situs.errors import BrokenSampleError, SitusError

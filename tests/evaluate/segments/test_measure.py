@@ -85,5 +85,28 @@ def test_others_are_refused(model: Model, data: Path, tmp_path: Path) -> None:
     bare = Model("bare", model.backbone, None, model.input)
     with pytest.raises(SitusError, match="bare: was not trained to segment; fine-tune it"):
         evaluate_segments(bare)
-    with pytest.raises(SitusError, match=r"ade\d \(validation\): has 3 classes, not the 2 of tiny"):
+    with pytest.raises(SitusError, match=r"ade\d \(validation\): its classes are not those of tiny: 'ground' .* 'a'"):
         evaluate_segments(model, data, masks=MaskConfig(0, (), ("a", "b", "c")))
+    with pytest.raises(SitusError, match="its classes are not those of tiny: there are 3, not 2"):
+        evaluate_segments(model, data, masks=MaskConfig(0, (), ("ground", "disc", "c")))
+    lost = Model("lost", model.backbone, None, model.input, facts={"method": "segmentation"})
+    with pytest.raises(SitusError, match=r"lost: its decoder is gone, the file situs_method\.safetensors"):
+        evaluate_segments(lost)
+
+
+def test_a_list_of_other_names_beside_other_data_is_refused(model: Model, tmp_path: Path) -> None:
+    other = write_ade(tmp_path / "other", {"training": 1, "validation": 1})
+    assert evaluate_segments(model, other, pictures=0).count == 1
+    (other / "objectInfo150.txt").write_text("Idx\tName\n1\tground\n2\tsea\n")
+    with pytest.raises(SitusError, match="its classes are not those of tiny: 'disc' there is 'sea' here"):
+        evaluate_segments(model, other)
+    assert evaluate_segments(model, other, masks=MASKS, pictures=0).count == 1
+
+
+def test_where_no_image_can_be_read_it_says_why(model: Model, tmp_path: Path) -> None:
+    other = write_ade(tmp_path / "other", {"training": 1, "validation": 2})
+    (other / "annotations/validation/ADE_00000000.png").unlink()
+    assert evaluate_segments(model, other, pictures=0).count == 1
+    (other / "annotations/validation/ADE_00000001.png").write_bytes(b"")
+    with pytest.raises(SitusError, match=r"none of its 2 images can be read; the first: .*00000000\.png: has no mask"):
+        evaluate_segments(model, other)

@@ -13,12 +13,19 @@ import torch
 from builders import small_vit
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from situs.backbones import create_backbone
 from situs.backbones.layout import Group, Member
 from situs.errors import SitusError
-from situs.locks.attacks.adapter import AdapterConfig, accuracy_of, randomised, recover_with_labels, train_adapter
+from situs.locks.attacks.adapter import (
+    Adapted,
+    AdapterConfig,
+    Labelled,
+    accuracy_of,
+    randomised,
+    recover_with_labels,
+    train_adapter,
+)
 from situs.locks.attacks.blind import graph_match
 from situs.locks.attacks.match import assign, channels, fit_error, match_keys
 from situs.locks.attacks.recovery import (
@@ -390,15 +397,15 @@ def test_inner_groups_never_count() -> None:
 
 
 @pytest.fixture(scope="module")
-def toy() -> tuple[Any, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def toy() -> tuple[Any, Labelled, Labelled]:
     """A ViT trained to tell which of three channels is bright, and images to learn from and to test on."""
     backbone = vit()
 
-    def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    def draw(count: int, seed: int) -> Labelled:
         labels = torch.arange(count) % 3
         images = 0.5 * torch.randn(count, 3, 8, 8, generator=seeded(seed))
         images[torch.arange(count), labels] += 1.0
-        return images, labels
+        return Labelled(images, labels)
 
     train, test = draw(120, 0), draw(150, 1)
     optimiser = torch.optim.AdamW(backbone.parameters(), lr=3e-3)
@@ -406,18 +413,18 @@ def toy() -> tuple[Any, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         optimiser.zero_grad()
         torch.nn.functional.cross_entropy(backbone(train[0]), train[1]).backward()
         optimiser.step()
-    assert accuracy_of(backbone, *test) > 0.95
+    assert accuracy_of(backbone, test) > 0.95
     return backbone, train, test
 
 
 def test_labels_train_around_the_lock(toy: Any) -> None:
     backbone, train, test = toy
     groups, state = residual_only(backbone.groups()), {k: v.clone() for k, v in backbone.model.state_dict().items()}
-    owner, truth = accuracy_of(backbone, *test), random_keys(residual_only(backbone.groups()), seeded(8))
+    owner, truth = accuracy_of(backbone, test), random_keys(residual_only(backbone.groups()), seeded(8))
     locked = permute_state(state, groups, truth)
     backbone.model.load_state_dict(locked)
     try:
-        few = (train[0][:30], train[1][:30])
+        few = Labelled(train.inputs[:30], train.labels[:30])
         found = recover_with_labels(
             backbone, groups, few, test, AdapterConfig(steps=60, lr=1e-2), truth=truth, owner=owner
         )
@@ -460,7 +467,7 @@ def test_scores_before_after_and_of_the_owner(toy: Any) -> None:
 
     def score(given: Any) -> float:
         backbone.model.load_state_dict(given)
-        return accuracy_of(backbone, *test)
+        return accuracy_of(backbone, test)
 
     try:
         owner = score(state)
@@ -474,8 +481,9 @@ def test_scores_before_after_and_of_the_owner(toy: Any) -> None:
 
 def test_a_stream_of_several_widths_is_refused(model_folder: Callable[[str], Path]) -> None:
     backbone = create_backbone(model_folder("swin"))
+    empty = Labelled(torch.zeros(0), torch.zeros(0))
     with pytest.raises(SitusError, match="needs one residual key, and this lock has 2"):
-        recover_with_labels(backbone, backbone.groups(), (torch.zeros(0), torch.zeros(0)), (torch.zeros(0),) * 2)
+        recover_with_labels(backbone, backbone.groups(), empty, empty)
 
 
 # --- real weights ----------------------------------------------------------------------------------------------
@@ -502,3 +510,38 @@ def test_a_real_pretrained_vit(shared_data: Path) -> None:
     assert torch.nn.functional.cosine_similarity(clear, stolen).abs().max() < 0.5
     # What the first norm's bias says of the stream's mean is worth a few channels, not the key.
     assert guess.right is not None and 1 < guess.right < 40
+
+
+def test_labelled_sentences_are_judged_as_an_evaluation_judges_them(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from sentences import write_set
+    from tiny_texts import write_folder
+
+    from situs.evaluate import evaluate_accuracy
+    from situs.locks import audit_lock, lock, new_key
+    from situs.locks.attacks.audit import LockAuditConfig
+    from situs.models import open_model
+
+    folder, data = write_folder(tmp_path / "open", "bert", width=16, seed=4), write_set(tmp_path / "set")
+    key = new_key(tmp_path / "owner.key")
+    lock(folder, key, tmp_path / "locked")
+    found = audit_lock(
+        tmp_path / "locked", key=key, base=folder, data=data, attacker=("public-base", "labels"),
+        config=LockAuditConfig(k=20, steps=2, test=20),
+    ).attacks  # fmt: skip
+    owner, thief = (evaluate_accuracy(tmp_path / name, data).numbers()["top1"] for name in ("open", "locked"))
+    assert [(each.before, each.owner) for each in found] == [(thief, owner)] * 2
+    assert found[0].after == owner and found[0].share == 1
+    import transformers
+
+    transformers.BertModel.from_pretrained(folder).save_pretrained(tmp_path / "bare")  # the base without its head
+    bare = audit_lock(tmp_path / "locked", key=key, base=tmp_path / "bare", attacker="public-base").attacks[0]
+    assert bare.share == 1
+    backbone = open_model(folder).backbone
+    ids = torch.randint(5, 40, (3, 9), generator=seeded(0))
+    mask = torch.arange(9) < torch.tensor([[4], [9], [2]])
+    adapted = Adapted(backbone).eval()
+    assert torch.allclose(adapted(ids, mask), backbone(ids, mask), atol=1e-6)
+    assert torch.allclose(adapted(ids[:1, :4]), adapted(ids, mask)[:1], atol=1e-6)  # padding changes nothing
+    rows = Labelled(ids, torch.zeros(3), mask).unpadded()
+    assert rows.shape[0] == 1 and bool((rows[0] == ids[mask.sum(1) == rows.shape[1]][0, : rows.shape[1]]).all())

@@ -17,7 +17,9 @@ from situs.data.loader import make_loader
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
 from situs.locks.groups import invert_keys, permute_state, random_keys, residual_only
-from situs.locks.tuning.finetune import WAYS, Pretrained, TuningConfig, make_way, pretrain, run_ways
+from situs.locks.tuning.finetune import make_way, run_ways
+from situs.locks.tuning.result import WAYS, TuningConfig
+from situs.locks.tuning.start import Pretrained, pretrain
 from situs.methods import SupervisedConfig
 from situs.train.run import RunConfig, make_method
 
@@ -47,7 +49,8 @@ def weights(config: RunConfig) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         for parameter in method.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return {name: value.clone() for name, value in method.backbone.model.state_dict().items()}
+    state = method.backbone.model.state_dict()
+    return {name: value.clone() for name, value in state.items() if not name.startswith(HEADS)}
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +106,7 @@ def test_what_each_way_starts_from(pretrained: Pretrained) -> None:
 
 def test_the_study_through_the_engine(pretrained: Pretrained, tmp_path: Path) -> None:
     said: list[str] = []
-    config = TuningConfig(images=24, test=15, epochs=4, batch=8, looks=3)
+    config = TuningConfig(count=24, test=15, epochs=4, batch=8, looks=3)
     before = torch.random.get_rng_state()
     study = run_ways(pretrained, config, tmp_path, said.append)
     assert torch.equal(before, torch.random.get_rng_state())
@@ -129,7 +132,7 @@ def test_the_study_through_the_engine(pretrained: Pretrained, tmp_path: Path) ->
 
 
 def test_pretraining_keeps_the_study_images_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from situs.locks.tuning import finetune as study
+    from situs.locks.tuning import start as study
 
     seen: list[Any] = []
 
@@ -138,7 +141,7 @@ def test_pretraining_keeps_the_study_images_apart(tmp_path: Path, monkeypatch: p
         return type("Result", (), {"interrupted": False})()
 
     monkeypatch.setattr(study, "fit", stop)
-    made = pretrain(TuningConfig(images=200, test=50), tmp_path)
+    made = pretrain(TuningConfig(count=200, test=50), tmp_path)
     assert (len(seen[0].source), len(made.train), len(made.test)) == (8000, 200, 50)
     trained_on = {seen[0].source.read(i)["image"].numpy().tobytes() for i in range(8000)}
     apart = [made.train.read(i)["image"].numpy().tobytes() not in trained_on for i in range(200)]
@@ -148,5 +151,5 @@ def test_pretraining_keeps_the_study_images_apart(tmp_path: Path, monkeypatch: p
 def test_mistakes() -> None:
     with pytest.raises(SitusError, match="epochs=0"):
         TuningConfig(epochs=0)
-    with pytest.raises(SitusError, match=r"batch=50.*at most the 20 images"):
-        TuningConfig(images=20)
+    with pytest.raises(SitusError, match=r"batch=50.*at most the 20 samples"):
+        TuningConfig(count=20)

@@ -15,6 +15,7 @@ from situs.config import from_dict
 from situs.errors import SitusError
 from situs.evaluate.finetune import FinetuneConfig
 from situs.models import open_model
+from situs.models.export import export_run
 from situs.train.checkpoint import RunFolder
 from situs.train.contract import RunState
 from situs.train.private.accounting import epsilon_of
@@ -137,6 +138,10 @@ def test_the_best_of_a_run_spends_what_all_its_steps_do(tmp_path: Path) -> None:
     assert model.spent.epsilon == pytest.approx(epsilon_of(1.0, 32 / 96, 4, 1e-5))
     last = open_model(run / "checkpoints" / "step-00000004")
     assert "best_by" not in last.facts and last.spent == model.spent
+    (run / "defence.json").write_text('{"defence": "noise=0.5", "scale": 1.0}')
+    card = (export_run(run, tmp_path / "export").path / "README.md").read_text()  # which may be for all to see
+    assert f"- Differential privacy: {model.spent}." in card and "| epsilon |" not in card
+    assert "- Split learning: its server saw tokens under noise=0.5, which promises no ε." in card
 
 
 def test_a_best_that_nothing_judges_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from situs.audit.attacks.patchembed.equations import FIT
 from situs.audit.cases import Outcome
 from situs.audit.scores.metrics import BEST_PSNR, HIGHER_IS_CLOSER, LOWER_IS_CLOSER
 from situs.errors import SitusError, unknown_name
+from situs.results import Tone
 
 if TYPE_CHECKING:
     from situs.audit.gradients import Audit
@@ -34,6 +35,8 @@ STATUS: dict[Answer, int] = {"above": ABOVE, "incomplete": NOT_JUDGED, "nothing_
 
 OUTCOMES = {PASSED: "passed", NOT_JUDGED: "not judged", ABOVE: "above"}
 """The same in words."""
+
+TONES: dict[int, Tone] = {PASSED: "good", NOT_JUDGED: "unsure", ABOVE: "bad"}
 
 
 class Limit(NamedTuple):
@@ -100,6 +103,11 @@ class Ruling:
         return self.status == PASSED
 
     @property
+    def tone(self) -> Tone:
+        """Not judged is no pass."""
+        return TONES[self.status]
+
+    @property
     def sentence(self) -> str:
         """For a reader: passed or not, and by what."""
         opened = {PASSED: "passed", ABOVE: "not passed", NOT_JUDGED: "not judged, which is no pass"}[self.status]
@@ -127,6 +135,9 @@ def parse_limit(text: str, asked: str = "fail_above") -> Limit:
             f"{rising}",
             field=asked,
         )
+    if name not in HIGHER_IS_CLOSER and not number:
+        metrics = ", ".join(sorted(HIGHER_IS_CLOSER))
+        raise SitusError(field=asked, value=text, allowed=f"METRIC=NUMBER, as psnr=20; metrics: {metrics}")
     if name not in HIGHER_IS_CLOSER:
         raise unknown_name("metric of a gate", name, HIGHER_IS_CLOSER, field=asked)
     try:

@@ -17,6 +17,7 @@ from situs.limits import check_values
 from situs.locks.equivariance import Finding, verify
 from situs.methods.base import Method
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
+from situs.progress import task
 from situs.results import Cell, Result, Summary, Table, percent
 
 RATIOS = (0.15, 0.5, 0.9)
@@ -131,12 +132,17 @@ def measure_positions(
     backbone.require("tokens")
     check_values("ratios", ratios, "[0, 1]")  # before the long part
     positions = model.sees_positions if isinstance(model, Method) else positions
-    looks, no_vectors = _look(name, backbone, positions, seed)
-    probed = probe_places(backbone, batches, positions=positions, seed=seed)
-    shuffled = measure_consistency(
-        model, batches, ratios, seed=seed, positions=positions, classifier=classifier, no_top1="it is not asked for"
-    )
-    rows = verify(backbone, steps=0, tokens=16, seed=seed).whole("row") if equivariance else None
+    with task("positions", 4) as told:
+        told.tell(0, "its vectors")
+        looks, no_vectors = _look(name, backbone, positions, seed)
+        told.tell(1, "its features")
+        probed = probe_places(backbone, batches, positions=positions, seed=seed)
+        told.tell(2, "its answers")
+        shuffled = measure_consistency(
+            model, batches, ratios, seed=seed, positions=positions, classifier=classifier, no_top1="it is not asked for"
+        )
+        told.tell(3, "its blocks")
+        rows = verify(backbone, steps=0, tokens=16, seed=seed).whole("row") if equivariance else None
     return PositionAudit(
         name=name,
         grid=backbone.grid,

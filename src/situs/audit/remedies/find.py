@@ -26,6 +26,7 @@ from situs.audit.remedies.tune import Tuned, Tuning
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.methods.base import Method
+from situs.progress import tracked
 from situs.results import Provenance
 
 ROUNDS = 3
@@ -212,7 +213,7 @@ def find_defences(
             keep(result())
 
     try:
-        for name, rungs in ladders(victim.trains, searched, step).items():
+        for name, rungs in tracked([*ladders(victim.trains, searched, step).items()], "defences"):
             near = near if name == "clip" else None  # the same noise on a number, rung by rung
             each = search.remedy(name, rungs, searched, others, near)
             if each.named is not None:
@@ -220,7 +221,7 @@ def find_defences(
                 settings[name] = rung = rungs[near]
                 each = replace(each, cost=cost_of(victim.trains, rung, searched, costs))
             add(each, len(found))
-        for at, each in enumerate(list(found)):
+        for at, each in enumerate(tracked(list(found), "fine-tunings")):
             if tuning is not None and each.named is not None:
                 add(replace(each, tuned=search.tuned(tuning, settings[each.defence])), at)
     except (_StoppedError, KeyboardInterrupt) as error:

@@ -23,6 +23,7 @@ from situs.limits import check_value
 from situs.locks.features import Defence, parse_defence
 from situs.models import Model, open_model
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened, top1_reason
+from situs.progress import tracked
 from situs.results import Provenance
 from situs.train.run import is_run
 
@@ -109,9 +110,9 @@ def audit_split(
 
     begun = _Begun(stage, attacks, pictures)
     try:
-        for setting in settings:
+        for setting in tracked(settings, "defences"):
             deadline.say(str(setting))
-            for _ in begun.attacked(setting):
+            for _ in tracked(begun.attacked(setting), str(setting), len(attacks)):
                 if deadline.spent():
                     raise KeyboardInterrupt
             found.append(begun.found(None))

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from situs.audit.split.attackers import ATTACKS
-from situs.audit.split.found import UNDOING, SettingFound
+from situs.audit.split.found import SCORES, UNDOING, SettingFound
 from situs.audit.split.tables import tables
 from situs.locks.features import Defence
-from situs.results import Result, Summary, Table, percent
+from situs.results import Result, Summary, Table, Tone, percent
 
 RECOGNISED = 20.0
 """dB from which a picture is said to be seen; the numbers stand beside it."""
@@ -29,6 +29,12 @@ AGAIN = (
     "again, it starts anew."
 )
 """What is said of an audit that was stopped."""
+
+CLEARER, MORE = 3.0, 0.1
+"""dB, and share of places, labels and the like, above a guess from which an attacker is said to know something."""
+
+CHANCE = {"labels": 0.5, "unnamed labels": 0.5, "samples": 0.5}
+"""The most that a guess of them comes to, where none was made: one of two."""
 
 LISTED = 6
 """Settings that a note names one by one."""
@@ -69,6 +75,29 @@ class SplitAudit(Result):
     def private(self) -> bool:
         """Its page shows the images and what was made of them."""
         return self.pictures is not None
+
+    @property
+    def tone(self) -> Tone:
+        """Bad where an attacker came to clearly more than a guess; never good, for others may do better."""
+        return "bad" if any(self._beats_a_guess(score) for score in SCORES) else "unsure"
+
+    def best(self, score: str) -> float | None:
+        """The highest value of a score over all settings; None where no attack gave it."""
+        return max((value for found in self.settings if (value := found.best(score)) is not None), default=None)
+
+    def guess(self, score: str) -> float | None:
+        """The best of those who saw no token; None where there is none."""
+        return max((each[score] for each in self.blind.values() if score in each), default=None)
+
+    def _beats_a_guess(self, score: str) -> bool:
+        value, guess = self.best(score), self.guess(score)
+        if value is None or score in ("ssim", "fsim"):  # the picture's own scores; its PSNR speaks for them
+            return False
+        if score in SEEN:
+            least = 0.0 if score == "psnr" else RECOGNISED
+            return value >= least and value > (guess or 0.0) + CLEARER
+        blind = 1 / self.samples if score == "linked" else CHANCE.get(score, 0.0)
+        return value > (blind if guess is None else guess) + MORE
 
     @property
     def skipped(self) -> dict[str, list[str]]:
@@ -162,7 +191,7 @@ def verdict(audit: SplitAudit) -> str:
         ("unnamed labels", "up to names, without the head"),
     ):
         if shares := _span(audit.settings, score, percent):
-            guess = max((each[score] for each in audit.blind.values() if score in each), default=None)
+            guess = audit.guess(score)
             blind = "" if guess is None else f" ({percent(guess)} by a guess that saw no gradient)"
             said.append(f"{what}: {shares}{blind}.")
     return " ".join(each[0].upper() + each[1:] for each in said)

@@ -35,11 +35,13 @@ def find_sentences(
     *,
     noise: float = 0.0,
     hidden: int | None = None,
+    unknown: torch.Tensor | None = None,
     deadline: Deadline | None = None,
 ) -> Found:
     """What one who knows the weights and the size of the batch reads off an upload.
 
-    noise: deviation of the noise that was added, which he knows. hidden: the id that stands for masked words.
+    noise: deviation of the noise that was added, which he knows. hidden: the id that stands for masked words. unknown:
+    [D], the vector that he knows MJP to give words in the stead of their places.
     """
     deadline = deadline or Deadline()
     if said := refusal(backbone, set(upload)):
@@ -48,7 +50,7 @@ def find_sentences(
     if isinstance(backbone, DecoderBackbone):
         return causal_sentences(backbone, upload, batch, words, deadline, even=noise > 0)
     assert isinstance(backbone, BertBackbone)
-    found = encoder_sentences(backbone, upload, batch, words, deadline, even=noise > 0)
+    found = encoder_sentences(backbone, upload, batch, words, deadline, noise > 0, unknown)
     if hidden is None:
         return found
     named = masked_words(backbone, upload, found.sentences, hidden)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -24,6 +25,7 @@ from situs.config import Checked
 from situs.errors import SitusError
 from situs.files import read_lines
 from situs.limits import Count
+from situs.progress import tracked
 from situs.results import Provenance
 
 SENT, WITHHELD = "word gradient sent", "word gradient withheld"
@@ -64,12 +66,18 @@ class TextConfig(Checked):
     """Of a new head, of masked words and of noise."""
 
 
+AWARE = {True: "MJP known", False: "MJP not known"}
+"""Of a model that hides places: whether the attacker knows that it does, and with which vector."""
+
+
 class _Part(NamedTuple):
-    """One row: what is done, and whether the word embedding's gradient is sent."""
+    """One row: what is done, whether the word embedding's gradient is sent, and whether the attacker knows of hidden
+    places."""
 
     label: str
     defence: Defence
     sent: bool
+    aware: bool
 
 
 def audit_texts(
@@ -96,7 +104,7 @@ def audit_texts(
     names = {field.name for field in fields(TextConfig)}
     config = TextConfig(**{name: value for name, value in options.items() if name in names})
     limit = None if config.fail_above is None else parse_text_limit(config.fail_above)
-    parts = _parts(defences)
+    made = _made(defences)
     if config.count % config.batch:
         said = f"{config.count} sentences do not make whole batches of {config.batch}"
         raise SitusError(said, field=("count", "batch"))
@@ -107,6 +115,7 @@ def audit_texts(
         )
     asked = {name: value for name, value in options.items() if name not in names}
     victim = open_text_victim(model, classes=config.classes, seed=config.seed, **asked)
+    parts = _parts(made, hides=victim.method is not None)
     sentences = victim.coded(lines[: config.count])
     most = victim.backbone.num_tokens
     full = sum(len(sentence) == most for sentence in sentences)
@@ -135,7 +144,7 @@ def audit_texts(
     return _Run(victim, sentences, parts, config, deadline or Deadline(), keep).go(start)
 
 
-def _parts(defences: Sequence[str | Defence]) -> list[_Part]:
+def _made(defences: Sequence[str | Defence]) -> list[Defence]:
     made = [create_defence(each) for each in dict.fromkeys(defences)]
     if not made:
         raise SitusError(field="defences", value="", allowed="one or more of them")
@@ -143,16 +152,25 @@ def _parts(defences: Sequence[str | Defence]) -> list[_Part]:
         if defence.name not in TEXT_DEFENCES:
             known = ", ".join(name for name in DEFENCES if name in TEXT_DEFENCES)
             raise SitusError(field="defences", value=defence.name, allowed=f"one of {known} for texts")
-    rows = [(defence, sent) for defence in made for sent in (True, False)]
-    name = {True: SENT, False: WITHHELD}
-    return [
-        _Part(name[sent] if defence.name == "none" else f"{defence.label}, {name[sent]}", defence, sent)
-        for defence, sent in rows
-    ]
+    return made
+
+
+def _parts(made: Sequence[Defence], *, hides: bool) -> list[_Part]:
+    """The rows: a defence is never reported without an attacker who knows it, and so with MJP."""
+    rows = product(made, (True, False) if hides else (None,), (True, False))
+    return [_Part(label_of(defence, sent, aware), defence, sent, bool(aware)) for defence, aware, sent in rows]
+
+
+def label_of(defence: Defence, sent: bool, aware: bool | None) -> str:
+    """What a row is called. aware: whether the attacker knows of hidden places; None: none are."""
+    words = [*([] if defence.name == "none" else [defence.label]), *([] if aware is None else [AWARE[aware]])]
+    return ", ".join([*words, SENT if sent else WITHHELD])
 
 
 def _about(part: _Part) -> str:
     added = "" if part.defence.name == "none" else f"{part.defence.about}; the attacker knows its settings. "
+    if part.aware:
+        added += "The attacker knows that places are hidden, and their vector. "
     return f"{added}{ABOUT[SENT if part.sent else WITHHELD]}"
 
 
@@ -176,9 +194,9 @@ class _Run:
     def go(self, audit: TextAudit) -> TextAudit:
         batch, count = self.config.batch, self.config.count // self.config.batch
         try:
-            for number in range(count):
+            for number in tracked(range(count), "batches"):
                 span = slice(number * batch, (number + 1) * batch)
-                for at, part in enumerate(self.parts):
+                for at, part in enumerate(tracked(self.parts, "")):
                     if self.deadline.spent():
                         return self._ended(audit)
                     left = sum(other.sent or self._read for other in self.parts)  # a twin takes no time
@@ -245,7 +263,8 @@ class _Run:
 
     def _find(self, part: _Part, upload: Gradients) -> Found:
         hidden = self.victim.tokeniser.mask_token_id if self.victim.task == "masked words" else None
-        given = {"noise": self._noise(part), "hidden": hidden, "deadline": self.deadline}
+        unknown = self.victim.unknown if part.aware else None
+        given = {"noise": self._noise(part), "hidden": hidden, "unknown": unknown, "deadline": self.deadline}
         return find_sentences(self.victim.backbone, upload, self.config.batch, **given)
 
     def _noise(self, part: _Part) -> float:

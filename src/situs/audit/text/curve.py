@@ -11,7 +11,7 @@ import torch
 from situs.audit.curve import Axis, Curves, Line, Point, axis_of
 from situs.audit.deadline import Deadline
 from situs.audit.public import NOTHING
-from situs.audit.text.audit import SENT, WITHHELD, TextConfig, audit_texts
+from situs.audit.text.audit import SENT, WITHHELD, TextConfig, audit_texts, label_of
 from situs.audit.text.result import TextAudit
 from situs.audit.text.victim import open_text_victim, text_gradients
 from situs.errors import SitusError, unknown_name
@@ -57,7 +57,9 @@ def trace_texts(
             for beside in (SENT, WITHHELD):
                 points = []
                 for rung in axis.rungs:
-                    label = beside if rung.defence.name == "none" else f"{rung.defence.label}, {beside}"
+                    label = label_of(rung.defence, beside == SENT, None)
+                    if label not in rows:  # of MJP, the attacker who knows it
+                        label = label_of(rung.defence, beside == SENT, True)
                     row = rows[label]
                     said = "; ".join(
                         dict.fromkeys(filter(None, (row.partial and f"stopped after {row.partial}", *row.reasons)))

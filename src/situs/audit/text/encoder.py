@@ -5,7 +5,12 @@ the pairs that are there from the closure of the graph of words and places: the 
 attention's output o of a token. All of a sentence share one attention: Σ_s w_s e_s (v_s - o) = 0, where
 e_s = exp(q·k_s/√d) is known for every candidate s, and w_s is 1 for those of its sentence and 0 for all others. What
 comes of one token is a whole sentence, which the second block's span then tells right or wrong; so one token of each
-sentence is enough.
+sentence is enough. Where that span has fewer directions than the sentence tokens, as in the last block of a classifier,
+of which [CLS] alone is read, it cannot: how exactly the sentence solves the attention decides then.
+
+Under MJP some tokens of a sentence have one learned vector in the stead of their places. Who knows that looks for every
+word with that vector too, and finds those tokens as he finds the others; which of the gaps each of them came from
+is in no gradient (they are a bag), so that he fills the gaps in any order.
 """
 
 from __future__ import annotations
@@ -31,8 +36,17 @@ TOGETHER, UNKNOWNS, STARTS = 32, 2048, 3
 """Candidates that are searched together, fewer where that is more unknowns, and from how many starts."""
 
 
+HIDDEN, PATIENCE = -1, 8
+"""The place of a word that has none, and after how many places without a word a sentence is taken to have ended. Who
+knows of hidden places, which have none, looks on for as many places as there are tokens in the batch."""
+
+
+EXACT = 1e-3
+"""Share of the token's own part of the attention that a sentence may leave unexplained, where that decides."""
+
+
 class Candidates(NamedTuple):
-    """words, places: [C]. vectors: what enters the first block, [C, D] in float64."""
+    """words, places: [C], `HIDDEN` for a word without one. vectors: what enters the first block, [C, D] in float64."""
 
     words: Tensor
     places: Tensor
@@ -41,23 +55,32 @@ class Candidates(NamedTuple):
 
 @torch.no_grad()
 def encoder_sentences(
-    backbone: BertBackbone, upload: Gradients, batch: int, words: Tensor, deadline: Deadline, even: bool = False
+    backbone: BertBackbone,
+    upload: Gradients,
+    batch: int,
+    words: Tensor,
+    deadline: Deadline,
+    even: bool = False,
+    unknown: Tensor | None = None,
 ) -> Found:
-    """The sentences behind an upload of `batch` of them. words: those that may be in it. even: noise was added."""
+    """The sentences behind an upload of `batch` of them. words: those that may be in it. even: noise was added.
+
+    unknown: [D], the vector that the attacker knows hidden places to have.
+    """
     first, second = (qkv_weights(backbone, depth) for depth in (1, 2))
     one, two = (span_of(backbone, upload, names, even) for names in (first, second))
     block = FirstBlock(backbone, upload, even)
     facts = {"rank": one.rank, "tokens": block.fc1.rank, "channels": backbone.dim, "free": len(block.free)}
     if reason := full(one, backbone.dim) or full(two, backbone.dim) or full(block.fc1, backbone.dim):
         return Found(facts=facts, reason=reason)
-    able = candidates(backbone, one, words, deadline)
+    able = candidates(backbone, one, words, deadline, unknown, block.fc1.rank)
     named = frozenset(able.words.tolist())
     facts |= {"candidates": len(able.words)}
     if not len(able.words) and deadline.over():
         return Found(facts=facts, partial=f"0 of {batch} sentences")
     if not len(able.words):
         return Found(facts=facts, reason="no word of the vocabulary lies in the span: noise hides them")
-    search = _Search(backbone, block, able, two, second[0])
+    search = _Search(backbone, block, able, two, second[0], unknown)
     partial = search.run(batch, deadline)
     found, reason = tuple(search.sentences), None
     if partial is None and len(found) < batch:
@@ -66,18 +89,31 @@ def encoder_sentences(
     return Found(named, found, facts, reason, partial)
 
 
-def candidates(backbone: BertBackbone, span: Span, words: Tensor, deadline: Deadline) -> Candidates:
-    """Every word at every place that passes the first block's test, place by place until none does."""
-    found, places, vectors = [], [], []
-    for place in range(backbone.num_tokens):
+def candidates(
+    backbone: BertBackbone,
+    span: Span,
+    words: Tensor,
+    deadline: Deadline,
+    unknown: Tensor | None = None,
+    tokens: int = 0,
+) -> Candidates:
+    """Every word at every place that passes the first block's test, until some places have none; and with `unknown`.
+
+    tokens: of the whole batch, as its gradients tell: no sentence is longer.
+    """
+    sure = 0 if unknown is None else tokens
+    found, places, vectors, empty = [], [], [], 0
+    for place in [*([] if unknown is None else [HIDDEN]), *range(backbone.num_tokens)]:
         if place % 8 == 0:
             deadline.say(f"place {place + 1} and on: {len(words)} words against the first block's gradients")
-        some = words_at(backbone, span, words, place)
-        if not len(some) or deadline.over():
+        vector = unknown if place == HIDDEN else None
+        some = words_at(backbone, span, words, max(place, 0), vector)
+        empty = 0 if len(some) else empty + 1
+        if deadline.over() or (empty > PATIENCE and place >= sure):
             break
         found.append(some)
         places.append(torch.full_like(some, place))
-        vectors.append(word_inputs(backbone, some, place).double())
+        vectors.append(word_inputs(backbone, some, max(place, 0), vector).double())
     if not found:
         return Candidates(words[:0], words[:0], torch.zeros(0, backbone.dim, dtype=torch.float64))
     return Candidates(torch.cat(found), torch.cat(places), torch.cat(vectors))
@@ -86,8 +122,12 @@ def candidates(backbone: BertBackbone, span: Span, words: Tensor, deadline: Dead
 class _Search:
     """Root after root, until every word is in a sentence and there are as many sentences as the batch has."""
 
-    def __init__(self, backbone: BertBackbone, block: FirstBlock, able: Candidates, two: Span, weight: str) -> None:
+    def __init__(
+        self, backbone: BertBackbone, block: FirstBlock, able: Candidates, two: Span, weight: str,
+        unknown: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.backbone, self.block, self.able, self.two, self.weight = backbone, block, able, two, weight
+        self.unknown, self.gaps = unknown, dict[Sentence, list[int]]()
         layer = backbone.first_layer()
         parts = [able.vectors @ part.weight.double().T + part.bias.double() for part in layer[:3]]
         self.q, self.k, self.v = (part.unflatten(1, (layer.heads, -1)) for part in parts)
@@ -95,6 +135,7 @@ class _Search:
         self.sentences: list[Sentence] = []
         self.tried: set[tuple[int, int]] = set()
         self.refuted: set[Sentence] = set()
+        self.unexplained: dict[Sentence, float] = {}
         self.roots = 0
 
     def run(self, batch: int, deadline: Deadline) -> str | None:
@@ -138,12 +179,14 @@ class _Search:
         roots = self.block.search(z, x)
         self.roots += int(roots.found.sum())
         for number in roots.found.nonzero()[:, 0].tolist():
-            sentence = self._sentence(rows[number], roots.outputs[number])
-            if sentence not in self.sentences and sentence not in self.refuted:
+            sentence, left = self._sentence(rows[number], roots.outputs[number])
+            self.unexplained[sentence] = min(left, self.unexplained.get(sentence, left))
+            weak = self.two.rank < len(sentence)  # another root may solve it more exactly
+            if sentence not in self.sentences and (weak or sentence not in self.refuted):
                 (self.sentences.append if self.holds(sentence) else self.refuted.add)(sentence)
 
-    def _sentence(self, row: int, output: Tensor) -> Sentence:
-        """Who stands with candidate `row`, whose attention gave `output` [D]."""
+    def _sentence(self, row: int, output: Tensor) -> tuple[Sentence, float]:
+        """Who stands with candidate `row`, whose attention gave `output` [D], and what share of it they leave open."""
         heads = output.unflatten(0, (self.v.shape[1], -1))
         logits = torch.einsum("hd,chd->ch", self.q[row], self.k) * self.scale
         e = (logits - logits.amax(dim=0)).exp()
@@ -152,20 +195,39 @@ class _Search:
         weights = np.ones(len(parts))
         system, goal = parts[others].T.cpu().numpy(), -parts[row].cpu().numpy()
         try:
-            weights[others] = nnls(system, goal, maxiter=20 * len(parts))[0]
+            weights[others], left = nnls(system, goal, maxiter=20 * len(parts))
         except RuntimeError:  # it does not settle, and no sentence comes of this root
-            return ()
+            return (), 1.0
+        left = float(left / max(np.linalg.norm(goal), 1e-300))
         words, places = self.able.words.tolist(), self.able.places.tolist()
         best: dict[int, tuple[float, int]] = {}
+        bag: list[int] = []
         for word, place, weight in zip(words, places, weights.tolist(), strict=True):
-            if weight > 0.5:
+            if weight > 0.5 and place == HIDDEN:
+                bag += [word] * round(weight)
+            elif weight > 0.5:
                 best[place] = max(best.get(place, (0.0, 0)), (weight, word))
-        return tuple(best[place][1] for place in range(len(best)) if place in best)
+        if not bag:
+            return tuple(best[place][1] for place in range(len(best)) if place in best), left
+        gaps = [place for place in range(len(best) + len(bag)) if place not in best]
+        if len(gaps) != len(bag):  # it has no such length
+            return (), 1.0
+        filled = {**{place: word for place, (_, word) in best.items()}, **dict(zip(gaps, bag, strict=True))}
+        sentence = tuple(filled[place] for place in range(len(filled)))
+        self.gaps[sentence] = gaps
+        return sentence, left
 
     def holds(self, sentence: Sentence) -> bool:
-        """Whether all of a sentence lies in the span of the second block's gradients."""
+        """Whether all of a sentence lies in the span of the second block's gradients, where that can hold it."""
         if not sentence:
             return False
+        if self.two.rank < len(sentence):
+            return self.unexplained.get(sentence, 1.0) < EXACT
         ids = torch.tensor([sentence], device=self.able.words.device)
-        inputs = entering(self.backbone, self.weight, lambda: self.backbone(ids))
+        places = self.backbone.positions((len(sentence),))
+        if gaps := self.gaps.get(sentence):
+            hidden = torch.zeros(1, len(sentence), dtype=torch.bool, device=ids.device)
+            hidden[0, gaps] = True
+            places = places.forget(hidden, self.unknown)
+        inputs = entering(self.backbone, self.weight, lambda: self.backbone.encode(self.backbone.embed(ids), places))
         return bool(self.two.holds(inputs[0].double()).all())

@@ -76,21 +76,24 @@ def entering(backbone: Backbone, weight: str, run: Callable[[], Any], *, on: boo
 
 
 @torch.no_grad()
-def word_inputs(backbone: TextBackbone, words: Tensor, place: int) -> Tensor:
-    """What enters the first block's attention where each of `words` [m] stands at a place, [m, D]."""
+def word_inputs(backbone: TextBackbone, words: Tensor, place: int, unknown: Tensor | None = None) -> Tensor:
+    """What enters the first block's attention where each of `words` [m] stands at a place, [m, D].
+
+    unknown: [D], a vector in the place's stead.
+    """
     every = backbone.positions((place + 1,))
-    table = None if every.table is None else every.table[place:]
+    table = None if every.table is None else every.table[place:] if unknown is None else unknown.unsqueeze(0)
     rotary = None if every.rotary is None else every.rotary[..., place:, :]
     stream = backbone.assemble(backbone.embed(words.unsqueeze(1)), Positions(table=table, rotary=rotary))
     return entering(backbone, qkv_weights(backbone, 1)[0], lambda: backbone.blocks(stream))[:, 0]
 
 
-def words_at(backbone: TextBackbone, span: Span, words: Tensor, place: int) -> Tensor:
-    """Those of `words` whose vector at a place lies in the span of the first block's gradients."""
+def words_at(backbone: TextBackbone, span: Span, words: Tensor, place: int, unknown: Tensor | None = None) -> Tensor:
+    """Those of `words` whose vector at a place, or with `unknown`, lies in the span of the first block's gradients."""
     found = []
     column, inside = span.column.to(words.device), span.inside.to(words.device)
     for some in words.split(CHUNK):
-        inputs = word_inputs(backbone, some, place)
+        inputs = word_inputs(backbone, some, place, unknown)
         scaled = inputs * column.to(inputs.dtype)
         within = (scaled @ inside.T.to(inputs.dtype)).square().sum(dim=-1) / scaled.square().sum(dim=-1)
         near = within > 1 - LOOSE**2

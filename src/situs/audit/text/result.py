@@ -13,7 +13,7 @@ from situs.audit.judge.gate import Judgement, Limit, Ruling, Worst
 from situs.audit.text.attack import NAME
 from situs.audit.text.scoring import Read
 from situs.errors import SitusError, unknown_name
-from situs.results import Cell, Result, Summary, Table, percent
+from situs.results import Cell, Result, Summary, Table, Tone, percent
 
 SCHEMA = "situs-audit-texts/1"
 """The form of texts.json."""
@@ -100,6 +100,13 @@ class TextAudit(Result):
     def ruling(self) -> Ruling | None:
         """What the gate says; None without one."""
         return None if self.limit is None else judge_texts(self, self.limit)
+
+    @property
+    def tone(self) -> Tone:
+        """Bad where a word of the batch is known, whatever the gate allows; never good, for the attack is a search."""
+        if any(any(row.shares.values()) for row in self.rows):
+            return "bad"
+        return "unsure" if self.ruling is None else self.ruling.tone
 
     def told(self, defence: str, metric: str) -> list[str]:
         """A line for what the attack got under a defence."""

@@ -16,6 +16,7 @@ from situs.audit.defences import Defence, Gradients, NoDefence, Step
 from situs.backbones.hf.text import TextBackbone, open_tokeniser
 from situs.core.precision import full_float32
 from situs.errors import SitusError
+from situs.methods.base import Batch, Method
 from situs.models import open_model
 
 Task = Literal["classes", "next words", "masked words"]
@@ -40,6 +41,17 @@ class TextVictim:
     task: Task
     name: str
     notes: dict[str, str] = field(default_factory=dict)
+    method: Method | None = None
+    """What trains it, where that shuffles words and hides their places (MJP)."""
+
+    epoch: int = 0
+    """The epoch of the audited step, by which that may hang."""
+
+    @property
+    def unknown(self) -> Tensor | None:
+        """The vector [D] that hidden places have, which is a part of the model; None where nothing is hidden."""
+        learned = None if self.method is None else self.method.unknown_position()
+        return None if learned is None else learned.vector
 
     def coded(self, texts: Sequence[str]) -> list[Sentence]:
         """The texts as ids, cut to the model's length; a sentence with nothing to learn from is refused."""
@@ -67,6 +79,10 @@ def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVict
 
     classes: of the new classifier that an encoder without a head gets, because a client's loss needs one.
     """
+    asked = {
+        **asked,
+        "any_weights": True,
+    }  # a name alone is one of images, which is refused here and not for its weights
     model = open_model(source, **asked)
     if not isinstance(model.backbone, TextBackbone):
         raise SitusError(f"{model.name}: takes images, not texts", field="texts")
@@ -96,7 +112,11 @@ def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVict
     tokeniser = open_tokeniser(Path(str(read_by or source).removeprefix("hf:")))
     if task == "masked words" and tokeniser.mask_token_id is None:
         raise SitusError(f"{model.name}: learns masked words, and its tokeniser has no mask", field="texts")
-    return TextVictim(backbone, tokeniser, task, model.name, notes)
+    hides = model.method if model.method is not None and model.method.hidden_share is not None else None
+    if hides is not None:
+        share = f"{hides.hidden_share:g} of the words of a sentence, in spans"
+        notes["mjp"] = f"{share}, are shuffled and get one vector in the stead of their places"
+    return TextVictim(backbone, tokeniser, task, model.name, notes, hides, model.epoch)
 
 
 def word_weight(backbone: TextBackbone) -> str:
@@ -154,6 +174,10 @@ def text_gradients(
 def _loss(victim: TextVictim, sentences: Sequence[Sentence], labels: Sequence[int], seed: int) -> Tensor:
     device = next(victim.backbone.parameters()).device
     ids, mask = padded(sentences, device=device)
+    if victim.method is not None:
+        rows = seed + torch.arange(len(sentences), device=device)
+        batch = Batch(ids, rows, {"label": torch.tensor(list(labels), device=device)}, mask)
+        return victim.method(batch, victim.method.draw(batch, seed=seed, epoch=victim.epoch)).loss
     if victim.task == "classes":
         return F.cross_entropy(victim.backbone(ids, mask), torch.tensor(list(labels), device=device))
     if victim.task == "next words":

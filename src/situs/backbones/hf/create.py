@@ -85,6 +85,18 @@ BARE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Config type -> its model without a head, and what leaves the pooler out (`num_classes=0`)."""
 
+ELSEWHERE: dict[str, str] = {
+    **dict.fromkeys(
+        ("clip", "clip_vision_model"),
+        "Situs does not run transformers' CLIP; timm has its image tower, as vit_base_patch16_clip_224",
+    ),
+    "swin": "Situs does not run transformers' Swin; timm's, as swin_tiny_patch4_window7_224, is taken",
+    "deit": "Situs does not run transformers' DeiT; timm's, as deit_small_distilled_patch16_224, is taken",
+    "beit": "its layers add a relative bias with entries of their own for CLS, which Situs does not run",
+    "roberta": "its places are numbered behind that of the padding, which Situs does not run; BERT is taken",
+}
+"""Config type that users try -> why it is not taken, and what to take instead."""
+
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -125,9 +137,10 @@ def create_hf_backbone(source: Any, wanted: BackboneConfig) -> Backbone:
 
 
 def _check_places(name: str, model_type: str) -> None:
-    """Refuses with its reason a model of which we know that its tokens have no places to work on."""
-    if model_type in hf_audio.UNPLACED:
-        raise SitusError(f"{name} is refused: {hf_audio.UNPLACED[model_type]}", field="backbone.name")
+    """Refuses with its reason a model that users try and Situs does not take."""
+    reason = (hf_audio.UNPLACED | ELSEWHERE).get(model_type)
+    if reason is not None:
+        raise SitusError(f"{name} is refused: {reason}", field="backbone.name")
 
 
 def _entries(wanted: BackboneConfig, model_type: str) -> dict[str, Any]:

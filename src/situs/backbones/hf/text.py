@@ -124,6 +124,8 @@ class TextBackbone(HFBackbone):
 class BertBackbone(TextBackbone, EncoderBackbone):
     """BertModel, BertForSequenceClassification, BertForMaskedLM, as encoders."""
 
+    lead = 1
+
     def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
         super().__init__(model, head, size)
         if self.model.config.is_decoder:

@@ -1,4 +1,7 @@
-"""Where a model's heads look: maps over images, by relative offset, and entropy layer by head."""
+"""Where a model's heads look: maps over images, by relative offset, and entropy layer by head.
+
+For example: situs analyze attention runs/mp3 --out look
+"""
 
 from __future__ import annotations
 

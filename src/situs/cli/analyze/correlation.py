@@ -1,4 +1,7 @@
-"""How alike the features of two places are, in one image and in two: whether a model's features keep their position."""
+"""How alike the features of two places are, in one image and in two: whether a model's features keep their position.
+
+For example: situs analyze correlation runs/mp3 --out look
+"""
 
 from __future__ import annotations
 

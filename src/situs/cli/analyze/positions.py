@@ -2,6 +2,8 @@
 
 Several models stand side by side on one page. A timm name carries its weights behind "=" or takes those of --weights:
 situs analyze positions runs/mjp vit_small_patch14_dinov2=dino.safetensors
+
+For example: situs analyze positions runs/ft --out look
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Puzzles that an MP3 or DropPos run solves: each patch where the model puts it, at several ratios; two-image mixes."""
+"""Puzzles that an MP3 or DropPos run solves: each patch where the model puts it, at several ratios; two-image mixes.
+
+For example: situs analyze reconstruct runs/mp3 --out look
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Several runs side by side on one page: curves, tables, configs, machine, and results left in their folders."""
+"""Several runs side by side on one page: curves, tables, configs, machine, and results left in their folders.
+
+For example: situs report runs/mp3 runs/ft --out look
+"""
 
 from __future__ import annotations
 

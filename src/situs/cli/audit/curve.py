@@ -1,8 +1,10 @@
-"""The strength of a defence at which attacks on gradients stop: plots of what comes back of images or texts."""
+"""The strength of a defence at which attacks on gradients stop: plots of what comes back of images or texts.
+
+For example: situs audit curve runs/ft --data samples --over noise --count 2 --out look
+"""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +15,7 @@ from situs.audit import Deadline, trace_defences, trace_texts
 from situs.audit.deadline import first_ctrl_c
 from situs.cli.audit.evidence import command_of
 from situs.cli.parser.model_args import ModelArgs, asked_of, check_folder
+from situs.cli.progress import remark
 from situs.cli.result import INTERRUPTED, present
 from situs.errors import SitusError
 from situs.limits import Count
@@ -65,7 +68,7 @@ def run(args: Args) -> int:
     if (args.data is None) == (args.texts is None):
         raise SitusError("give images or a file of sentences to attack, one of them", field=("data", "texts"))
     check_folder(args.out)
-    deadline = Deadline(lambda line: print(line, file=sys.stderr, flush=True), args.time_limit)
+    deadline = Deadline(remark, args.time_limit)
     given: dict[str, Any] = {
         **asked_of(args.model, args),
         **{name: getattr(args, name) for name in ("count", "batch", "seed")},

@@ -1,6 +1,9 @@
-"""Fine-tune a locked ViT with its key, without it, and from scratch: who can use it?
+"""Fine-tune a locked model with its key, without it, and from scratch: who can use it?
 
-Without a run to start from, a small ViT is pretrained on the embedded images first; all of it takes minutes on a CPU.
+Without a model to start from, a small ViT is pretrained on the embedded images first; all of it takes minutes on a CPU.
+
+For example: situs audit finetuning --from runs/ft --out look
+
 The paper's numbers beside: situs study run lock --out DIR
 """
 
@@ -15,18 +18,25 @@ from cyclopts import Parameter
 from situs.cli.parser.arguments import configured
 from situs.cli.parser.model_args import check_folder
 from situs.cli.result import present
-from situs.locks.tuning.finetune import TuningConfig
+from situs.locks.tuning.result import TuningConfig
 
 
 @dataclass(frozen=True)
 class Args:
-    """Fine-tuning of a locked ViT, in four ways."""
+    """Fine-tuning of a locked model, in four ways."""
 
-    source: Annotated[str | None, Parameter(name="--from", metavar="RUN")] = None
-    """The run whose model is locked; by default a small ViT is pretrained on the embedded images."""
+    source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
+    """The model that is locked: a run, a model's folder, or NAME=FILE; by default a small ViT is pretrained on the
+    embedded images."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Labelled images to fine-tune on; by default those of the run."""
+    """Labelled images or sentences to fine-tune on, or plain text (--method language); by default those of the run."""
+
+    test_data: Annotated[str | None, Parameter(metavar="PATH")] = None
+    """What the curves are measured on; by default the val split of the data."""
+
+    device: Annotated[str | None, Parameter(metavar="NAME")] = None
+    """cpu, cuda or cuda:N; by default a GPU where there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
     """Write report.html and finetuning.json there."""
@@ -40,6 +50,6 @@ def run(args: Args) -> None:
     from situs.locks import audit_tuning
 
     check_folder(args.out)
-    found = audit_tuning(args.source, args.data, args.config, say=print)
+    found = audit_tuning(args.source, args.data, args.config, test_data=args.test_data, device=args.device, say=print)
     print()
     present(found, args.out)

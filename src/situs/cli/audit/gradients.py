@@ -1,4 +1,7 @@
-"""What a model's gradients give away of your images or texts: attacks against defences, a page, a gate for CI."""
+"""What a model's gradients give away of your images or texts: attacks against defences, a page, a gate for CI.
+
+For example: situs audit gradients runs/ft --data samples --count 2 --out look
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from situs.audit.settings import Comparison
 from situs.audit.text.audit import TextConfig, audit_texts
 from situs.cli.audit.evidence import command_of
 from situs.cli.parser.model_args import ModelArgs, asked_of, check_folder
+from situs.cli.progress import remark
 from situs.cli.result import INTERRUPTED, present
 from situs.errors import SitusError
 from situs.files import write_result
@@ -72,8 +76,8 @@ def run(args: Args) -> int:
 
     def say(line: str) -> None:
         loud = args.texts or args.settings or args.fail_above or args.find_defence
-        if loud or any(ATTACKS[name].slow for name in args.attacks):
-            print(line, file=sys.stderr, flush=True)
+        if loud or sys.stderr.isatty() or any(ATTACKS[name].slow for name in args.attacks):
+            remark(line)
 
     deadline = Deadline(say, args.time_limit)
     given: dict[str, Any] = {

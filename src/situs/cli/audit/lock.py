@@ -1,6 +1,6 @@
 """Attack a locked model as somebody without its key would, and say what is left of the lock.
 
-For example: situs audit lock locked/ --key owner.key --images PHOTOGRAPHS
+For example: situs audit lock locked --key owner.key --base exported --out look
 
 With what the attacker may have: situs audit lock locked/ --attacker drifted-base --base MODEL --drift 0.3,1,3
 
@@ -50,7 +50,7 @@ class Args:
     """The same for a model of words: a file with a text on each line; the locked folder brings the tokeniser."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Labelled images: for the attacker `labels`, and to measure accuracy before and after every attack."""
+    """Labelled images or sentences: for the attacker `labels`, and to measure accuracy before and after each attack."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
     """Write report.html and audit.json there."""

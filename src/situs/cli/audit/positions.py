@@ -1,4 +1,7 @@
-"""How much a model knows and gives away of position: its vectors, its features, its answers, its blocks; one page."""
+"""How much a model knows and gives away of position: its vectors, its features, its answers, its blocks; one page.
+
+For example: situs audit positions runs/mp3 --out look
+"""
 
 from __future__ import annotations
 

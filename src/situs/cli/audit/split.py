@@ -1,6 +1,6 @@
 """What an untrusted server of split learning learns of the samples: every defence and permutation, every attacker.
 
-For example: situs audit split runs/whole --data PHOTOGRAPHS --defences none,noise=0.2,noise=0.5 --out audit
+For example: situs audit split runs/ft --defences none,noise=0.5 --count 100 --out look
 
 Each defence is tried alone and with rows, columns and both permuted. An attack that was not tried is no protection.
 As it stands it gives the fourth paper's Table 6; `--defences curve` draws what each strength hides and costs.
@@ -8,7 +8,6 @@ As it stands it gives the fourth paper's Table 6; `--defences curve` draws what 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -18,6 +17,7 @@ from situs.audit.deadline import Deadline, first_ctrl_c
 from situs.audit.split.attackers import ATTACKS
 from situs.audit.split.audit import DEFENCES, PERMUTED, PUBLIC, SAMPLES
 from situs.cli.parser.model_args import ImageArgs, open_from
+from situs.cli.progress import remark
 from situs.cli.result import INTERRUPTED, asked, present
 
 
@@ -61,15 +61,12 @@ def run(args: Args) -> int:
     from situs.audit.split.result import SplitAudit
     from situs.pages import write_numbers
 
-    def progress(line: str) -> None:
-        print(f"situs: {line}", file=sys.stderr)
-
     def keep(result: SplitAudit) -> None:
         if args.out is not None:
             write_numbers(result, args.out)
 
     given = asked(args)
-    deadline = Deadline(progress, given.pop("time_limit"))
+    deadline = Deadline(lambda line: remark(f"situs: {line}"), given.pop("time_limit"))
     with first_ctrl_c(deadline):
         found = audit_split(open_from(args), deadline=deadline, keep=keep, **given)
         present(found, args.out)

@@ -1,7 +1,9 @@
 """How the cost of a step grows with batch, image size, depth and number of patches, beside the line of operations.
 
 Each point is its own shape, which the compiler would take a minute for: so the step is recorded as a CUDA graph but not
-compiled, unless --compile (with --at-once) asks for it. For example: situs bench cost mp3 --model vit_base_patch16_224
+compiled, unless --compile (with --at-once) asks for it.
+
+For example: situs bench cost mp3 --model vit_tiny_patch16_224 --out look
 """
 
 from __future__ import annotations

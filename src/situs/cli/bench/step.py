@@ -1,7 +1,10 @@
 """What a training step costs, for every case × model × batch: the real step of a run on images of noise.
 
-A case is METHOD or METHOD:FIELD=VALUE,… with fields of the method, or of the flags below for this case alone:
-situs bench step supervised mp3:mask_ratio=.3 mp3:mask_ratio=.75,batch=64 --models vit_base_patch16_224 --batches 32,256
+A case is METHOD or METHOD:FIELD=VALUE,… with fields of the method, or of the flags below for this case alone; METHOD
+may be backbone, the model without any head.
+
+For example: situs bench step supervised mp3:mask_ratio=.3 mp3:mask_ratio=.75,batch=16 --models vit_tiny_patch16_224
+--batches 8,32 --out before
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class Args(Measuring):
         "droppos:affinity=visible",
         "mae",
     )
-    """METHOD or METHOD:FIELD=VALUE,… (METHOD:RATIO for mask_ratio)."""
+    """METHOD or METHOD:FIELD=VALUE,… (METHOD:RATIO for mask_ratio); backbone: the model alone."""
 
     profile: bool = False
     """Show the kernels of a step on a GPU, by kind and by name."""

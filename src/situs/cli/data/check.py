@@ -1,24 +1,25 @@
-"""Looks at every image before a run does: broken, grey, CMYK, deep, huge, odd and repeated ones, and wrong checksums.
+"""Looks at every image before a run does: broken, grey, CMYK, deep, huge, odd and repeated ones, wrong checksums, and
+masks and objects that cannot be used.
 
 Exits with 0, or with 3 where something was found that --fail-on names.
 
-For example: situs data check photos --fail-on broken,duplicate,leak --out look
+For example: situs data check samples --fail-on broken,leak --out look
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
 from situs.cli.parser.model_args import check_folder
-from situs.cli.progress import progress_bar
 from situs.cli.result import present
 from situs.data.check import FAILING, KINDS
 from situs.errors import unknown_name
+from situs.progress import task
 
 FOUND = 3
 """Exit status where something was found that must not be there; that of an audit's gate."""
@@ -29,13 +30,22 @@ class Args:
     """Which set, and what must not be in it."""
 
     data: Annotated[str, POSITIONAL, Parameter(metavar="PATH")]
-    """Any set of images; in a packed one the checksums are held to its manifest too."""
+    """Any set of images, with masks or COCO's json too; in a packed one the checksums are held to its manifest."""
 
     split: tuple[str, ...] = ()
     """Only these splits, apart by commas; by default all that there are."""
 
     multi_label: bool = False
     """Any number of classes an image, from a table beside the images or from parquet."""
+
+    target: Literal["class", "mask", "objects"] | None = None
+    """What is known of an image: its class, a mask beside it, or objects in COCO's json; by default what lies there."""
+
+    first: Annotated[int, Parameter(metavar="NUMBER")] = 0
+    """mask: number of the first class in the mask files (ADE20K: 1)."""
+
+    void: Annotated[tuple[int, ...], Parameter(metavar="NUMBER,…")] = (255,)
+    """mask: numbers that mean no class (ADE20K: 0)."""
 
     fail_on: Annotated[tuple[str, ...], Parameter(metavar="KINDS")] = FAILING
     """Apart by commas: what makes the exit status 3. "none": nothing does."""
@@ -56,6 +66,7 @@ class Args:
 def run(args: Args) -> int:
     """Looks, prints the table, and says by its status whether something was found that must not be there."""
     from situs.data.check import check
+    from situs.data.masks import MaskConfig
 
     kinds = () if args.fail_on == ("none",) else args.fail_on
     for kind in kinds:
@@ -63,15 +74,17 @@ def run(args: Args) -> int:
             raise unknown_name("kind of finding", kind, KINDS, field="fail_on")
     if args.out is not None:
         check_folder(args.out)
-    with progress_bar() as tell:
+    with task() as told:
         found = check(
             args.data,
             splits=args.split or None,
             multi_label=args.multi_label,
+            target=args.target,
+            masks=MaskConfig(args.first, args.void),
             decode_pixels=args.decode,
             huge_mpx=args.huge_mpx,
             workers=args.workers,
-            progress=tell,
+            progress=told.count,
         )
     present(found, args.out)
     return FOUND if found.failing(kinds) else 0

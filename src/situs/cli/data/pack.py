@@ -3,7 +3,7 @@
 Any set that the other verbs read. A packing that was stopped goes on when the command is given again, and gives the
 same bytes. Broken images are left out and listed in manifest.json, which is written last.
 
-For example: situs data pack photos --out packed --short-side 256
+For example: situs data pack samples --short-side 28 --out packed
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
-from situs.cli.progress import progress_bar
 from situs.cli.result import present
 from situs.data.pack.config import PackConfig
+from situs.progress import task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def run(args: Args) -> None:
     from situs.data.pack import pack
 
     config = PackConfig(**{each.name: getattr(args, each.name) for each in fields(PackConfig)})
-    with progress_bar() as tell:
+    with task() as told:
         packed = pack(
             args.data,
             args.out,
@@ -53,7 +53,7 @@ def run(args: Args) -> None:
             splits=args.split or None,
             workers=args.workers,
             start_over=args.start_over,
-            progress=tell,
+            progress=told.count,
         )
     present(packed, None)
     print(args.out)

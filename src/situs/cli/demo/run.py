@@ -1,4 +1,7 @@
-"""Show what situs does on a small set of real images that comes with it, and write one HTML page about it."""
+"""Show what situs does on a small set of real images that comes with it, and write one HTML page about it.
+
+For example: situs demo --out demo
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from situs.errors import SitusError
+
+if TYPE_CHECKING:
+    from situs.cli.demo.stage import Stage
+    from situs.report.html import Finding
 
 MADE_HERE = ".demo"
 """Marks a folder of runs as the demo's own, which the next demo may replace."""
@@ -25,14 +33,14 @@ class Args:
     """Folder for report.html and the runs it trains (runs/); made where it is missing."""
 
     quick: bool = False
-    """Fewer draws and steps: seconds instead of minutes, coarser numbers."""
+    """Fewer images and steps: seconds instead of minutes, and models that know next to nothing."""
 
     seed: int = 0
-    """Of every random number; the same seed gives the same page, but for the secret orders of split learning."""
+    """Of every random number; the same seed gives the same figures, but for times and secret keys."""
 
 
 def run(args: Args) -> None:
-    """Runs the sections one after another, writes the page, prints a short table and the page's path."""
+    """Makes the findings one after another, writes the page, prints them, what to try next and the page's path."""
     try:
         args.out.mkdir(parents=True, exist_ok=True)  # at once: a folder that cannot be made costs no minutes
     except OSError as error:
@@ -52,25 +60,81 @@ def run(args: Args) -> None:
 
 
 def _show(args: Args, runs: Path) -> None:
-    """All sections, the page, and the printed table."""
-    progress = _Progress()
+    """All findings, the page, and what is printed of them."""
+    progress, began = _Progress(), time.monotonic()
     with progress.step("loading torch and timm"):
-        from situs.cli.demo.learned import SECTIONS
-        from situs.cli.demo.sections import QUICK_NOTE, Stage, summarise
+        from situs.cli.demo.findings import find_gradients, find_labels, find_lock, find_places
+        from situs.cli.demo.split import find_order
+        from situs.cli.demo.stage import Stage, one_thread
+    findings: dict[str, Callable[[Stage], Finding]] = {
+        "patches learn where they belong": find_places,
+        "what that is worth with few labels": find_labels,
+        "what one training step gives away": find_gradients,
+        "a lock, and who opens it": find_lock,
+        "split learning, and what its server sees": find_order,
+    }
     stage = Stage(args.seed, args.quick, progress.say, runs)
-    lines: list[tuple[str, str]] = []
-    for number, (name, section) in enumerate(SECTIONS.items(), start=1):
-        with progress.step(f"{number}/{len(SECTIONS)} {name}"):
-            lines += section(stage)
-    summarise(stage, lines)
+    found = []
+    with one_thread():
+        for number, (name, find) in enumerate(findings.items(), start=1):
+            with progress.step(f"{number}/{len(findings)} {name}"):
+                found.append(find(stage))
+    _finish(stage, found, time.monotonic() - began)
     stage.page.write(args.out / "report.html")
-    from situs.cli.tables import print_table
-    from situs.results import Table
-
-    print()
-    print_table(Table("What the demo found", (), lines))
+    print("\nWhat the demo found")
+    for number, each in enumerate(found, start=1):
+        print(f"  {number}  {each.title}\n     {each.number} {each.of}")
     if args.quick:
-        print(QUICK_NOTE)
+        print(f"\n{QUICK_NOTE}")
+    print("\nNow your own:")
+    print("\n".join(f"  {line}" for line in NEXT))
+    print()
+
+
+def _finish(stage: Stage, found: list[Finding], seconds: float) -> None:
+    """The page's head and end: what it is, what to try next, how it was made."""
+    from importlib.metadata import version
+
+    from situs.report.html import Section
+
+    page, (minutes, rest) = stage.page, divmod(round(seconds), 60)
+    took = f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    left = [str(number) for number, each in enumerate(found, start=1) if each.number == "left out"]
+    page.lead = (
+        "What a transformer learns from position, and what it gives away. "
+        f"Five findings, made on this machine in {took} from the images that come with Situs."
+        + (f" Left out for want of an extra: {', '.join(left)}." if left else "")
+    )
+    if stage.quick:
+        page.notice = QUICK_NOTE
+    for section in page.sections:
+        section.look = "fold"
+    page.sections.insert(0, Section("Now your own").code("\n".join(NEXT)))
+    command = "situs demo" + " --quick" * stage.quick + f" --seed {stage.seed}"
+    made = page.fold("How each number was made")
+    made.facts({"command": f"`{command}`", **{name: version(name) for name in ("situs", "torch", "timm")}})
+    made.facts({"labels": stage.length.labelled, "images without labels": stage.length.images, "processes": 2})
+    made.text("The models are beside this page in `runs`. In its folder, verbs that look at a model take them:")
+    made.code("\n".join(FURTHER))
+    page.footer = "Images: a cut of Fashion-MNIST, copyright 2017 Zalando SE, MIT licence."
+
+
+NEXT = (
+    "situs pretrain --data photos/ --out runs/mine",
+    "situs audit gradients my_model:build --data photos/ --out audit",
+    "situs lock exported/ --key owner.key --out locked",
+)
+"""What a user would try next, on own data."""
+
+FURTHER = (
+    "situs analyze reconstruct runs/mp3 --out look",
+    "situs evaluate knn runs/mp3 --count 500 --out look",
+    "situs report runs/after-MP3 runs/from-random-weights --out look",
+    "situs audit split runs/split --defences none,noise=0.5 --attacks order,linkage --out look",
+)
+"""What to try with the demo's own runs."""
+
+QUICK_NOTE = "After the few steps of --quick the models know next to nothing; without it they are trained for longer."
 
 
 class _Progress:

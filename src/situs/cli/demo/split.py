@@ -7,8 +7,6 @@ from and has images of its own; the attackers of `situs.locks` and `situs.audit.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +20,9 @@ from situs.audit.scores.metrics import denormalise, psnr
 from situs.audit.split.order import order_rows, public_side, put_together
 from situs.audit.split.view import streams
 from situs.backbones import Backbone
-from situs.cli.demo.sections import AUGMENT, GRID, MODEL, PATCH, PLACES, TRAINED_ARGS, Lines, Stage
+from situs.cli.demo.findings import left_out
 from situs.cli.demo.server import SEEN, Server
+from situs.cli.demo.stage import AFTER, AUGMENT, GRID, MODEL, MODEL_ARGS, PATCH, PLACES, Stage
 from situs.config import from_dict
 from situs.core.tokens import patchify, take, unpatchify
 from situs.locks import lock, unlocking
@@ -32,7 +31,8 @@ from situs.locks.features import Defence
 from situs.locks.key import Key, draw_key
 from situs.models.data import load_set
 from situs.models.initialise import starting
-from situs.report import figures
+from situs.report.html import Finding, Section
+from situs.report.pixels import pixel_rows
 from situs.results import percent
 from situs.split.run import Hide, read_hiding, train_split
 from situs.split.transport.certificates import make_certificates, read_credentials
@@ -44,8 +44,7 @@ from situs.train.run import RunConfig, make_training_loader
 NEEDS = {"grpc": "grpcio", "cryptography": "cryptography"}
 """Modules of the extra `split` -> the packages that have them."""
 
-FOUND = "split learning, what its server got back"
-BATCH, STEPS, SHOWN, PUBLIC = 50, 12, 6, 300
+BATCH, STEPS, SHOWN, PUBLIC = 50, 12, 3, 300
 """Samples a step, steps, images in the picture, and images that the server has of its own."""
 
 
@@ -75,17 +74,39 @@ class Got(NamedTuple):
     blind: float
 
 
-def show_split(stage: Stage) -> Lines:
+def find_order(stage: Stage) -> Finding:
     """Trains on with a server in a second process, and shows what that server makes of what it was sent."""
-    section = stage.page.section("What the server of split learning sees")
     if gone := [package for module, package in NEEDS.items() if find_spec(module) is None]:
-        why = f"left out: needs {' and '.join(gone)} (pip install 'situs[split]')"
-        section.text(f"A client and a server would train here, and the server would attack. {why.capitalize()}.")
-        return [(FOUND, why)]
-    with _one_thread(), tempfile.TemporaryDirectory(dir=stage.runs, prefix=".split-") as aside:
+        return stage.add(left_out("A server that sees only shuffled tokens.", gone, "split"))
+    with tempfile.TemporaryDirectory(dir=stage.runs, prefix=".split-") as aside:
         sent = train(stage, Path(aside))
         stage.say("the server attacks")
         got = attack(stage, sent)
+    section = _details(stage, sent, got)
+    prefix = sent.seen.shape[1] - PLACES
+    came = torch.stack([each[each >= prefix] - prefix for each in got.rows])
+    mixed = unpatchify(take(patchify(got.pictures, PATCH), came), GRID, PATCH)
+    rows = [mixed[:SHOWN], got.pictures[:SHOWN], sent.images[:SHOWN]]
+    caption = "What was sent, read by the server; sorted by the server; and the client's own images."
+    alt = "Three images in shuffled patches, the same sorted by the server, and the client's own."
+    sorted_all = got.places > 0.95
+    return stage.add(
+        Finding(
+            "A server that sees only shuffled tokens can sort them."
+            if sorted_all
+            else "A server that saw only shuffled tokens sorted some of them.",
+            percent(got.places, 0),
+            "of tokens put in order",
+            "Split learning over a real connection. Above: what was sent. Middle: what the server made of it. Below: "
+            "the client's images.",
+            Section("").figure(pixel_rows(rows, grid=GRID, gap=4), caption, alt),
+            ("What the server knew, and what noise would cost", section.title),
+        )
+    )
+
+
+def _details(stage: Stage, sent: Sent, got: Got) -> Section:
+    section = stage.page.section("What the server of split learning sees")
     section.text(
         "A client trains the classifier further on images and labels that it shows to nobody. A server in a second "
         "process computes the blocks; both show each other certificates, and the line is encrypted. The client sends "
@@ -100,37 +121,23 @@ def show_split(stage: Stage) -> Lines:
         f"positions add, and reads the pixels by a linear map fitted on its own images: {got.quality:.1f} dB, where "
         f"the mean image has {got.blind:.1f}."
     )
-    section.figure(
-        _picture(sent, got),
-        "The client's images; the tokens as they arrived, a row each; their patches in the order in which they came, "
-        "read by the server; and put where the server says they belong.",
-    )
+    low, high = sent.seen.quantile(0.01), sent.seen.quantile(0.99)
+    tokens = ((sent.seen - low) / (high - low)).clamp(0, 1)[:SHOWN, None]
+    section.figure(pixel_rows([tokens]), "The tokens of the same images as they arrived, a row each.")
     section.note(
         "Encryption keeps others out and not the server. What noise and blur change about it, and at which price, says "
         "`situs audit split`."
     )
-    told = f"{percent(got.places)} of places, {percent(got.channels)} of channels, {got.quality:.1f} dB"
-    return [(FOUND, f"{told} (mean image {got.blind:.1f} dB)")]
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Client and server work in turn; with a thread each, neither's waiting threads are in the other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    return section
 
 
 def train(stage: Stage, place: Path) -> Sent:
     """A few steps with the server, from the classifier locked by a key; what the server has of the first."""
     key, locked, certs = draw_key(), place / "locked", place / "certs"
-    start = situs.open_model(stage.runs / "after-MP3")
+    start = situs.open_model(stage.runs / AFTER)
     lock(start, key, locked)
     make_certificates(certs)
-    shape = {"name": MODEL, "patch_size": PATCH, "model_args": TRAINED_ARGS, "num_classes": 10}
+    shape = {"name": MODEL, "patch_size": PATCH, "model_args": MODEL_ARGS, "num_classes": 10}
     data = {"path": "samples", "img_size": GRID[0] * PATCH, "channels": 1, "batch": BATCH, "count": BATCH * STEPS}
     config = from_dict(
         RunConfig,
@@ -168,7 +175,7 @@ def _scale(loader: Any) -> tuple[list[float], list[float]]:
 
 def attack(stage: Stage, sent: Sent) -> Got:
     """Channels, then rows, then pixels. The truth is for the scores alone."""
-    model = situs.open_model(stage.runs / "after-MP3")
+    model = situs.open_model(stage.runs / AFTER)
     loader = load_set(model, None, split="test", count=PUBLIC, batch=PUBLIC)
     inputs = torch.cat([batch.inputs for batch in loader])
     public, known = denormalise(inputs, *_scale(loader)), streams(model.backbone, [inputs])
@@ -185,15 +192,3 @@ def attack(stage: Stage, sent: Sent) -> Got:
 
 def _share(right: Tensor) -> float:
     return float(right.double().mean())
-
-
-def _picture(sent: Sent, got: Got) -> figures.Figure:
-    """Four rows: the images, the tokens, the patches as they came, the patches where the server puts them."""
-    prefix = sent.seen.shape[1] - PLACES
-    low, high = sent.seen.quantile(0.01), sent.seen.quantile(0.99)
-    tokens = ((sent.seen - low) / (high - low)).clamp(0, 1)[:, None]
-    came = torch.stack([each[each >= prefix] - prefix for each in got.rows])
-    mixed = unpatchify(take(patchify(got.pictures, PATCH), came), GRID, PATCH)
-    drawn = [image for images in (sent.images, tokens, mixed, got.pictures) for image in images[:SHOWN]]
-    names = ("the client's", "arrived", "as they came", "in order")
-    return figures.image_grid(drawn, columns=SHOWN, row_titles=names)

@@ -1,6 +1,6 @@
 """What shuffled patches do to a classifier: top-1, Diff.Norm and consistency over γ, mask told and not told.
 
-For example: situs evaluate consistency runs/mjp --ratios 0,.15,.5 --out look
+For example: situs evaluate consistency runs/ft --ratios 0,.15,.5 --out look
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Several fine-tuned runs as one classifier: each alone, their averaged answer, and how alike they answer.
 
-For example: situs evaluate ensemble runs/mp3-ft runs/mae-ft --out look
+For example: situs evaluate ensemble runs/ft exported --out look
 """
 
 from __future__ import annotations

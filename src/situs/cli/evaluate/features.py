@@ -1,4 +1,7 @@
-"""Features of every image, as one file: features [n, D] or of its patches [n, N, D], ids, labels, what made them."""
+"""Features of every image, as one file: features [n, D] or of its patches [n, N, D], ids, labels, what made them.
+
+For example: situs features runs/mp3 --out features.safetensors
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from cyclopts import Parameter
 
 from situs.cli.parser.model_args import DataArgs, open_from
 from situs.cli.result import asked, tell_left_out
+from situs.cli.shell import answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,5 +45,7 @@ def run(args: Args) -> None:
     write_features(args.out, found)
     count, *patches, dim = found.features.shape
     labels = "with labels" if found.labels is not None else "without labels"
-    print(f"{args.out}: {count} features of {'× '.join(f'{each} ' for each in (*patches, dim))}numbers, {labels}")
+    said = f"{args.out}: {count} features of {'× '.join(f'{each} ' for each in (*patches, dim))}numbers, {labels}"
+    known = found.labels is not None
+    answer({"file": args.out, "shape": [count, *patches, dim], "labels": known, "left_out": found.left_out}, said)
     tell_left_out(found.left_out)

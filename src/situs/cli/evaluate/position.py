@@ -1,6 +1,6 @@
 """How well a pretrained run knows where its patches were: DropPos's grid of γ × γ_pos, MP3's accuracy over η.
 
-For example: situs evaluate position runs/droppos --out look
+For example: situs evaluate position runs/mp3 --out look
 """
 
 from __future__ import annotations

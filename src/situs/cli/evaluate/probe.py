@@ -1,7 +1,7 @@
 """What a linear classifier reads off frozen features: the place of patches without a position, the class of images, or
 the class of each pixel.
 
-For example: situs evaluate probe runs/droppos --kind position --after runs/finetuned --out look
+For example: situs evaluate probe runs/mp3 --kind position --after runs/ft --out look
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ class Args(MeasureArgs):
     void: Annotated[tuple[int, ...], Parameter(metavar="NUMBER,…")] = (255,)
     """segments: numbers that mean no class (ADE20K: 0)."""
 
+    classes: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ()
+    """segments: names of the classes; by default those of a list beside the data, else their numbers."""
+
 
 def run(args: Args) -> None:
     """Fits, scores, prints the table and writes the page."""
@@ -53,5 +56,5 @@ def run(args: Args) -> None:
     model = open_from(args)
     after = None if args.after is None else open_one_of(args.after, args)
     words = asked(args, after=after)
-    words["masks"] = MaskConfig(words.pop("first"), words.pop("void"))
+    words["masks"] = MaskConfig(words.pop("first"), words.pop("void"), words.pop("classes"))
     present(evaluate_probe(model, **words), args.out)

@@ -1,6 +1,6 @@
 """How robust a classifier is: corrupted (mCE), adversarial (ImageNet-A) and unknown images (ImageNet-O).
 
-For example: situs evaluate robustness runs/finetuned --count 1000 --out look
+For example: situs evaluate robustness runs/ft --count 100 --out look
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from situs.cli.parser.model_args import open_from
-from situs.cli.progress import progress_bar
 from situs.cli.result import MeasureArgs, asked, present
+from situs.progress import task
 
 _Folder = Annotated[Path | None, Parameter(metavar="FOLDER")]
 
@@ -51,6 +51,6 @@ def run(args: Args) -> None:
     told = asked(args)
     sets = PublishedSets(**{each.name: told.pop(each.name) for each in fields(PublishedSets)})
     model = open_from(args)
-    with progress_bar() as progress:
-        found = evaluate_robustness(model, **told, sets=sets, progress=progress)
+    with task() as own:
+        found = evaluate_robustness(model, **told, sets=sets, progress=own.count)
     present(found, args.out)

@@ -1,4 +1,7 @@
-"""A new key in a file that only you may read: 256 random bits, from which every permutation of a lock follows."""
+"""A new key in a file that only you may read: 256 random bits, from which every permutation of a lock follows.
+
+For example: situs key new --out owner.key
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+
+from situs.cli.shell import answer
 
 
 @dataclass(frozen=True)
@@ -27,5 +32,8 @@ def run(args: Args) -> None:
 
     key = new_key(args.out, choose_passphrase() if args.passphrase else None)
     wrapped = "with a passphrase" if args.passphrase else "without a passphrase"
-    print(f"{args.out}: key {key.id}, {wrapped}, readable by you alone (mode 0600).")
-    print("Keep a copy elsewhere: what was locked with it cannot be opened without it.")
+    answer(
+        {"key": args.out, "id": key.id, "passphrase": args.passphrase},
+        f"{args.out}: key {key.id}, {wrapped}, readable by you alone (mode 0600).",
+        "Keep a copy elsewhere: what was locked with it cannot be opened without it.",
+    )

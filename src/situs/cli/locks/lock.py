@@ -3,6 +3,8 @@
 Embedding, positions, final norm and head stay clear unless they are withheld; the blocks' weights are moved, never
 changed, and unlock gives back the same files bit for bit. Known small files are taken along (settings, tokenisers,
 README, licence), others left out and named. A lock is obfuscation, not encryption: see situs audit lock.
+
+For example: situs lock exported --key owner.key --out locked
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
 from situs.cli.parser.model_args import ShapeArgs
+from situs.cli.shell import answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,6 @@ def run(args: Args) -> None:
 
     asked = {name: getattr(args, name) for name in ("withhold", "withheld", "cover", "seal")}
     locked = lock(args.model, read_key(args.key), args.out, **asked, **args.shape())
-    print(locked)
     also = "" if locked.withheld is None else f" --withheld {locked.withheld}"
-    print(f"Open it with situs unlock {args.out} --key {args.key}{also} --out DIR.")
+    told = f"Open it with situs unlock {args.out} --key {args.key}{also} --out DIR."
+    answer({"locked": args.out, "withheld": locked.withheld, "said": str(locked)}, str(locked), told)

@@ -2,6 +2,8 @@
 
 The manifest is checked before a tensor is read and each tensor before it is used; the folder appears when all was
 right, its files readable by you alone (mode 0600).
+
+For example: situs unlock locked --key owner.key --out unlocked
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
+from situs.cli.shell import answer
 
 
 @dataclass(frozen=True)
@@ -41,4 +44,5 @@ def run(args: Args) -> None:
     from situs.locks import unlock
 
     key = read_key(args.key)
-    print(unlock(args.locked, key, args.out, retrained=args.retrained, withheld=args.withheld))
+    said = str(unlock(args.locked, key, args.out, retrained=args.retrained, withheld=args.withheld))
+    answer({"unlocked": args.out, "said": said}, said)

@@ -3,6 +3,8 @@
 Row: the order of the tokens (private split learning). Column: the order of the channels (locked models). Each is run
 forward, backward and through optimiser steps, in float64 and in the model's own dtype. A part that is refused is a
 finding, not an error.
+
+For example: situs verify vit_tiny_patch16_224 --out look
 """
 
 from __future__ import annotations
@@ -30,9 +32,6 @@ class Args(ModelArgs):
     seed: int = 0
     """Of the weights (where none are given), the inputs and the keys."""
 
-    json: bool = False
-    """Print JSON instead of tables."""
-
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
     """Write verify.html and verify.json there."""
 
@@ -43,4 +42,4 @@ def run(args: Args) -> None:
 
     check_folder(args.out)
     found = verify(open_from(args, any_weights=True), steps=args.steps, tokens=args.tokens, seed=args.seed)
-    present(found, args.out, as_json=args.json)
+    present(found, args.out)

@@ -25,12 +25,14 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 
 from cyclopts import CycloptsError, Parameter
 
-from situs.api import layered
-from situs.cli.parser.flags import Configured, Flag, configured_of, flag_name, flags_of
+from situs.api import FLAGGED, layered, named
+from situs.cli.parser.flags import SHELL, Configured, Flag, configured_of, flag_name, flags_of
 from situs.cli.parser.helptext import asked_topic, print_help
+from situs.cli.parser.printing import print_config, tell_length
 from situs.cli.parser.words import app_of, identifier, members_of, sentence
 from situs.config import choices_of, convert, from_dict, merge, tables_of
 from situs.errors import SitusError
+from situs.presets import laid, one_length
 
 T = TypeVar("T")
 Ground = Callable[[str], dict[str, Any]]
@@ -46,10 +48,16 @@ class Recipe:
     config_file: Annotated[Path | None, Parameter(name="--config", metavar="FILE")] = None
     """A TOML file of your own, laid over the preset."""
 
+    print_config: bool = False
+    """Print every value and where it comes from, as a TOML file for --config, and end."""
+
 
 BELOW = {"preset": "--preset", "config_file": "--config", "resume": "--resume", "source": "--from"}
 """Fields of `Args` that say what lies below the flags, and their flags: preset < file, or the config of a run that is
 gone on with; lowest, what is known of the model to start from."""
+
+HELD = ("preset", "config_file", "print_config", "dry_run", "out", "resume", "start_over", "device")
+"""Fields of `Args` that a printed config holds or that make no other run of it; the others are to be given again."""
 
 
 def configured(
@@ -71,19 +79,26 @@ def configured(
 def parse(args_type: type[T], argv: Sequence[str], prog: str, description: str = "") -> T:
     """The verb's Args; a `SitusError` of one sentence where that cannot be. Prints help and exits with 0."""
     held, topic = configured_of(args_type), asked_topic(argv)
-    start, layers = None, {}
+    start, below = None, {}
     if held is not None:
-        layers, sources = layers_of(args_type, argv)
-        start = from_dict(held[1].cls, layers, where=" + ".join(sources))
-    flags = flags_of(args_type, start)
+        below = layers_of(args_type, argv)
+        start = from_dict(held[1].cls, laid(held[1].cls, below.values()), where=named(below))
+    flags = [*flags_of(args_type, start), *SHELL]
     if topic is not None:
         print_help(flags, start, topic, prog, description, _peek(argv, "--preset"))
         raise SystemExit(0)
     given = words_of(flags, argv, prog)
-    own = {f.fields[0]: convert(f.kind, value, f.fields[0]) for f, value in given if f.own}
+    own = {f.fields[0]: convert(f.kind, value, f.fields[0]) for f, value in given if f.own and f not in SHELL}
     if held is not None:
-        changed = tables_of((f.name, path, value) for f, value in given if not f.own for path in f.fields)
-        own[held[0]] = from_dict(held[1].cls, merge(layers, changed, choices_of(held[1].cls)))
+        cls, by_flag = held[1].cls, [(f.name, path, value) for f, value in given if not f.own for path in f.fields]
+        over = one_length(tables_of(by_flag))
+        own[held[0]] = config = from_dict(cls, merge(laid(cls, below.values()), over, choices_of(cls)))
+        flags_by_path = {path: name for name, path, _ in by_flag}
+        tell_length(below, flags_by_path)
+        if own.get("print_config"):
+            beside = [f.name for f, _ in given if f.own and f not in SHELL and f.fields[0] not in HELD]
+            print_config(config, {**below, FLAGGED: over}, flags_by_path, prog, beside)
+            raise SystemExit(0)
     return args_type(**own)
 
 
@@ -102,7 +117,7 @@ def words_of(flags: Sequence[Flag], argv: Sequence[str], prog: str) -> list[Give
     try:
         _, bound, _ = app_of(_asked(flags, argv), prog).parse_args([*argv], exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        raise SitusError(f"{sentence(error, prog)} (see {prog} --help)") from None
+        raise SitusError(f"{sentence(error, prog, flags)} (see {prog} --help)") from None
     by_name = {identifier(flag): flag for flag in flags}
     return [Given(by_name[name], _value(by_name[name], text)) for name, text in bound.arguments.items()]
 
@@ -155,8 +170,8 @@ def _free(text: str) -> Any:
 # --- layers -------------------------------------------------------------------------------------------------
 
 
-def layers_of(args_type: type[Any], argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """What lies below the flags, with the choices that `argv` names, and its sources.
+def layers_of(args_type: type[Any], argv: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """What lies below the flags, by where it comes from, and the choices that `argv` names.
 
     It is read before the parser runs: which method it is says which flags there are.
     """
@@ -166,10 +181,10 @@ def layers_of(args_type: type[Any], argv: Sequence[str]) -> tuple[dict[str, Any]
     given = {each.name: _peek(argv, BELOW[each.name]) for each in fields(args_type) if each.name in BELOW}
     run, source = given.get("resume"), given.get("source")
     ground = None if spec.ground is None or source is None or run is not None else spec.ground(source)
-    layers, sources = layered(spec.cls, given.get("preset"), given.get("config_file"), run, ground)
-    choices = choices_of(spec.cls)
-    chosen = [(flag_name(path), f"{path}.name", _peek(argv, flag_name(path))) for path in choices]
-    return merge(layers, tables_of(each for each in chosen if each[2] is not None), choices), sources
+    below = layered(given.get("preset"), given.get("config_file"), run, ground)
+    chosen = [(flag_name(path), f"{path}.name", _peek(argv, flag_name(path))) for path in choices_of(spec.cls)]
+    here = tables_of(each for each in chosen if each[2] is not None)
+    return {**below, **({FLAGGED: here} if here else {})}
 
 
 def _peek(argv: Sequence[str], flag: str) -> str | None:

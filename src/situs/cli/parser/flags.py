@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from cyclopts import Parameter
 from docstring_parser import parse_from_object
 
+from situs.cli.shell import FLAGS
 from situs.config import choices_of
 from situs.errors import SitusError
 
@@ -47,6 +48,10 @@ class Flag:
     @property
     def required(self) -> bool:
         return self.default is MISSING
+
+
+SHELL = tuple(Flag(f"--{name}", (name,), bool, False, text, "", own=True) for name, text in FLAGS.items())
+"""Flags of every verb, for which `situs.cli.shell` stands and no field of its `Args`."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, get_origin
 
-from situs.cli.parser.flags import Flag
+from situs.cli.parser.flags import SHELL, Flag
 from situs.cli.parser.words import app_of
 from situs.errors import unknown_name
 from situs.presets import preset_header, preset_names
@@ -39,11 +39,14 @@ def print_help(flags: Sequence[Flag], config: Any, topic: str, prog: str, descri
         print(presets_text(preset))
         return
     flags = [_with_key(flag) if get_origin(flag.kind) is dict else flag for flag in flags]
-    shown = [flag for flag in flags if topic in ("all", flag.group)]
+    shown = [flag for flag in flags if topic in ("all", flag.group) and flag not in SHELL]
     about = f"The flags --{topic}.* and their values." if topic in tables else description
     app_of(shown, prog, about).help_print([])
     if groups and not topic:
         print(other_flags([flag for flag in flags if flag.group], groups, prog, presets=bool(tables)))
+    if topic in ("", "all"):
+        every = ", ".join(f"{flag.name} ({flag.help})" for flag in SHELL)
+        print(textwrap.fill(f"Every verb takes {every}.", _width(), **_WHOLE))
 
 
 def _with_key(flag: Flag) -> Flag:

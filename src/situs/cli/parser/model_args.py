@@ -130,7 +130,12 @@ def open_from(args: NamedArgs, *, any_weights: bool = False, device: str | None 
     if isinstance(args, LookArgs):
         check_folder(args.out)
     model = open_named(args.model, args, any_weights=any_weights, device=device)
-    return model.holding_out(args.held_out) if isinstance(args, DataArgs) else model
+    if not isinstance(args, DataArgs) or args.held_out is None:
+        return model
+    from situs.train.inputs import check_held_out
+
+    check_held_out(replace(model.samples, path=args.data or model.samples.path, held_out=args.held_out))
+    return model.holding_out(args.held_out)
 
 
 def open_named(source: str, args: OpenArgs, *, any_weights: bool = False, device: str | None = None) -> Model:

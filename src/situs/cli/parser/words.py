@@ -92,7 +92,34 @@ def members_of(kind: Any) -> tuple[Any, ...]:
     return (kind,)
 
 
-def sentence(error: cyclopts.CycloptsError, prog: str) -> str:
+OTHERS = {
+    "--model": "--backbone.name",
+    "--arch": "--backbone.name",
+    "--backbone": "--backbone.name",
+    "--batch-size": "--batch",
+    "--learning-rate": "--optim.lr",
+    "--checkpoint": "--init",
+    "--weights": "--init",
+    "--gpu": "--device",
+    "--output": "--out",
+    "--max-steps": "--steps",
+}
+"""What other programs call a flag -> ours, where the verb has it."""
+
+
+def meant(word: str, flags: Sequence[Flag]) -> str:
+    """The flag that a word of other programs, or the end of one of ours, stands for; "" where none does."""
+    names = [flag.name for flag in flags]
+    ends = [name for name in names if name.endswith(f".{word.lstrip('-')}")]
+    return next((name for name in (OTHERS.get(word, ""), *sorted(ends, key=_first)) if name in names), "")
+
+
+def _first(name: str) -> bool:
+    """Puts the optimiser's flags before those of other groups."""
+    return not name.startswith("--optim.")
+
+
+def sentence(error: cyclopts.CycloptsError, prog: str, flags: Sequence[Flag] = ()) -> str:
     """One sentence for what the parser found; its own words where it is of no form that is known here."""
     said = str(error).strip().rstrip(".")
     nearest = said.partition("Did you mean ")[2].strip('"?')
@@ -100,9 +127,14 @@ def sentence(error: cyclopts.CycloptsError, prog: str) -> str:
     match error:
         case cyclopts.UnknownOptionError():
             word = (error.token.keyword or error.token.value).partition("=")[0]
-            return f"{word}: {prog} has no such flag{perhaps}"
+            other = meant(word, flags)
+            return f"{word}: {prog} has no such flag{f'; perhaps {other}' if other else perhaps}"
         case cyclopts.UnusedCliTokensError():
-            return f"{' '.join(error.unused_tokens or ())}: more than {prog} takes; a list is one word, apart by commas"
+            words = " ".join(error.unused_tokens or ())
+            names = [name for name in ("--from", "--data", "--out") if any(flag.name == name for flag in flags)]
+            if not any(flag.positional for flag in flags) and names:
+                return f"{words}: {prog} takes no word without its flag; perhaps {names[0]} {words}"
+            return f"{words}: more than {prog} takes; a list is one word, apart by commas"
         case cyclopts.MissingArgumentError() if error.argument is not None:
             needs = "needs a value" if error.keyword or error.argument.tokens else "must be given"
             return f"{error.keyword or error.argument.name}: {needs}"

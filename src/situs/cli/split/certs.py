@@ -1,6 +1,6 @@
 """A throw-away authority with a server's and a client's certificate, to try split learning out.
 
-For example: situs split certs --out certs/
+For example: situs split certs --out certs
 
 For real use take certificates of your own authority, under the same names: ca.pem, server.pem, server.key, client.pem,
 client.key. The client's common name says whose session is whose.

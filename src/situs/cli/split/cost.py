@@ -1,6 +1,6 @@
 """What a step of split training computes, sends and holds, with rows and columns permuted and without.
 
-For example: situs split cost --model vit_base_patch16_224 --batch 8 --out cost
+For example: situs split cost --model vit_tiny_patch16_224 --batch 2 --out look
 
 Both sides are in one process, and images are random; nothing is timed (python benchmarks/split.py does that).
 """

@@ -1,6 +1,6 @@
 """Accuracy of a split training with the server still at work: features are hidden as they were in training.
 
-For example: situs split infer runs/split --server HOST:7443 --tls certs/
+For example: situs split infer runs/split --server 127.0.0.1:7443 --tls certs
 
 With --server local there is none: a run's own blocks are given what a server's would be.
 """

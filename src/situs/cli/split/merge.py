@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
+from situs.cli.shell import answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +42,9 @@ def run(args: Args) -> None:
 
     if args.locked:
         step = merge_locked(args.client, args.server, args.out)
-        print(f"{args.out}: locked as it was, after {step} steps")
-        print(f"Open it with situs unlock {args.out} --retrained --key FILE --out DIR.")
+        told = f"Open it with situs unlock {args.out} --retrained --key FILE --out DIR."
+        answer({"locked": args.out, "steps": step}, f"{args.out}: locked as it was, after {step} steps", told)
         return
     step = merge(args.client, args.server, args.out, key=None if args.key is None else read_key(args.key))
-    print(f"{args.out}: the whole run after {step} steps")
-    print(f"next: situs evaluate accuracy {args.out}, or situs export {args.out} --out DIR")
+    told = f"next: situs evaluate accuracy {args.out}, or situs export {args.out} --out DIR"
+    answer({"run": args.out, "steps": step}, f"{args.out}: the whole run after {step} steps", told)

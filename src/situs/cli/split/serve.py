@@ -1,6 +1,7 @@
 """Serve a model's blocks to clients that train with them: they see permuted features, and no picture and no label.
 
-For example: situs split serve --preset cifar100-supervised --listen 127.0.0.1:7443 --tls certs/ --out runs/server
+For example: situs split serve --preset samples-mp3 --method supervised --listen 127.0.0.1:7443 --tls certs
+--out runs/server
 
 Optimiser and precision must be the client's; the rate comes with each step. Ctrl-C ends it; started again with the same
 folder it goes on, and its clients with it. Every refusal is in OUT/refused.log.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from cyclopts import Parameter
 
@@ -24,6 +25,8 @@ from situs.split.server import Limits
 @dataclass(frozen=True, kw_only=True)
 class Args(Recipe, WireArgs):
     """Serve blocks."""
+
+    topics: ClassVar[dict[str, tuple[str, ...]]] = {"seldom": ("clients", "largest_batch", "shared", "print_config")}
 
     out: Annotated[Path, Parameter(metavar="DIR")]
     """Where the trainings are kept; one that is there goes on."""

@@ -1,6 +1,6 @@
 """Train with a server's blocks: pictures, labels, embedding, positions and head stay here.
 
-For example: situs split train --server HOST:7443 --tls certs/ --preset cifar100-supervised --data PATH
+For example: situs split train --server 127.0.0.1:7443 --tls certs --preset samples-mp3 --method supervised
 --permute rows,columns --out runs/split
 
 Without permutations the result is local training's to the bit. After a crash of either side it goes on (--resume) from
@@ -12,12 +12,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from cyclopts import Parameter
 
 from situs.cli.parser.arguments import Recipe, configured
 from situs.cli.pretrain import tell
+from situs.cli.result import INTERRUPTED
+from situs.cli.shell import answer
 from situs.cli.split.wire import LOCAL, ONE_RANK, ClientArgs
 from situs.errors import SitusError
 from situs.evaluate.finetune import FinetuneConfig
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Args(Recipe, ClientArgs):
     """Train with a server."""
+
+    topics: ClassVar[dict[str, tuple[str, ...]]] = {
+        "seldom": ("name", "patience", "withheld", "dry_run", "print_config")
+    }
 
     out: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """A new folder for the client's part of the run."""
@@ -55,6 +61,9 @@ class Args(Recipe, ClientArgs):
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda or cuda:N; by default a GPU where there is one."""
 
+    dry_run: bool = False
+    """Check data, model, one batch and the length here, and ask no server and write nothing."""
+
     config: FinetuneConfig = configured(FinetuneConfig, short=ONE_RANK)
 
 
@@ -64,10 +73,14 @@ def run(args: Args) -> int:
     from situs.cli.locks.passphrase import read_key
     from situs.models.initialise import starting
     from situs.split.run import Hide, train_split
+    from situs.train.rehearse import rehearse
 
     config = args.config if args.source is None else dataclasses.replace(args.config, init=args.source)
     key = None if args.key is None else read_key(args.key)
     start = starting(None if config.init is None else unlock_of(config.init, key, args.withheld))
+    if args.dry_run:
+        found = rehearse(config, out=args.out, resume=args.resume, device=args.device, start=start)
+        return tell(args.out or args.resume, config, found)
     if args.server == LOCAL:
         return _alone(args, config, start)
     hide = Hide(args.permute, args.defence or "none", args.wire)
@@ -77,11 +90,12 @@ def run(args: Args) -> int:
         )
         wire = max(0.0, call.waited - call.served)
         _say(f"asked again {call.again} times; {wire:.1f} s on the wire, {call.served:.1f} s at the server")
+    folder = args.out or args.resume
+    answer({"run": folder, "steps": result.step, "interrupted": result.interrupted, "metrics": result.metrics})
     if result.interrupted:
-        return 130
+        return INTERRUPTED
     told = {name: value for name, value in result.metrics.items() if name != "gradient_norm"}
     facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())
-    folder = args.out or args.resume
     _say(f"done: {result.step} steps{facts}; the client's part is in {folder}")
     _say(f"next: situs split infer {folder} …, or situs split merge {folder} SERVER --out DIR")
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from situs.cli.shell import answer, as_document
 from situs.cli.tables import print_table
 
 
@@ -27,7 +28,8 @@ def run(args: Args) -> None:
     from situs.studies.listing import list_studies
 
     found = list_studies(args.paper)
-    print_table(found.table())
-    for table in found.tables() if args.numbers else ():
+    tables = (found.table(), *(found.tables() if args.numbers else ()))
+    answer([{"title": each.title, "rows": each.cells()} for each in tables])
+    for table in () if as_document() else tables:
         print_table(table)
     print(found.sentence())

@@ -1,6 +1,6 @@
 """A study's folder as a few small files, to go on with on another machine or to bring its results back.
 
-For example: situs study pack runs/table3 --out parts
+For example: situs study pack runs/lock --out parts
 
 Results and logs go along, and the models that other jobs still start from, in half precision. Checkpoints stay behind:
 a job that was cut begins again where the files are unpacked.
@@ -15,6 +15,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
+from situs.cli.shell import answer
 
 
 @dataclass(frozen=True)
@@ -41,5 +42,5 @@ def run(args: Args) -> None:
     """Writes the files and says which."""
     from situs.studies import pack_study
 
-    for path in pack_study(args.folder, args.out, mib=args.mib, models=args.encoders, only=args.only):
-        print(f"{path} ({path.stat().st_size / 1024**2:.1f} MiB)")
+    made = pack_study(args.folder, args.out, mib=args.mib, models=args.encoders, only=args.only)
+    answer({"files": made}, *(f"{path} ({path.stat().st_size / 1024**2:.1f} MiB)" for path in made))

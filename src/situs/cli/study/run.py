@@ -1,12 +1,13 @@
 """Run a table or figure of a paper, or a study of your own: the paper's numbers, ours and the difference on one page.
 
-For example: situs study run mp3-table3 --data PATH --out runs/table3 --scale quick
+For example: situs study run lock --scale quick --out runs/lock
 
 What is done is skipped and what was cut goes on, so that the same command is given again after a crash or a Ctrl-C.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from cyclopts import Parameter
 from situs.cli.parser.arguments import configured
 from situs.cli.parser.flags import POSITIONAL
 from situs.cli.result import present
+from situs.cli.shell import answer
 from situs.errors import SitusError
 from situs.studies.run import How
 
@@ -43,6 +45,9 @@ class Args:
     take: Annotated[tuple[str, ...], Parameter(metavar="JOB=FOLDER,…")] = ()
     """A run or an export in the place of a training, which counts as done; JOB-1=FOLDER for seed 1."""
 
+    dry_run: bool = False
+    """Print the command of every job that is left, and write nothing."""
+
     config: How = configured(How)
 
 
@@ -56,6 +61,8 @@ def run(args: Args) -> int:
     from situs.studies.load import load_study
 
     check_words(load_study(args.study), args.study, args.scale)
+    if args.dry_run:
+        return _rehearse(args)
     found = run_study(
         args.study,
         _paths(args.data),
@@ -71,6 +78,30 @@ def run(args: Args) -> int:
     asked = StudyFolder.open(args.out).chosen(args.config.only)
     left = [task.name for task in found.tasks if task.name in asked and task.state not in ("done", "taken")]
     return int(bool(found.unread or left))
+
+
+def _rehearse(args: Args) -> int:
+    """Says what each job would be."""
+    from situs.studies.folder import StudyFolder
+    from situs.studies.load import load_study, study_file
+    from situs.studies.plan import data_of
+    from situs.studies.words import paths_of, words_of
+
+    study, file = load_study(args.study), study_file(args.study)
+    given = paths_of(study, file.stem, _paths(args.data))
+    folder = StudyFolder.begun(args.out, study, file, args.scale, args.seeds)
+    jobs: dict[str, str] = {}
+    for name, task in folder.chosen(args.config.only).items():
+        lacking = [each for each in data_of(study, task.job) if each not in given]
+        state = folder.ended(task)
+        if state in ("done", "taken"):
+            jobs[name] = state
+        elif lacking:
+            jobs[name] = f"left out: where its data lies is not given ({', '.join(lacking)})"
+        else:
+            jobs[name] = shlex.join(["situs", *words_of(folder, task, given)])
+    answer(jobs, *(f"{name}: {said}" for name, said in jobs.items()))
+    return 0
 
 
 def _paths(given: tuple[str, ...]) -> Any:

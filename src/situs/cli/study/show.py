@@ -1,6 +1,6 @@
 """A study's table as it stands: of a folder that `situs study run` writes, also while it runs, or by a study's name.
 
-For example: situs study show runs/table3
+For example: situs study show runs/lock
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ class Args:
     folder: Annotated[str, POSITIONAL, Parameter(metavar="FOLDER|NAME|FILE")]
     """The folder of a study; or a study by its name or file: the paper's numbers, and ours where they were measured."""
 
-    json: bool = False
-    """Print the numbers instead."""
-
     ours: bool = False
     """Print ours of each row instead, as a study's file holds what was measured."""
 
@@ -37,4 +34,4 @@ def run(args: Args) -> None:
     if args.ours:
         print("\n".join(found.ours()))
         return
-    present(found, Path(args.folder) if found.tasks else None, as_json=args.json)
+    present(found, Path(args.folder) if found.tasks else None)

@@ -1,6 +1,6 @@
 """Lay the files of `situs study pack` into a study's folder, new or begun: what is done there stays.
 
-For example: situs study unpack parts --out runs/table3
+For example: situs study unpack parts --out runs/elsewhere
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
+from situs.cli.shell import answer
 
 
 @dataclass(frozen=True)
@@ -30,4 +31,4 @@ def run(args: Args) -> None:
     from situs.studies import unpack_study
 
     come = unpack_study(args.parts, args.out)
-    print(f"{args.out}: {len(come)} jobs came{': ' + ', '.join(come) if come else ''}")
+    answer({"jobs": come}, f"{args.out}: {len(come)} jobs came{': ' + ', '.join(come) if come else ''}")

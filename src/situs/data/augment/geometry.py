@@ -66,6 +66,30 @@ def scaled_crop_boxes(
     return torch.cat([noise[:, 20:21] * (height - h), noise[:, 21:22] * (width - w), h, w], dim=1)
 
 
+def fitted_crop_boxes(
+    noise: Tensor,
+    height: Tensor | int,
+    width: Tensor | int,
+    size: tuple[int, int],
+    scales: tuple[float, float],
+    flip: Tensor,
+) -> Tensor:
+    """Boxes of the result's own size in images that were scaled first: [B, 4].
+
+    An image scaled by 1 just fits into the result; by how much it is scaled is uniform in `scales`. Where it is the
+    larger one, so is the place of the box; where it is the smaller one, it comes to lie at the result's top and left,
+    flipped [B] or not. noise: [B, 22].
+    """
+    height, width = (_column(side, noise) for side in (height, width))
+    scale = scales[0] + noise[:, :1] * (scales[1] - scales[0])
+    per_pixel = scale * torch.minimum(size[0] / height, size[1] / width)
+    h, w = size[0] / per_pixel, size[1] / per_pixel
+    top = noise[:, 20:21] * (height - h).clamp(min=0)
+    beside = torch.where(flip.view(-1, 1), width - w, 0.0)
+    left = torch.where(width > w, noise[:, 21:22] * (width - w), beside)
+    return torch.cat([top, left, h, w], dim=1)
+
+
 def pad_crop_boxes(noise: Tensor, height: Tensor | int, width: Tensor | int, pad: int) -> Tensor:
     """Boxes of the image's own size shifted by up to `pad` whole pixels each way: [B, 4]. noise: [B, 2] or more."""
     shift = (noise[:, :2] * (2 * pad + 1)).floor() - pad
@@ -134,6 +158,17 @@ def sample(images: Tensor, at: Places, mode: str) -> Tensor:
     return F.grid_sample(images, grid, mode=mode, padding_mode="border", align_corners=False)
 
 
+def sample_nearest(values: Tensor, at: Places) -> Tensor:
+    """The values [B, …, H, W] of any type at the pixel that holds each place, [B, …, h, w]; 0 outside the picture."""
+    batch, *_, height, width = values.shape
+    rows, columns = at.y.floor().long().clamp(0, height - 1), at.x.floor().long().clamp(0, width - 1)
+    places = (rows * width + columns).expand(batch, *at.inside.shape[1:]).flatten(1)
+    flat = values.flatten(1, -3).flatten(2)
+    taken = flat.gather(2, places[:, None].expand(-1, flat.shape[1], -1))
+    taken = taken.unflatten(2, at.inside.shape[1:]) * at.inside[:, None]
+    return taken.view(*values.shape[:-2], *at.inside.shape[1:])
+
+
 def warp(
     images: Tensor,
     boxes: Tensor,
@@ -189,6 +224,15 @@ def warp_boxes(
     By the inverse of the changes: a turned box is the upright one around its corners. Empty where nothing is left.
     """
     height, width = size
+    left, top, right, bottom = move_boxes(objects, boxes, flip, size, matrices).unbind(-1)
+    return torch.stack([left.clamp(0, width), top.clamp(0, height), right.clamp(0, width), bottom.clamp(0, height)], -1)
+
+
+def move_boxes(
+    objects: Tensor, boxes: Tensor, flip: Tensor, size: tuple[int, int], matrices: Tensor | None = None
+) -> Tensor:
+    """`warp_boxes`, not cut at the border."""
+    height, width = size
     x, y = objects[..., [0, 2, 2, 0]], objects[..., [1, 1, 3, 3]]
     top, left, box_h, box_w = boxes.view(-1, 4, 1, 1).unbind(1)
     x, y = (x - left) * (width / box_w), (y - top) * (height / box_h)
@@ -198,7 +242,6 @@ def warp_boxes(
         a, b, c, d, e, f = matrices[:, slot].reshape(-1, 6, 1, 1).unbind(1)
         u, v, det = x - c, y - f, a * e - b * d
         x, y = (e * u - b * v) / det, (a * v - d * u) / det
-    x, y = x.clamp(0, width), y.clamp(0, height)
     return torch.stack([x.amin(-1), y.amin(-1), x.amax(-1), y.amax(-1)], dim=-1)
 
 

@@ -28,9 +28,10 @@ _RISING = Rule("two rising numbers in (0, 1]", lambda pair: 0 < pair[0] <= pair[
 class AugmentConfig(Checked):
     """What happens to a training sample between the disk and the model. `RECIPES` names the usual ones of images."""
 
-    crop: Literal["none", "resized", "pad", "scaled"] = "resized"
+    crop: Literal["none", "resized", "pad", "scaled", "fitted"] = "resized"
     """resized: a random box brought to the model's size. pad: a shift by up to `pad` pixels. none: the whole image.
-    scaled, for masks: the image scaled at random and cut to the model's size, as in segmentation."""
+    scaled, for masks: the image scaled at random and cut to the model's size, as in segmentation. fitted, for objects:
+    likewise, from the size that just fits into the model's, and padded to it (large-scale jitter)."""
 
     scale: Annotated[tuple[float, float], _RISING] = (0.08, 1.0)
     """Share of the image that a resized crop covers, from and to."""
@@ -48,7 +49,8 @@ class AugmentConfig(Checked):
         0.5,
         2.0,
     )
-    """How much a scaled crop's image is scaled, from and to; at 1 it just covers the model's size."""
+    """How much a scaled or fitted crop's image is scaled, from and to; at 1 it just covers the model's size, or just
+    fits into it."""
 
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """How an image is resampled."""
@@ -169,7 +171,7 @@ def apply(
     images: [B, C, H, W] uint8, or float in [0, 1]. mean, std: [C]; the mean also fills what lies outside an image.
     """
     images = as_floats(images)
-    return _recoloured(_geometry(images, noise, config, size, mean), noise, config, mean, std)
+    return recoloured(_geometry(images, noise, config, size, mean), noise, config, mean, std)
 
 
 def apply_masked(
@@ -188,15 +190,15 @@ def apply_masked(
     normalisation: mean and std. finer: samples along a side of each pixel.
     """
     mean, std = normalisation
-    boxes, flip, affine = _places(noise, config, size, (sides[:, 0], sides[:, 1]), sides[:, 0])
+    boxes, flip, affine = places_of(noise, config, size, (sides[:, 0], sides[:, 1]), sides[:, 0])
     warped = geometry.warp(
         as_floats(images), boxes, flip, size, mean, affine, config.interpolation, sides=sides, finer=finer
     )
     moved = geometry.warp_masks(masks, boxes, flip, size, affine, fill=VOID, sides=sides)
-    return _recoloured(warped, noise, config, mean, std), moved
+    return recoloured(warped, noise, config, mean, std), moved
 
 
-def _recoloured(images: Tensor, noise: Noise, config: AugmentConfig, mean: Tensor, std: Tensor) -> Tensor:
+def recoloured(images: Tensor, noise: Noise, config: AugmentConfig, mean: Tensor, std: Tensor) -> Tensor:
     """What follows the geometry: colours, the normalisation, erasing."""
     if "jitter" in noise or "operations" in noise:
         levels = colour.to_levels(images)
@@ -246,24 +248,26 @@ def _geometry(images: Tensor, noise: Noise, config: AugmentConfig, size: tuple[i
     if config.crop == "none" and "operations" not in noise and (height, width) == size:
         flip = noise["flip"] < config.flip if "flip" in noise else None
         return images if flip is None else torch.where(flip.view(-1, 1, 1, 1), images.flip(-1), images)
-    boxes, flip, affine = _places(noise, config, size, (height, width), images.new_empty(count))
+    boxes, flip, affine = places_of(noise, config, size, (height, width), images.new_empty(count))
     return geometry.warp(images, boxes, flip, size, mean, affine, config.interpolation)
 
 
-def _places(
+def places_of(
     noise: Noise, config: AugmentConfig, size: tuple[int, int], sides: tuple[Tensor | int, Tensor | int], like: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What is drawn of a batch's geometry: boxes [B, 4], flips [B], affine changes. like: [B] on the device."""
     count, device = like.shape[0], like.device
+    flip = noise["flip"] < config.flip if "flip" in noise else torch.zeros(count, dtype=torch.bool, device=device)
     if config.crop == "resized":
         boxes = geometry.resized_crop_boxes(noise["crop"], *sides, config.scale, config.ratio)
     elif config.crop == "scaled":
         boxes = geometry.scaled_crop_boxes(noise["crop"], *sides, size, config.scales)
+    elif config.crop == "fitted":
+        boxes = geometry.fitted_crop_boxes(noise["crop"], *sides, size, config.scales, flip)
     elif config.crop == "pad":
         boxes = geometry.pad_crop_boxes(noise["crop"], *sides, config.pad)
     else:
         boxes = geometry.whole_boxes(count, *sides, device)
-    flip = noise["flip"] < config.flip if "flip" in noise else torch.zeros(count, dtype=torch.bool, device=device)
     return boxes, flip, randaugment.matrices(_plan(noise, config), *size) if "operations" in noise else None
 
 

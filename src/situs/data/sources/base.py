@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from situs.data.masks import MaskConfig
+from situs.data.objects import ObjectConfig
 from situs.data.sources.images import decode, to_channels
 from situs.errors import SitusError
 
@@ -50,6 +51,7 @@ class Wanted(NamedTuple):
     multi_label: bool = False
     kind: Kind = "image"
     masks: MaskConfig | None = None
+    objects: ObjectConfig | None = None
 
 
 ANY = Wanted()
@@ -104,8 +106,8 @@ class Source(ABC):
     def read(self, index: int) -> dict[str, Any]:
         """What sample `index` holds, by name: "image" [C, H, W] (uint8, or float32 in [0, 1]), and "label" where
         the set has labels: the class number, or of a multi-label set [K] int8, 1 for a class that the image has, 0 for
-        one that it has not, -1 where nobody knows. Of a set with masks "mask" [H, W] int16 in its place. Another
-        modality has names of its own, which its pipeline reads."""
+        one that it has not, -1 where nobody knows. Of a set with masks "mask" [H, W] int16 in its place. Objects
+        and another modality have names of their own, which their pipelines read."""
 
     def label(self, index: int) -> Any:
         """The label as `read` gives it, None where there is none; those who can tell it without the sample do."""
@@ -113,7 +115,8 @@ class Source(ABC):
 
     @property
     def target(self) -> str:
-        """What `Batch.targets` calls the labels, so that nobody takes several classes, or a mask, for one class."""
+        """What `Batch.targets` calls the labels, so that nobody takes several classes or a mask for one class.
+        "objects" have several names there."""
         return "labels" if self.multi_label else "label"
 
     def key(self, index: int) -> str:

@@ -81,6 +81,8 @@ def decode(data: bytes, name: str, channels: int | None = None, *, reduce: int =
 
 def decode_numbers(data: bytes, name: str) -> Tensor:
     """The class numbers that an image file holds, [H, W] whole: grey levels or places in a palette, as they are."""
+    from PIL import ImageOps
+
     with _broken(name):
         if data.startswith(_NUMPY):
             array = _image_array(data)
@@ -91,6 +93,7 @@ def decode_numbers(data: bytes, name: str) -> Tensor:
             if image.mode not in {"L", "P", "1", "I"} and not image.mode.startswith("I;16"):
                 raise ValueError(f"its pixels are {image.mode}, and a mask has one whole number each")
             binary = image.mode == "1"
+            image = ImageOps.exif_transpose(image)  # as its photograph is
             if image.mode not in {"L", "P"}:
                 image = image.convert("L" if binary else "I")
             kind = torch.int32 if image.mode == "I" else torch.uint8

@@ -10,9 +10,11 @@ from typing import Any, TypedDict, Unpack
 
 from situs.data.audio import AUDIO, AudioConfig
 from situs.data.masks import MaskConfig
+from situs.data.objects import ObjectConfig
 from situs.data.sources.audio import AUDIO_SUFFIXES, NOISE_FOLDER
 from situs.data.sources.base import SPLITS, Kind, Source, TensorSource, Wanted, choose_split, list_shards, splits_of
 from situs.data.sources.cifar import find_cifar, open_cifar
+from situs.data.sources.coco import CocoSource, coco_splits
 from situs.data.sources.folder import TABLES, FolderSource, split_folders
 from situs.data.sources.images import IMAGE_SUFFIXES
 from situs.data.sources.parquet import ParquetSource, column_kind
@@ -36,6 +38,7 @@ class Reading(TypedDict, total=False):
 
     audio: AudioConfig
     masks: MaskConfig | None
+    objects: ObjectConfig | None
     text: TextConfig
     words: bool
 
@@ -67,6 +70,7 @@ def open_source(
     multi_label: read the labels as any number of classes an image.
     kind:     image, audio or text; None looks at the path. audio: how clips are read (`situs.data.sources.speech`).
     masks:    read a mask with each image, in this way (`situs.data.sources.segments`).
+    objects:  read the objects of each image, in this way (`situs.data.sources.coco`).
     text:     how sentences are read (`situs.data.sources.text`). words: as blocks of words, without labels.
     """
     if channels is not None and channels < 1:
@@ -74,12 +78,14 @@ def open_source(
     if not 0 <= held_out < 1:
         raise SitusError(field="held_out", value=held_out, allowed="in [0, 1)")
     with _told(path):
-        kind, masks = kind_of(path, kind, multi_label=multi_label), reading.get("masks")
-        wanted = Wanted(split, labels, channels, strict, multi_label, kind, masks)
+        kind = kind_of(path, kind, multi_label=multi_label)
+        dense = reading.get("masks"), reading.get("objects")
+        wanted = Wanted(split, labels, channels, strict, multi_label, kind, *dense)
         told = {
             "multi_label": multi_label,
             "kind": kind,
-            "masks": masks is not None,
+            "masks": wanted.masks is not None,
+            "objects": wanted.objects is not None,
             "words": reading.get("words", False),
         }
         if not held_out or splits_at(path, **told) & {*SPLITS["val"], *SPLITS["test"]}:
@@ -154,6 +160,7 @@ def splits_at(
     multi_label: bool = False,
     kind: Kind | None = None,
     masks: bool = False,
+    objects: bool = False,
     words: bool = False,
 ) -> set[str]:
     """The splits that the data at `path` is divided into; none for one that is not."""
@@ -165,8 +172,8 @@ def splits_at(
             return speech_splits(path)
         if kind == "text":
             return text_splits(path, words=words)
-        if masks:
-            return mask_splits(path)
+        if masks or objects:
+            return mask_splits(path) if masks else coco_splits(path)
         if _has_table(path, multi_label):
             return table_splits(path)
         for suffix in (".parquet", ".tar"):
@@ -202,9 +209,9 @@ def _open_other(path: str | Path, wanted: Wanted, reading: Reading) -> Source:
     things = "clips" if wanted.kind == "audio" else "sentences"
     if str(path) == SAMPLES:
         raise SitusError(f"{SAMPLES}: are images, and {things} are asked for", field="data")
-    if wanted.multi_label or wanted.masks is not None:
+    if wanted.multi_label or wanted.masks is not None or wanted.objects is not None:
         raise SitusError(
-            f"{path}: {things} have one class each, and not any number of them, nor masks",
+            f"{path}: {things} have one class each, and not any number of them, nor masks or objects",
             field=("multi_label", "target"),
         )
     if wanted.kind == "text":
@@ -214,14 +221,15 @@ def _open_other(path: str | Path, wanted: Wanted, reading: Reading) -> Source:
 
 
 def _open_images(path: str | Path, wanted: Wanted) -> Source:
-    if wanted.masks is not None and str(path) != SAMPLES:
-        return open_masks(_existing(path), wanted)
-    if str(path) == SAMPLES and not wanted.multi_label and wanted.masks is None:
+    dense = "masks" if wanted.masks is not None else "objects" if wanted.objects is not None else None
+    if dense is not None and str(path) != SAMPLES:
+        return (open_masks if dense == "masks" else CocoSource)(_existing(path), wanted)
+    if str(path) == SAMPLES and not wanted.multi_label and dense is None:
         chosen = choose_split(("train", "test"), wanted.split, SAMPLES)
         images, labels, classes = load_samples("test" if chosen == "test" else "train")
         return TensorSource(images, labels if wanted.labels else None, classes, f"samples ({chosen})", wanted.channels)
     if str(path) == SAMPLES:
-        raise _one_class(SAMPLES) if wanted.multi_label else SitusError(f"{SAMPLES}: has no masks", field="data")
+        raise _one_class(SAMPLES) if wanted.multi_label else SitusError(f"{SAMPLES}: has no {dense}", field="data")
     path = _existing(path)
     if _has_table(path, wanted.multi_label):
         return TableSource(path, wanted)

@@ -65,7 +65,9 @@ def _read_parquet(file: Path) -> Table:
             pa.types.is_floating,
             pa.types.is_boolean,
         )
-        plain = [each.name for each in schema if any(kind(each.type) for kind in kinds)]
+        held_as = {each.name: each.type for each in schema}  # a category, as pandas writes them, is what it stands for
+        held_as = {n: kind.value_type if pa.types.is_dictionary(kind) else kind for n, kind in held_as.items()}
+        plain = [name for name, own in held_as.items() if any(kind(own) for kind in kinds)]
         held = opened.read(columns=plain)
         held.validate(full=True)
         columns = {name: held[name].to_pylist() for name in plain}
@@ -75,7 +77,9 @@ def _read_parquet(file: Path) -> Table:
 
 def _read_cells(file: Path) -> dict[str, list[Any]]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.reader(lines, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
+        # A quotation mark in a tsv file is one of the sentence: GLUE's open quotes that they never close.
+        tabs = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+        reader = csv.reader(lines, strict=True, **(tabs if file.suffix == ".tsv" else {}))
         names = next(reader, [])
         if len({*names}) < len(names):
             raise SitusError(f"{file}: two of its columns have one name ({', '.join(names)[:100]})", field="data")

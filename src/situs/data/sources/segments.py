@@ -53,21 +53,19 @@ class MaskReader(EncodedSource):
             raise BrokenSampleError(f"{self.entry(index)}: is {sides}")
         return {"image": image, "mask": mask}
 
-    def largest(self) -> int:
-        """The largest class number of all masks that can be read, -1 where there is none; refused where none can."""
-        most, broken = -1, []
+    def all_numbers(self) -> set[int]:
+        """The numbers in all masks that can be read; refused where none can."""
+        found, broken = set(), []
         for index in range(len(self)):
             try:
-                found = self.numbers(index).unique().tolist()
+                found |= {*self.numbers(index).unique().tolist()}
             except BrokenSampleError as error:
                 broken.append(str(error))
-                continue
-            most = max([most, *(number for number in found if number not in self.masks.void)])
         if len(self) == len(broken):
             raise SitusError(
                 f"{self.name}: none of its {len(self)} masks can be read; the first: {broken[0]}", field="data"
             )
-        return most
+        return found
 
 
 class MaskFiles(MaskReader, FileSource):
@@ -127,7 +125,7 @@ def open_masks(path: Path, wanted: Wanted) -> Source:
         names = names_beside(path)
         if not names:
             bare = kind(path, wanted._replace(split=_learned(path)))
-            names = numbered([bare.largest()], masks, bare.name)
+            names = numbered(bare.all_numbers(), masks, bare.name)
         wanted = wanted._replace(masks=MaskConfig(masks.first, masks.void, names))
     return kind(path, wanted)
 
@@ -138,6 +136,12 @@ def mask_splits(path: Path) -> set[str]:
         return splits_of(shards)
     home = _first(path, IMAGES)
     return {*split_folders(path), *(() if home is None else split_folders(home))}
+
+
+def has_masks(path: Path) -> bool:
+    """Whether folders at a path hold images and masks beside each other."""
+    homes = [path, *(path / name for name in split_folders(path))] if path.is_dir() else []
+    return any(_first(home, IMAGES) is not None and _first(home, MASKS) is not None for home in homes)
 
 
 def _learned(path: Path) -> str | None:

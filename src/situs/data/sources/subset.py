@@ -82,6 +82,7 @@ class PerClass(Rows):
     def __init__(self, source: Source, count: int) -> None:
         if source.classes is None or source.target != "label":
             several = {"labels": "any number of classes a sample", "mask": "a class for each pixel"}
+            several["objects"] = "a class for each object"
             said = several[source.target] if source.classes is not None else "no labels"
             raise SitusError(f"{source.name}: has {said}, and so many of each class were asked for", field="per_class")
         left, rows = [count] * len(source.classes), []

@@ -22,28 +22,29 @@ from situs.errors import BrokenSampleError, SitusError
 PLAIN = ".txt"
 
 
-def text_files(path: Path, *, words: bool) -> list[Path]:
-    """The files of a set of text, of every split. words: plain text before tables."""
+def text_files(path: Path, *, words: bool, unlabelled: bool = False) -> list[Path]:
+    """The files of a set of text, of every split. words: plain text before tables. unlabelled: both."""
     if path.is_file():
         return [path]
-    plain = list_shards(path, PLAIN) if words else []
-    found = plain or next((files for suffix in SUFFIXES if (files := list_shards(path, suffix))), [])
+    plain = list_shards(path, PLAIN) if words or unlabelled else []
+    tables = next((files for suffix in SUFFIXES if (files := list_shards(path, suffix))), [])
+    found = [*plain, *tables] if unlabelled else plain or tables
     if not found:
-        allowed = ", ".join((*SUFFIXES, *((PLAIN,) if words else ())))
+        allowed = ", ".join((*SUFFIXES, *((PLAIN,) if words or unlabelled else ())))
         raise SitusError(f"{path}: holds no sentences, in files that end in {allowed}", field="data")
     return found
 
 
-def text_splits(path: Path, *, words: bool) -> set[str]:
+def text_splits(path: Path, *, words: bool, unlabelled: bool = False) -> set[str]:
     """The splits of a set of text; none of one file."""
-    return set() if path.is_file() else splits_of(text_files(path, words=words))
+    return set() if path.is_file() else splits_of(text_files(path, words=words, unlabelled=unlabelled))
 
 
 def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = False) -> Source:
     """The sentences at `path`; words: all of them as one text, in blocks."""
-    files = text_files(path, words=words)
+    files = text_files(path, words=words, unlabelled=text.unlabelled)
     chosen = None if path.is_file() and wanted.split in (None, *SPLITS["train"]) else choose_split(
-        text_splits(path, words=words), wanted.split, str(path)
+        text_splits(path, words=words, unlabelled=text.unlabelled), wanted.split, str(path)
     )  # fmt: skip
     own = [file for file in files if chosen is None or split_of(file) == chosen]
     name = path.stem + (f" ({chosen})" if chosen else "")
@@ -52,6 +53,8 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
         if tokeniser is None:
             raise SitusError(f"{path}: is cut in blocks of ids, and no tokeniser is named", field="text.tokeniser")
         return BlockSource(name, [part for file in own for part in _plain(file, text)], tokeniser, text, wanted)
+    if text.unlabelled:
+        return _unlabelled(name, own, tokeniser, text, wanted)
     if any(file.suffix == PLAIN for file in own):
         raise SitusError(f"{own[0]}: is plain text without labels, which a language model learns from", field="data")
     home = [file for file in files if split_of(file) in SPLITS["train"]] or own
@@ -68,6 +71,23 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
         known = {name: number for number, name in enumerate(classes)}
         numbers = [_number(table, label, row, known) for table in tables for row in range(len(table))]
     return TextSource(name, texts, numbers, classes, entries, tokeniser, text.longest or LONGEST, strict=wanted.strict)
+
+
+def _unlabelled(
+    name: str, files: list[Path], tokeniser: Tokeniser | None, text: TextConfig, wanted: Wanted
+) -> TextSource:
+    """The sentences of tables and the lines of plain text, those longer than a sample in pieces."""
+    longest, texts, entries = text.longest or LONGEST, [], []
+    for file in files:
+        found = _plain(file, text)
+        lines = [line for each in found for line in each.splitlines()] if file.suffix == PLAIN else found
+        pieces = [[line] for line in lines] if tokeniser is None else tokeniser.pieces(lines, longest)
+        for row, each in enumerate(pieces):
+            texts += each
+            entries += [(file, row)] * len(each)
+    kept = [at for at, each in enumerate(texts) if each.strip()]
+    rows = [texts[at] for at in kept], None, None, [entries[at] for at in kept]
+    return TextSource(name, *rows, tokeniser, longest, strict=wanted.strict)
 
 
 class TextSource(Source):

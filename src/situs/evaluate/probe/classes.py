@@ -16,6 +16,7 @@ from situs.evaluate.probe.position import RATIO, PositionProbes, follow, probe_p
 from situs.evaluate.probe.segments import SegmentProbes, probe_segments
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_labels, load_bank, made_with, opened
+from situs.progress import tracked
 from situs.results import Cell, Provenance, Summary, Table, percent
 
 
@@ -95,7 +96,7 @@ def evaluate_probe(
     shared = {"seed": seed, "precision": precision, "weight_decays": tuple(weight_decays)}
     probes: dict[str, Any] = {}
     made, classes = {}, ()
-    for name, each in models.items():
+    for name, each in tracked([*models.items()], "models"):
         target = "mask" if kind == "segments" else "class"
         source = data or first.data.path or None
         train, test = load_bank(each, source, train_count=train_count, target=target, **chosen)

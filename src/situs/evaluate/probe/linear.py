@@ -18,6 +18,7 @@ from situs.core.random import uniform
 from situs.errors import SitusError
 from situs.limits import check_values
 from situs.models.inference import Total
+from situs.progress import tracked
 from situs.results import Cell, Provenance, Result, Table
 
 WEIGHT_DECAYS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -180,7 +181,7 @@ def choose_decay(
     held = held_rows(groups, seed)
     tried: list[Tried] = []
     start = None
-    for decay in sorted(weight_decays, reverse=True):  # each fit begins where the last, smoother one ended
+    for decay in tracked(sorted(weight_decays, reverse=True), "fitting"):  # each begins where a smoother one ended
         start = fit(~held, decay, start)
         tried.append(Tried(decay, *judge(held, start)))
     best = max(tried, key=lambda each: each.accuracy).weight_decay
@@ -215,12 +216,38 @@ def fit_linear(
     if features.dim() != 2 or labels.shape != features.shape[:1] or not len(labels):
         shapes = f"{list(features.shape)} and {list(labels.shape)}"
         raise SitusError(f"a probe needs features [n, D] with labels [n], not {shapes}")
-    count, dim = features.shape
-    mean, scale = features.mean(dim=0), features.std(dim=0, correction=0)
+    count, rows = len(labels), max(1, AT_ONCE // classes)
+
+    def slope_of(linear: Linear) -> Tensor:
+        """The gradient by hand, part by part: no graph, and memory for one part only."""
+        weight, bias = linear.weight, linear.bias
+        loss = weight_decay / 2 * weight.square().sum()
+        slope, lift = weight_decay * weight, torch.zeros_like(bias)
+        for part, truth in zip(features.split(rows), labels.split(rows), strict=True):
+            inputs = (part - linear.mean) / linear.scale
+            likely = (inputs @ weight.T + bias).log_softmax(dim=-1)
+            loss = loss - likely.gather(1, truth[:, None]).sum() / count
+            wrong = likely.exp_().scatter_add_(1, truth[:, None], inputs.new_full((len(truth), 1), -1.0)) / count
+            slope += wrong.T @ inputs
+            lift += wrong.sum(dim=0)
+        weight.grad, bias.grad = slope, lift
+        return loss
+
+    return minimise(features, classes, start, slope_of)
+
+
+@torch.no_grad()
+def minimise(features: Tensor, classes: int, start: Linear | None, slope_of: Callable[[Linear], Tensor]) -> Linear:
+    """The least of a convex loss over the linear classifiers of standardised features [..., D], by L-BFGS.
+
+    start: where to begin, fitted to the same features. slope_of: gives a classifier's loss, and puts the gradients into
+    its weight and bias.
+    """
+    over = tuple(range(features.dim() - 1))
+    mean, scale = features.mean(dim=over), features.std(dim=over, correction=0)
     scale = torch.where(scale > 1e-6 * mean.abs() + 1e-12, scale, 1.0)
-    weight = features.new_zeros(classes, dim) if start is None else start.weight.clone()
+    weight = features.new_zeros(classes, features.shape[-1]) if start is None else start.weight.clone()
     bias = features.new_zeros(classes) if start is None else start.bias.clone()
-    rows = max(1, AT_ONCE // classes)
     optimiser = torch.optim.LBFGS(
         [weight.requires_grad_(), bias.requires_grad_()],
         max_iter=STEPS,
@@ -231,18 +258,7 @@ def fit_linear(
 
     @torch.no_grad()
     def closure() -> Tensor:
-        """The gradient by hand, part by part: no graph, and memory for one part only."""
-        loss = weight_decay / 2 * weight.square().sum()
-        slope, lift = weight_decay * weight, torch.zeros_like(bias)
-        for part, truth in zip(features.split(rows), labels.split(rows), strict=True):
-            inputs = (part - mean) / scale
-            likely = (inputs @ weight.T + bias).log_softmax(dim=-1)
-            loss = loss - likely.gather(1, truth[:, None]).sum() / count
-            wrong = likely.exp_().scatter_add_(1, truth[:, None], inputs.new_full((len(truth), 1), -1.0)) / count
-            slope += wrong.T @ inputs
-            lift += wrong.sum(dim=0)
-        weight.grad, bias.grad = slope, lift
-        return loss
+        return slope_of(Linear(weight, bias, mean, scale))
 
     optimiser.step(closure)
     return Linear(weight.detach(), bias.detach(), mean, scale)

@@ -20,13 +20,13 @@ from situs.data.masks import VOID
 from situs.errors import SitusError
 from situs.evaluate.probe.linear import (
     AT_ONCE,
-    STEPS,
     WEIGHT_DECAYS,
     Linear,
     Probe,
     Probes,
     Score,
     choose_decay,
+    minimise,
 )
 from situs.evaluate.segments.measure import by_class, measure, seeing
 from situs.evaluate.segments.scores import SegmentScores
@@ -163,7 +163,6 @@ def _centres(batch: Batch, size: Sequence[int], places: Sequence[int]) -> tuple[
     return torch.stack(inputs), torch.stack(masks)
 
 
-@torch.no_grad()
 def fit_patches(
     features: Tensor,
     masks: Tensor,
@@ -177,36 +176,21 @@ def fit_patches(
 
     features: [n, N, D] on `grid`. masks: [n, h, w] classes or VOID, to whose size logits are brought.
     """
-    mean, scale = features.mean(dim=(0, 1)), features.std(dim=(0, 1), correction=0)
-    scale = torch.where(scale > 1e-6 * mean.abs() + 1e-12, scale, 1.0)
-    weight = features.new_zeros(classes, features.shape[-1]) if start is None else start.weight.clone()
-    bias = features.new_zeros(classes) if start is None else start.bias.clone()
-    if start is not None:  # whose features were scaled by their own mean and deviation
-        weight = weight / start.scale * scale
-        bias = bias + (start.weight / start.scale) @ (mean - start.mean)
     known, rows = int((masks != VOID).sum()), _rows(masks, classes)
-    optimiser = torch.optim.LBFGS(
-        [weight.requires_grad_(), bias.requires_grad_()],
-        max_iter=STEPS,
-        tolerance_grad=1e-6,
-        tolerance_change=1e-10,
-        line_search_fn="strong_wolfe",
-    )
 
     @torch.enable_grad()
-    def closure() -> Tensor:
-        optimiser.zero_grad()
-        total = weight_decay / 2 * weight.square().sum()
+    def slope_of(linear: Linear) -> Tensor:
+        linear.weight.grad = linear.bias.grad = None
+        total = weight_decay / 2 * linear.weight.square().sum()
         total.backward()
         total = total.detach()
         for part, truth in zip(features.split(rows), masks.split(rows), strict=True):
-            loss = _loss(Linear(weight, bias, mean, scale), part, truth, grid) / known
+            loss = _loss(linear, part, truth, grid) / known
             loss.backward()
             total += loss.detach()
         return total
 
-    optimiser.step(closure)
-    return Linear(weight.detach(), bias.detach(), mean, scale)
+    return minimise(features, classes, start, slope_of)
 
 
 def _loss(linear: Linear, features: Tensor, masks: Tensor, grid: Sequence[int]) -> Tensor:

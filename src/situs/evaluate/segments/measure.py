@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Unpack
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.data.loader import Loader
-from situs.data.masks import VOID
+from situs.data.masks import VOID, names_beside
 from situs.data.sampler import sample_of
+from situs.data.sources.remote import is_remote
 from situs.errors import SitusError
 from situs.evaluate.segments.scores import SegmentScores, class_iou, count_answers
 from situs.evaluate.segments.windows import Inference, Predict, segment
@@ -25,6 +27,7 @@ from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, op
 from situs.models.inference import Total, evaluating, rows_of_ranks
 from situs.models.model import Model
 from situs.results import Result, Summary, Table, percent
+from situs.train.export import PARTS
 from situs.train.step import autocast
 
 PICTURES = 8
@@ -132,9 +135,8 @@ def evaluate_segments(
     model = opened(model, seed)
     method, how = segmentation_of(model), Inference(mode, overlap)
     loader = load_set(model, data, shared=True, target="mask", **chosen)
-    if loader.classes != model.classes:
-        said = f"has {len(loader.classes or ())} classes, not the {len(model.classes or ())} of {model.name}"
-        raise SitusError(f"{loader.source.name}: {said}, or others", field="data")
+    told = chosen.get("masks")
+    _check_names(model, loader, None if told and told.classes else data)
     see = seeing(method, method.logits, how, precision)
     with evaluating(method):
         found = measure(see, loader, method.classes)
@@ -144,8 +146,23 @@ def evaluate_segments(
     return Segments(found.scores, model.classes or (), len(found.rows), worst, how, provenance=made)
 
 
+def _check_names(model: Model, loader: Loader, data: AnyData) -> None:
+    """Refuses data of other classes: by their number, or by a list beside data that is not the model's own."""
+    beside: tuple[str, ...] = ()
+    if isinstance(data, (str, Path)) and not is_remote(data) and str(data) != model.samples.path:
+        beside = names_beside(Path(data).expanduser())
+    names = beside or loader.classes or ()
+    known = model.classes or ()
+    if names != known:
+        pair = next((pair for pair in zip(known, names, strict=False) if pair[0] != pair[1]), None)
+        said = f"{pair[0]!r} there is {pair[1]!r} here" if pair else f"there are {len(names)}, not {len(known)}"
+        raise SitusError(f"{loader.source.name}: its classes are not those of {model.name}: {said}", field="data")
+
+
 def segmentation_of(model: Model) -> Segmentation:
     """The method of a model that was trained to segment; any other is refused."""
+    if model.method is None and model.facts.get("method") == "segmentation":
+        raise SitusError(f"{model.name}: its decoder is gone, the file {PARTS}; export it again", field="model")
     if not isinstance(model.method, Segmentation):
         raise SitusError(
             f"{model.name}: was not trained to segment; fine-tune it with the method segmentation, or probe it",

@@ -12,6 +12,7 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from situs.locks.attacks.match import assign
 from situs.locks.attacks.recovery import KeyRecovery, judged
 from situs.locks.groups import residual_only
 from situs.models.inference import evaluating
+from situs.progress import tracked
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,26 @@ class AdapterConfig(Checked):
     """Of the order of the samples and of the control's random blocks."""
 
 
+class Labelled(NamedTuple):
+    """Samples and their classes [n]. inputs: images [n, C, H, W], or ids [n, N] with mask [n, N], False for padding."""
+
+    inputs: Tensor
+    labels: Tensor
+    mask: Tensor | None = None
+
+    def part(self, index: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Some of the samples, as a model takes them."""
+        return self.inputs[index], None if self.mask is None else self.mask[index]
+
+    def unpadded(self) -> Tensor:
+        """The inputs; of sentences those of the commonest length, which need no padding."""
+        if self.mask is None:
+            return self.inputs
+        lengths = self.mask.sum(dim=1)
+        commonest = int(lengths.mode().values)
+        return self.inputs[lengths == commonest, :commonest]
+
+
 class Adapted(nn.Module):
     """A model with a matrix before its blocks and one behind them, both [D, D] and the identity at first."""
 
@@ -58,11 +80,13 @@ class Adapted(nn.Module):
         self.before = nn.Parameter(torch.eye(backbone.dim, dtype=weight.dtype, device=weight.device))
         self.behind = nn.Parameter(self.before.detach().clone())
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
         backbone = self.backbone
-        stream = backbone.assemble(backbone.embed(images), backbone.positions())
+        grid = (inputs.shape[1],) if backbone.input.words else None
+        stream = backbone.assemble(backbone.embed(inputs), backbone.positions(grid), mask)
         stream = backbone.blocks(replace(stream, z=stream.z @ self.before))
-        return backbone.head(backbone.finish(replace(stream, z=stream.z @ self.behind)))
+        features = backbone.finish(replace(stream, z=stream.z @ self.behind))
+        return backbone.head(features if mask is None else backbone.before_head(features, mask))
 
     def learned(self) -> list[nn.Parameter]:
         """The two matrices and the head's own weights: what the attacker trains."""
@@ -73,8 +97,8 @@ class Adapted(nn.Module):
 def recover_with_labels(
     backbone: Backbone,
     groups: Sequence[Group],
-    samples: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor],
+    samples: Labelled,
+    test: Labelled,
     config: AdapterConfig | None = None,
     *,
     truth: Mapping[str, Tensor] | None = None,
@@ -82,28 +106,28 @@ def recover_with_labels(
 ) -> KeyRecovery:
     """Trains the adapter on the locked `backbone` (a copy of it), and reads the key off the matrix before the blocks.
 
-    samples, test: images and labels, to learn from and to be judged on. owner: the accuracy with the key.
+    samples, test: to learn from and to be judged on. owner: the accuracy with the key.
     """
     config = config or AdapterConfig()
     residual = residual_only(groups)
     if len(residual) != 1:
         raise SitusError(f"the adapter attack needs one residual key, and this lock has {len(residual)}")
-    before = accuracy_of(backbone, *test)
+    before = accuracy_of(backbone, test)
     began = time.perf_counter()
     attacked = train_adapter(copy.deepcopy(backbone), samples, config)
     seconds = time.perf_counter() - began
     control = train_adapter(randomised(backbone, groups, config.seed), samples, config)
     # before[j, i] is how much of clear channel j reaches locked channel i; the key has 1 at j = p[i].
     keys = {residual[0].name: assign(attacked.before.detach().T)}
-    cost = f"{len(samples[1])} labelled samples, {config.steps} steps of {min(config.batch, len(samples[1]))}"
-    scores = {"before": before, "after": accuracy_of(attacked, *test), "owner": owner}
-    scores["control"] = accuracy_of(control, *test)
+    cost = f"{len(samples.labels)} labelled samples, {config.steps} steps of {min(config.batch, len(samples.labels))}"
+    scores = {"before": before, "after": accuracy_of(attacked, test), "owner": owner}
+    scores["control"] = accuracy_of(control, test)
     return judged("labels", residual, keys, truth, seconds=seconds, cost=cost, **scores)
 
 
-def train_adapter(backbone: Backbone, samples: tuple[Tensor, Tensor], config: AdapterConfig) -> Adapted:
+def train_adapter(backbone: Backbone, samples: Labelled, config: AdapterConfig) -> Adapted:
     """Learns the two matrices and the head; everything else of `backbone` is frozen, in place."""
-    images, labels = samples
+    labels = samples.labels
     model = Adapted(backbone.eval())
     backbone.requires_grad_(False)
     for parameter in model.learned():
@@ -111,9 +135,9 @@ def train_adapter(backbone: Backbone, samples: tuple[Tensor, Tensor], config: Ad
     optimiser = torch.optim.AdamW(model.learned(), lr=config.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, config.steps)
     generator = torch.Generator().manual_seed(config.seed)
-    for _ in range(config.steps):
-        chosen = torch.randperm(len(labels), generator=generator)[: config.batch].to(images.device)
-        loss = F.cross_entropy(model(images[chosen]).float(), labels[chosen])
+    for _ in tracked(range(config.steps), "training an adapter"):
+        chosen = torch.randperm(len(labels), generator=generator)[: config.batch].to(labels.device)
+        loss = F.cross_entropy(model(*samples.part(chosen)).float(), labels[chosen])
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -121,11 +145,12 @@ def train_adapter(backbone: Backbone, samples: tuple[Tensor, Tensor], config: Ad
     return model
 
 
-def accuracy_of(model: nn.Module, images: Tensor, labels: Tensor, batch: int = 256) -> float:
-    """Share of images whose best class is the label."""
+def accuracy_of(model: nn.Module, test: Labelled, batch: int = 256) -> float:
+    """Share of samples whose best class is the label."""
+    rows = torch.arange(len(test.labels), device=test.labels.device)
     with evaluating(model):
-        found = torch.cat([model(part).argmax(dim=-1) for part in images.split(batch)])
-    return int((found == labels).sum()) / len(labels)
+        found = torch.cat([model(*test.part(part)).argmax(dim=-1) for part in rows.split(batch)])
+    return int((found == test.labels).sum()) / len(test.labels)
 
 
 def randomised(backbone: Backbone, groups: Sequence[Group], seed: int) -> Backbone:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.config import Checked
 from situs.errors import SitusError, unknown_name
 from situs.limits import Count, NotNegative
-from situs.locks.attacks.adapter import AdapterConfig, accuracy_of, recover_with_labels
+from situs.locks.attacks.adapter import AdapterConfig, Labelled, accuracy_of, recover_with_labels
 from situs.locks.attacks.columns import recover_with_activations
 from situs.locks.attacks.images import recover_with_samples
 from situs.locks.attacks.match import State
@@ -44,11 +44,11 @@ from situs.locks.locking import readable
 from situs.locks.manifest import permutations_of, read_manifest
 from situs.locks.owner import left_of, own_groups
 from situs.locks.withhold import words
+from situs.methods.base import Batch
 from situs.models import open_model
-from situs.models.data import AnyModel, check_classes, load_bank
-from situs.results import Result, Summary, Table, percent, show
-
-Labelled = tuple[Tensor, Tensor]
+from situs.models.data import AnyModel, check_classes, load_any
+from situs.progress import tracked
+from situs.results import Result, Summary, Table, Tone, percent, show
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class LockAuditConfig(Checked):
     """Updates that the attacker `labels` makes."""
 
     test: Count = 1000
-    """Images that accuracy is measured on."""
+    """Samples that accuracy is measured on."""
 
     seed: int = 0
     """Of the drift and of the attacker's training."""
@@ -99,6 +99,11 @@ class LockAudit(Result):
     def strength(self) -> float | None:
         """min(256, best attack) in bits; None where nobody attacked, was judged, or where one who could did not."""
         return strength_bits(self.attacks, self.lacking)
+
+    @property
+    def tone(self) -> Tone:
+        """A lock is obfuscation: that an attack failed is never good, and one that leaves no bit to try is bad."""
+        return "bad" if any(each.bits == 0 for each in self.attacks) else "unsure"
 
     @property
     def verdict(self) -> str:
@@ -146,7 +151,7 @@ def audit_lock(
 
     base: the model that the attacker has; weights: of a base that is a timm name. key: the owner's, to judge the
     attacks by; not needed where `base` is the very model that was locked. images, texts: unlabelled samples. data:
-    labelled images, for the attacker `labels` and to measure accuracy before and after every attack. attacker: names of
+    labelled samples, for the attacker `labels` and to measure accuracy before and after each attack. attacker: names of
     `ATTACKERS`; by default no-base, images where there are images or texts, and public-base where there is a base.
 
     >>> print(situs.audit_lock("locked", base="exported", key="owner.key"))
@@ -155,7 +160,8 @@ def audit_lock(
     samples = {name: Path(path) for name, path in (("images", images), ("texts", texts)) if path is not None}
     names = _chosen([attacker] if isinstance(attacker, str) else attacker, base is not None, data is not None, samples)
     target = _target(Path(locked), base, weights, key, samples, None if data is None else str(data), config)
-    results = [result for name in names if name not in target.idle for result in _attack(name, target, config)]
+    able = [name for name in names if name not in target.idle]
+    results = [result for name in tracked(able, "attackers") for result in _attack(name, target, config)]
     anyone = "no-base" if "images" in target.idle else "images"
     lacking = {anyone} - {*names} if results else set[str]()
     return LockAudit(
@@ -180,7 +186,7 @@ def _chosen(given: Sequence[str], base: bool, data: bool, samples: Mapping[str, 
         if name in ("public-base", "drifted-base") and not base:
             raise SitusError(f"attacker={name}: needs the model that the attacker has", field="base")
         if name == "labels" and not data:
-            raise SitusError("attacker=labels: needs labelled images", field="data")
+            raise SitusError("attacker=labels: needs labelled samples", field="data")
         if name in ("images", "activations") and not samples:
             raise SitusError(f"attacker={name}: needs unlabelled images or texts", field=("images", "texts"))
     if len(samples) > 1:
@@ -191,7 +197,7 @@ def _chosen(given: Sequence[str], base: bool, data: bool, samples: Mapping[str, 
 
 @dataclass(frozen=True)
 class _Target:
-    """What is attacked, and what the auditor knows beside it. samples, test: images and labels; seen: without.
+    """What is attacked, and what the auditor knows beside it. samples, test: labelled; seen: without labels.
 
     score: the accuracy of other weights on `test`; owner: of the model with its key.
     """
@@ -235,6 +241,7 @@ def _target(
         learned, test = _labelled(folder, data, config, gone)
         embedded = manifest.withheld is None or "embedding" not in manifest.withheld.parts
         seen = read_samples(folder, backbone, samples, config.count) if embedded and samples else None
+    theirs = None if theirs is None else backbone.renamed(theirs)  # a bare encoder's, under a classifier's names
     groups = within(own_groups(backbone, manifest), backbone.model.state_dict().keys() - gone)
     state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
     for name in gone:  # not there, and so neither right nor wrong
@@ -256,18 +263,32 @@ def _target(
 def _labelled(
     folder: Path, data: str | None, config: LockAuditConfig, gone: frozenset[str]
 ) -> tuple[Labelled | None, Labelled | None]:
-    """The labelled images to learn from and to be judged on, as the model takes them, where there are some."""
+    """The labelled samples to learn from and to be judged on, as the model takes them, where there are some."""
     if data is None:
         return None, None
     if gone:
-        said = f"data={data}: parts of the model are withheld, so it cannot be run on images"
+        said = f"data={data}: parts of the model are withheld, so it cannot be run"
         raise SitusError(said, field="data")
     model, sets = open_model(str(folder)), []
-    for loader in load_bank(model, data, train_count=config.k, count=config.test):
+    for split, count in (("train", config.k), ("val", config.test)):
+        loader = load_any(model, data, split=split, count=count)
         check_classes(model, loader)
-        batches = list(loader)
-        sets.append((torch.cat([b.inputs for b in batches]), torch.cat([b.targets["label"] for b in batches])))
+        sets.append(_joined(list(loader)))
     return sets[0], sets[1]
+
+
+def _joined(batches: list[Batch]) -> Labelled:
+    """All batches as one; sentences of several lengths are filled up to the longest."""
+    labels = torch.cat([batch.targets["label"] for batch in batches])
+    if batches[0].mask is None:
+        return Labelled(torch.cat([batch.inputs for batch in batches]), labels)
+    width = max(batch.inputs.shape[1] for batch in batches)
+    rows = [
+        [nn.functional.pad(part, (0, width - part.shape[1])) for part in (batch.inputs, batch.mask)]
+        for batch in batches
+        if batch.mask is not None
+    ]
+    return Labelled(torch.cat([ids for ids, _ in rows]), labels, torch.cat([mask for _, mask in rows]))
 
 
 def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[KeyRecovery]:
@@ -280,7 +301,7 @@ def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[KeyReco
         sets = (target.samples, target.test)
         return [recover_with_labels(target.backbone, target.groups, *sets, settings, truth=truth, owner=owner)]
     if name == "no-base":
-        inputs = None if target.samples is None else target.samples[0]
+        inputs = None if target.samples is None else target.samples.unpadded()
         found = [recover_blind(target.backbone, target.groups, truth=truth, inputs=inputs)]
     elif name == "images":
         assert target.seen is not None
@@ -301,4 +322,4 @@ def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[KeyReco
 
 def _score(trial: Backbone, test: Labelled, state: State) -> float:
     trial.model.load_state_dict(dict(state))
-    return accuracy_of(trial, *test)
+    return accuracy_of(trial, test)

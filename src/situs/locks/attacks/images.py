@@ -37,6 +37,7 @@ from situs.locks.attacks.graph import (
 )
 from situs.locks.attacks.recovery import KeyRecovery, judged
 from situs.locks.groups import residual_only
+from situs.progress import tracked
 
 READS = ("q", "k", "v", "up", "up again")
 """Projections whose tables are compared with the clear one; what a block writes says less."""
@@ -104,7 +105,7 @@ def _match(clear: ClearSide, locked: LockedSide, seed: int) -> tuple[Tensor, flo
     shuffled = (hint[torch.randperm(len(hint), generator=generator)] for _ in range(BLIND))
     failed = [search(ours, theirs, each, patient(0.5)).score for each in shuffled]
     endings: list[Ending] = []
-    for start in _starts(clear, locked, blocks, hint, ours, theirs):
+    for start in tracked(_starts(clear, locked, blocks, hint, ours, theirs), "searching for the key"):
         endings.append(search(*start))
         if endings[-1].score > max(failed) + CLEARLY:
             break

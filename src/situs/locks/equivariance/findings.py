@@ -35,6 +35,7 @@ from situs.locks.folder import backbone_of
 from situs.locks.groups import random_keys, residual_only
 from situs.models.data import AnyModel
 from situs.models.inference import evaluating
+from situs.progress import task
 from situs.results import Result, Summary, Table
 
 Law = Literal["row", "column"]
@@ -169,12 +170,17 @@ def verify(
     keys = random_keys(groups, generator)
     with evaluating(backbone):
         sample = sample_of(backbone, x, tokens, generator)
-        experiment = Experiment(backbone, sample, torch.float64, steps)
-        first = _measure(experiment, groups, keys)
-        control = experiment.control(groups, keys)
-        leaves = parts_of(experiment, residual_only(groups), keys)
-        del experiment  # the copies of the weights that it holds
-        again = first if own == torch.float64 else _measure(Experiment(backbone, sample, own, steps), groups, keys)
+        with task("verifying", 4) as told:
+            told.tell(0, "rows and columns in float64")
+            experiment = Experiment(backbone, sample, torch.float64, steps)
+            first = _measure(experiment, groups, keys)
+            told.tell(1, "a key that leaves one part out")
+            control = experiment.control(groups, keys)
+            told.tell(2, "part by part")
+            leaves = parts_of(experiment, residual_only(groups), keys)
+            del experiment  # the copies of the weights that it holds
+            told.tell(3, f"rows and columns in {str(own).removeprefix('torch.')}")
+            again = first if own == torch.float64 else _measure(Experiment(backbone, sample, own, steps), groups, keys)
         found = {moved: (errors, again[moved]) for moved, errors in first.items()}
         convolution = "word embedding" if backbone.input.shape is None else "convolution (patch embedding)"
         around = "the final norm and the head: they stay with the owner, in clear order"

@@ -7,170 +7,79 @@ Four ways to the same task, from one head, one order of the data and one recipe:
     unauthorised   the locked model as it was stolen
     from scratch   random weights: what the unauthorised have to beat for the theft to be of use
 
-Normal and authorised are the same training in another order of the channels: equal but for rounding.
+Normal and authorised are the same training in another order of the channels: equal but for rounding. Dropout is off in
+all ways, for it would draw other channels under the key. Those without the key may try other rates
+(`TuningConfig.thief_lr`).
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
-from situs.backbones import BackboneConfig
+from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
-from situs.backbones.weights import HEADS
-from situs.config import Checked
-from situs.data.augment.recipes import AugmentConfig
-from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader
-from situs.data.sources import open_source
-from situs.data.sources.base import Source, TensorSource
-from situs.data.sources.samples import load_samples
-from situs.data.sources.subset import Subset
 from situs.errors import SitusError
-from situs.limits import Count, Positive
 from situs.locks.groups import invert_keys, permute_state, random_keys, residual_only
 from situs.locks.owner import with_key
-from situs.locks.tuning.paper import RuleCheck, measure_rule
-from situs.methods import Supervised, SupervisedConfig
-from situs.methods.base import Method
+from situs.locks.tuning.paper import measure_rule
+from situs.locks.tuning.result import WAYS, Curve, LockTuning, Score, TuningConfig
+from situs.locks.tuning.start import Pretrained, Say, from_model, pretrain, train
+from situs.methods import create_method
+from situs.methods.base import Batch, Method
+from situs.methods.language import word_losses
 from situs.models.inference import evaluating
-from situs.results import Result, Summary, Table, percent
-from situs.train.checkpoint import RunFolder
+from situs.progress import tracked
+from situs.results import percent
 from situs.train.config import TrainConfig
 from situs.train.contract import RunState
-from situs.train.loop import fit
+from situs.train.inputs import check_words
+from situs.train.nan import NotFiniteError
 from situs.train.optim import OptimConfig
-from situs.train.run import RunConfig, load_run, make_method
+from situs.train.run import RunConfig, make_method
 
-WAYS = ("normal", "authorised", "unauthorised", "from scratch")
-State = dict[str, Tensor]
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class TuningConfig(Checked):
-    """How long each way trains, and on how much."""
-
-    images: Count = 1000
-    """Labelled images to fine-tune on."""
-
-    test: Count = 2000
-    """Images that the curves are measured on."""
-
-    epochs: Count = 10
-    """Passes over the labelled images, in each of the four ways."""
-
-    batch: Count = 50
-    """Images a step."""
-
-    lr: Positive = 1e-3
-    """Peak rate of AdamW."""
-
-    looks: Count = 10
-    """Points of a curve."""
-
-    pretrain_epochs: Count = 6
-    """Passes over 8,000 of the embedded images to make the model that is locked, where none is given."""
-
-    seed: int = 0
-    """Of the new head, the key, and the order of the data."""
-
-    def check(self) -> None:
-        if self.batch > self.images:
-            raise SitusError(field=("batch", "images"), value=self.batch, allowed=f"at most the {self.images} images")
-
-
-@dataclass(frozen=True)
-class Pretrained:
-    """The model to lock: its recipe, its weights, and the images for the study. about: one line of what it is."""
-
-    config: RunConfig
-    state: State
-    train: Source
-    test: Source
-    about: str
-
-
-@dataclass
-class Curve:
-    """Steps, and the validation loss and accuracy after each."""
-
-    steps: list[int] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
-    accuracy: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class LockTuning(Result):
-    """What was found, by way. chance: accuracy of guessing.
-
-    logits_gap: largest difference of the final logits, normal against authorised. weights_gap: likewise of the weights,
-    after un-permuting the authorised ones.
-    """
-
-    file: ClassVar[str] = "finetuning"
-    page_file: ClassVar[str] = "report"
-
-    config: TuningConfig
-    about: str
-    curves: dict[str, Curve]
-    chance: float
-    logits_gap: float
-    weights_gap: float
-    rule: tuple[RuleCheck, ...] = ()
-    """The paper's Eq. 6 on the model that was locked."""
-
-    def summary(self) -> Summary:
-        """How far normal and authorised are apart; a row a way; the paper's rule, a sentence for each kind of key."""
-        said = (
-            f"Normal and authorised ought to differ by rounding alone: their logits differ by at most "
-            f"{self.logits_gap:.1e}, their weights by {self.weights_gap:.1e} after {self.curves['normal'].steps[-1]} "
-            f"float32 steps. Chance is {percent(self.chance)}."
-        )
-        rules = [
-            f"The paper's Eq. 6 {'holds' if each.holds else 'fails'} with {each.key}: an error of {each.error:.0e} in "
-            f"float64; {each.why}."
-            for each in self.rule
-        ]
-        rows = [[way, percent(curve.accuracy[-1], 2), f"{curve.loss[-1]:.4f}"] for way, curve in self.curves.items()]
-        return Summary(said, (Table(self.about, ["way", "accuracy", "loss"], rows),), tuple(rules))
-
-    def numbers(self) -> dict[str, Any]:
-        """The settings, and every curve."""
-        numbers = asdict(self)
-        del numbers["provenance"]
-        return numbers
+TESTED = 500
+"""Samples of the test set that are looked at together; of words a tenth of that, whose logits are large."""
 
 
 def make_way(
     way: str,
     config: RunConfig,
-    classes: tuple[str, ...],
+    classes: tuple[str, ...] | None,
     pretrained: Mapping[str, Tensor],
     groups: tuple[Group, ...],
     keys: Mapping[str, Tensor],
+    device: torch.device | str = "cpu",
 ) -> Method:
-    """The method that one of `WAYS` trains: all begin with the same new head."""
-    method = make_method(config, classes)
+    """The method that one of `WAYS` trains: all begin with the same new head, where there is a new one."""
+    method = make_method(config, classes).to(device)
+    for each in method.modules():
+        if isinstance(each, nn.Dropout):  # it draws by the order of the channels, which the key changes
+            each.p = 0.0
     if way == "from scratch":
         return method
     model = method.backbone.model
-    state = {name: value for name, value in pretrained.items() if not name.startswith(HEADS)}
-    kept = {name: value for name, value in model.state_dict().items() if name.startswith(HEADS)}
-    held = permute_state(state, groups, keys) if way != "normal" else state
-    model.load_state_dict({**held, **kept})
+    held = permute_state(pretrained, groups, keys) if way != "normal" else pretrained
+    model.load_state_dict({**model.state_dict(), **held})
     if way == "authorised":
-        return Supervised(with_key(method.backbone, groups, keys), config.method)
+        return _over(with_key(method.backbone, groups, _on(keys, device)), config, classes)
     return method
+
+
+def _on(keys: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
+    """The keys where the stream is: a recorded step must not copy from the host."""
+    return {name: key.to(device) for name, key in keys.items()}
+
+
+def _over(backbone: Backbone, config: RunConfig, classes: tuple[str, ...] | None) -> Method:
+    return create_method(config.method_name, backbone, config.method, len(classes or ()))
 
 
 def audit_tuning(
@@ -178,66 +87,129 @@ def audit_tuning(
     data: str | None = None,
     config: TuningConfig | None = None,
     *,
+    test_data: str | None = None,
+    device: str | None = None,
     say: Say = lambda _: None,
 ) -> LockTuning:
     """Fine-tunes a locked model with its key, without it, and from scratch: the paper's Table 7 and Figures 4 to 6.
 
-    source: the run whose model is locked; None: a small ViT is pretrained on the embedded images. data: labelled images
-    to fine-tune on; None: those of the run. say: is told how far it is.
+    source: the model that is locked: a run, a model's folder, or NAME=FILE; None: a small ViT is pretrained on the
+    embedded images. data: labelled images or sentences to fine-tune on, or plain text for a language model; None: those
+    of the run. test_data: what the curves are measured on; None: the val split of the data. device: cpu, cuda or
+    cuda:N; None: a GPU where there is one. say: is told how far it is.
     """
     if source is None and data is not None:
-        raise SitusError(f"data={data}: give the run to start from as well", field="source")
-    config = config or TuningConfig()
+        raise SitusError(f"data={data}: give the model to start from as well", field="source")
+    config, where = config or TuningConfig(), device or ("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as place:
-        start = pretrain(config, Path(place), say) if source is None else from_run(source, data, config)
-        return run_ways(start, config, Path(place), say)
+        if source is None:
+            start = pretrain(config, Path(place), say, where)
+        else:
+            start = from_model(source, data, test_data, config)
+        return run_ways(start, config, Path(place), say, where)
 
 
-def run_ways(pretrained: Pretrained, config: TuningConfig, folder: Path, say: Say = lambda _: None) -> LockTuning:
+def run_ways(
+    pretrained: Pretrained, config: TuningConfig, folder: Path, say: Say = lambda _: None, device: str = "cpu"
+) -> LockTuning:
     """Fine-tunes in all four ways, each in its own run under `folder`."""
     recipe = _recipe(pretrained.config, config)
-    loader = make_loader(recipe.data, recipe.augment, source=pretrained.train)
-    test = make_loader(replace(recipe.data, batch=500), None, source=pretrained.test)
-    if loader.classes is None or loader.classes != test.classes or loader.source.multi_label:
+    words = config.method == "language"
+    loader = make_loader(recipe.data, recipe.augment, device, source=pretrained.train)
+    judged = replace(recipe.data, batch=TESTED // 10 if words else TESTED)
+    test = make_loader(judged, None, device, source=pretrained.test)
+    if not words and (loader.classes is None or loader.classes != test.classes or loader.source.multi_label):
         raise SitusError(
-            f"{recipe.data.path}: the study needs labels, one an image, the same for training and validation",
+            f"{recipe.data.path}: the study needs labels, one a sample, the same for training and validation",
             field="data",
         )
+    recipe = _timed(recipe, config, loader)
     curves: dict[str, Curve] = {}
+    tries: dict[str, list[Curve]] = {way: [] for way in WAYS}
     methods: dict[str, Method] = {}
+    for note in pretrained.notes:
+        say(note)
     with torch.random.fork_rng(devices=[]):
-        groups = residual_only(make_method(recipe, loader.classes).backbone.groups())
+        first = check_words(make_method(recipe, loader.classes), loader)
+        groups = residual_only(first.backbone.groups())
         keys = random_keys(groups, torch.Generator().manual_seed(config.seed))
-        for way in WAYS:
-            methods[way] = make_way(way, recipe, loader.classes, pretrained.state, groups, keys)
-            curves[way] = _train(methods[way], loader, test, recipe, config.looks, folder / way.replace(" ", "-"))
-            say(f"{way}: {percent(curves[way].accuracy[-1])} after {curves[way].steps[-1]} steps")
-    logits = [torch.cat([out for out, _ in _predictions(methods[way], test)]) for way in WAYS[:2]]
-    states = [methods[way].backbone.model.state_dict() for way in WAYS[:2]]
+        for way in tracked(WAYS, "ways"):
+            rates = list(dict.fromkeys([config.lr, *(config.thief_lr if way in WAYS[2:] else ())]))
+            for rate in rates:
+                own = replace(recipe, optim=replace(recipe.optim, lr=rate))
+                method = make_way(way, own, loader.classes, pretrained.state, groups, keys, device)
+                place = folder / f"{way.replace(' ', '-')}-{rate:g}"
+                curve = Curve(lr=rate if len(rates) > 1 else None)
+                tries[way].append(curve)
+                at = "" if curve.lr is None else f" at a rate of {rate:g}"
+                try:
+                    _train(method, loader, test, own, config.looks, place, curve)
+                except NotFiniteError:
+                    if way not in curves and rate == rates[-1]:  # no run of this way came to its end
+                        raise
+                    say(f"{way}: broke off{at}, for its loss was not finite")
+                    continue
+                say(f"{way}: {percent(curve.accuracy[-1])} after {curve.steps[-1]} steps{at}")
+                if way not in curves or curve.accuracy[-1] > curves[way].accuracy[-1]:
+                    curves[way], methods[way] = curve, method
+    served = _served(methods["normal"], recipe, loader.classes, groups, keys, test)
+    states = [{n: v.cpu() for n, v in methods[way].backbone.model.state_dict().items()} for way in WAYS[:2]]
     back = permute_state(states[1], groups, invert_keys(keys))
-    gap = max(float((states[0][name] - back[name]).abs().max()) for name in back)
-    about = f"{pretrained.about}; {len(pretrained.train):,} labelled images, {config.epochs} epochs"
-    rule = tuple(measure_rule(methods["normal"].backbone, seed=config.seed))
+    took = f"{config.epochs} epochs" if config.steps is None else f"{curves['normal'].steps[-1]} updates"
+    about = (
+        f"{pretrained.about}; {len(pretrained.train):,} {'' if words else 'labelled '}{loader.source.things}, {took}"
+    )
     return LockTuning(
-        config, about, curves, 1 / len(loader.classes), float((logits[0] - logits[1]).abs().max()), gap, rule
+        replace(config, count=len(pretrained.train)),
+        about,
+        curves,
+        1 / (len(loader.classes) if loader.classes else first.backbone.input.words),
+        _gap(methods[WAYS[0]], methods[WAYS[1]], test),
+        max(float((states[0][name] - back[name]).abs().max()) for name in back),
+        tuple(measure_rule(methods["normal"].cpu().backbone, seed=config.seed)),
+        served,
+        loader.source.things,
+        tries,
+        pretrained.notes,
     )
 
 
-def _train(method: Method, loader: Loader, test: Loader, recipe: RunConfig, looks: int, folder: Path) -> Curve:
-    curve = Curve()
+def _served(
+    normal: Method,
+    recipe: RunConfig,
+    classes: tuple[str, ...] | None,
+    groups: tuple[Group, ...],
+    keys: Mapping[str, Tensor],
+    test: Loader,
+) -> dict[str, Score]:
+    """The scores of the tuned model, open and under a lock; its weights are what they were at the end."""
+    model, state = normal.backbone.model, {n: v.clone() for n, v in normal.backbone.model.state_dict().items()}
+    locked = permute_state(state, groups, keys)
+    owner = _over(with_key(normal.backbone, groups, _on(keys, test.device)), recipe, classes)
+    ways = {
+        "open": (state, normal),
+        "locked, opened with its key": (permute_state(locked, groups, invert_keys(keys)), normal),
+        "locked, run by its owner": (locked, owner),
+        "locked, without the key": (locked, normal),
+    }
+    found = {}
+    for name, (weights, method) in ways.items():
+        model.load_state_dict(weights)
+        found[name] = Score.of(*_scores(method, test))
+    model.load_state_dict(state)
+    return found
+
+
+def _train(
+    method: Method, loader: Loader, test: Loader, recipe: RunConfig, looks: int, folder: Path, curve: Curve
+) -> None:
+    """One run, whose looks are added to `curve`."""
     _measure(method, test, 0, curve)
     total = recipe.train.total_steps(loader.steps_per_epoch)
     began = time.perf_counter()
-    _fit(method, loader, recipe, folder, _Look(test, max(1, total // looks), curve))
+    train(method, loader, recipe, folder, _Look(test, max(1, total // looks), curve))
     curve.seconds = time.perf_counter() - began
     method.eval()
-    return curve
-
-
-def _fit(method: Method, loader: Loader, recipe: RunConfig, folder: Path, *hooks: Any) -> None:
-    run = RunFolder.create(folder, recipe)
-    if fit(method, loader, recipe.train, recipe.optim, run, hooks=hooks, quiet=True).interrupted:
-        raise KeyboardInterrupt
 
 
 @dataclass(frozen=True)
@@ -257,68 +229,69 @@ class _Look:
 
 
 def _measure(method: Method, test: Loader, step: int, curve: Curve) -> None:
-    loss = right = count = 0.0
-    for logits, labels in _predictions(method, test):
-        loss += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
-        right += float((logits.argmax(dim=-1) == labels).sum())
-        count += len(labels)
+    loss, accuracy = _scores(method, test)
     curve.steps.append(step)
-    curve.loss.append(loss / count)
-    curve.accuracy.append(right / count)
+    curve.loss.append(loss)
+    curve.accuracy.append(accuracy)
 
 
-def _predictions(method: Method, test: Loader) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and labels of every batch."""
+def _scores(method: Method, test: Loader) -> tuple[float, float]:
+    """Mean loss and accuracy over the labels, or the words, of the test set."""
+    loss = right = count = 0.0
+    for logits, batch in _outputs(method, test):
+        if "words" in batch.targets:
+            each, known = word_losses(logits, batch.targets["words"])
+            hits = (logits[:, :-1].argmax(dim=-1) == batch.targets["words"][:, 1:]) & known
+            number = int(known.sum())
+        else:
+            labels = batch.targets["label"]
+            each = nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+            hits, number = logits.argmax(dim=-1) == labels, len(labels)
+        loss += float(each.sum())
+        right += float(hits.sum())
+        count += number
+    return loss / count, right / count
+
+
+def _gap(one: Method, other: Method, test: Loader) -> float:
+    """The largest difference of two models' logits over the test set."""
+    with evaluating(one), evaluating(other):
+        return max(float((_logits(one, batch) - _logits(other, batch)).abs().max()) for batch in test)
+
+
+def _outputs(method: Method, test: Loader) -> Iterator[tuple[Tensor, Batch]]:
+    """Logits of every batch, and the batch."""
     with evaluating(method):
         for batch in test:
-            yield method.backbone(batch.inputs), batch.targets["label"]
+            yield _logits(method, batch), batch
+
+
+def _logits(method: Method, batch: Batch) -> Tensor:
+    """Those of padding, which mean nothing, are 0 where each word has some."""
+    logits = method.backbone(batch.inputs, batch.mask)
+    return logits * batch.mask[..., None] if logits.dim() == 3 and batch.mask is not None else logits
 
 
 def _recipe(config: RunConfig, study: TuningConfig) -> RunConfig:
     return replace(
         config,
-        method=SupervisedConfig(),
         init=None,
         backbone=replace(config.backbone, weights=None),
         data=replace(config.data, batch=study.batch, seed=study.seed),
-        optim=OptimConfig(lr=study.lr, warmup_epochs=1, clip=1.0),
         # Another seed than the pretraining's: its first head would not be new, the trained blocks grew around it.
-        train=TrainConfig(epochs=study.epochs, log_every=100, seed=config.train.seed + study.seed + 1),
+        train=TrainConfig(
+            epochs=study.epochs,
+            max_steps=study.steps,
+            log_every=100,
+            save_every=10**9,
+            precision="fp32",
+            seed=config.train.seed + study.seed + 1,
+        ),
         probe_every=0,
     )
 
 
-def pretrain(config: TuningConfig, folder: Path, say: Say = lambda _: None) -> Pretrained:
-    """A small ViT, trained with labels on 8,000 embedded images; the study has the other 1,000."""
-    model = {"embed_dim": 64, "depth": 3, "num_heads": 4}
-    recipe = RunConfig(
-        method=SupervisedConfig(),
-        backbone=BackboneConfig("vit_tiny_patch16_224", patch_size=4, model_args=model),
-        data=DataConfig(path="samples", img_size=28, channels=1, batch=128, seed=config.seed),
-        augment=AugmentConfig(crop="pad", pad=2),
-        optim=OptimConfig(lr=2e-3, warmup_epochs=1, clip=1.0),
-        train=TrainConfig(epochs=config.pretrain_epochs, log_every=100, seed=config.seed),
-    )
-    samples = load_samples("train")
-    parts = [slice(0, 8000), slice(8000, None)]
-    first, rest = (TensorSource(samples.images[p], samples.labels[p], samples.classes, "samples") for p in parts)
-    loader = make_loader(recipe.data, recipe.augment, source=first)
-    with torch.random.fork_rng(devices=[]):
-        method = make_method(recipe, loader.classes)
-        _fit(method, loader, recipe, folder / "pretrained")
-    say(f"pretrained a small ViT for {config.pretrain_epochs} epochs on {len(first):,} images")
-    state = {name: value.clone() for name, value in method.backbone.model.state_dict().items()}
-    test = Subset(open_source("samples", "test", channels=1), config.test)
-    about = f"a ViT of {recipe.backbone.model_args['depth']} blocks, pretrained on {len(first):,} labelled images"
-    return Pretrained(recipe, state, Subset(rest, config.images), test, about)
-
-
-def from_run(source: str | Path, data: str | None, config: TuningConfig) -> Pretrained:
-    """The model of a run folder, and the images it was trained on or those at `data`."""
-    loaded = load_run(source)
-    described = loaded.config.data if data is None else replace(loaded.config.data, path=data, split=None)
-    train, test = (open_source(described.path, split, **described.wanted()) for split in ("train", "val"))
-    recipe = replace(loaded.config, data=described)
-    state = {name: value.clone() for name, value in loaded.method.backbone.model.state_dict().items()}
-    about = f"{recipe.backbone.name} of a {loaded.config.method_name} run"
-    return Pretrained(recipe, state, Subset(train, config.images), Subset(test, config.test), about)
+def _timed(recipe: RunConfig, study: TuningConfig, loader: Loader) -> RunConfig:
+    """With the rate that rises over a tenth of the run."""
+    rise = max(1, recipe.train.total_steps(loader.steps_per_epoch) // 10)
+    return replace(recipe, optim=OptimConfig(lr=study.lr, warmup_epochs=0, warmup_steps=rise, clip=1.0))

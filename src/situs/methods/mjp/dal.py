@@ -23,7 +23,10 @@ _ROUNDS = 16
 
 
 def dal_targets(grid: tuple[int, ...], normalise: bool, device: torch.device) -> Tensor:
-    """(row, column) of each place, [N, 2]: 0-based indices, or those divided by the largest of their axis."""
+    """(row, column) of each place, [N, 2], or its number in a row of words, [N, 1].
+
+    0-based indices, or those divided by the largest of their axis.
+    """
     places = coordinates(grid, device).float()
     if normalise:
         places = places / (places.amax(dim=0, keepdim=True)).clamp(min=1.0)
@@ -91,7 +94,7 @@ def principal_guesses(
     explodes where two of its values meet, and on a grid rows and columns do.
     """
     if not fit:
-        return table @ principal_axes(table.detach(), 2, mask=mask)
+        return table @ principal_axes(table.detach(), targets.shape[1], mask=mask)
     axes = principal_axes(table.detach(), count)
     targets = targets.to(table.dtype)
     with torch.no_grad():
@@ -111,7 +114,7 @@ class Dal(nn.Module):
         super().__init__()
         require_table(backbone)
         self.kind, self.components, self.fit = kind, components, fit
-        widths = [backbone.dim] * (1 if kind == "linear" else depth) + [2]
+        widths = [backbone.dim] * (1 if kind == "linear" else depth) + [len(backbone.grid)]
         layers: list[nn.Module] = []
         for before, after in pairwise(widths) if kind != "pca" else ():
             layers += [nn.Linear(before, after), nn.ReLU()]

@@ -3,6 +3,9 @@
 Shuffle the patches of a block mask among themselves, give them one learned vector E_unk instead of their places, and
 let a small regressor read (row, column) off the position vectors of the others (DAL), beside the cross entropy.
 
+Of sentences spans of words are shuffled instead of blocks of patches, among the real tokens and without [CLS], and DAL
+reads off one number, the place in the sentence. Causal models are refused, for their mask gives the order away.
+
 Deviations, each a field of the config: `MJPConfig.paper()` is the text, `MJPConfig.official()` what the published code
 runs (its Swin targets are off by one: ours are not). `VARIANTS` are the rows A to J of the paper's Table 4.
 """
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone, Features
 from situs.core.jigsaw import move_patches, move_pixels
-from situs.core.masking import draw_block_mask, jigsaw
+from situs.core.masking import SPAN_ROUNDS, draw_block_mask, jigsaw, span_mask
 from situs.core.permutation import random_permutation
 from situs.core.position import Positions
 from situs.core.random import uniform
@@ -35,12 +38,17 @@ class MJP(Method):
     """`draw` chooses mask and shuffle; `forward` reads like Figure 2(d). Without tokens, pixels are moved."""
 
     Config: ClassVar[type[MJPConfig]] = MJPConfig
-    needs: ClassVar[tuple[str, ...]] = ("images",)
+    needs: ClassVar[tuple[str, ...]] = ()
     needs_targets: ClassVar[tuple[str, ...]] = ("label",)
+    reads_text: ClassVar[bool] = True
 
     def __init__(self, backbone: Backbone, config: MJPConfig) -> None:
         super().__init__(backbone)
         self.config = config
+        backbone.require("rows" if backbone.input.words else "images")
+        if backbone.input.words and (config.shuffle == "spp" or config.rule == "official"):
+            said = f"shuffle={config.shuffle!r}, rule={config.rule!r}: are for patches; words are shuffled in spans"
+            raise SitusError(f"{said}, with jigsaw and paper", field=("shuffle", "rule"))
         if backbone.num_tokens == 0 and (config.unknown or config.dal != "none" or config.index != "none"):
             raise SitusError(
                 f"{backbone.name} has no positions to hide or to regress from: choose unknown=False, dal='none' and"
@@ -74,7 +82,9 @@ class MJP(Method):
         Each stands there where the config uses it. Where chance or epoch says no, the mask is empty and the orders
         are the identity, so that one graph serves both.
         """
-        self.refuse_padding(batch)
+        words = bool(self.backbone.input.words)
+        if not words:
+            self.refuse_padding(batch)
         ids, config, draws = batch.ids, self.config, Draws()
         names = ids if config.draw_per == "sample" else ids[:1]
         fires = uniform(seed, epoch, names, "mjp.chance", (1,)) < (config.chance if epoch >= config.start_epoch else 0)
@@ -82,7 +92,12 @@ class MJP(Method):
             for name, count in (("index", math.prod(self.grid)), ("pixels", self._pixels())):
                 draws[name] = random_permutation(uniform(seed, epoch, names, f"mjp.{name}", (count,)))
         elif config.shuffle == "jigsaw" or config.unknown:
-            mask = draw_block_mask(seed, epoch, names, "mjp.mask", self.grid, config.mask_ratio, rule=config.rule)
+            if words:
+                names = ids
+                fires = fires.expand(len(ids), -1)
+                mask = self._draw_spans(batch, seed, epoch)
+            else:
+                mask = draw_block_mask(seed, epoch, names, "mjp.mask", self.grid, config.mask_ratio, rule=config.rule)
             draws["mask"] = mask & fires
             if config.shuffle == "jigsaw":
                 draws["index"] = jigsaw(mask, uniform(seed, epoch, names, "mjp.order", mask.shape[1:]))
@@ -92,6 +107,13 @@ class MJP(Method):
         if self.dal is not None:
             draws["dal_weight"] = torch.full((), dal_weight_at(config, epoch, progress), device=ids.device)
         return draws
+
+    def _draw_spans(self, batch: Batch, seed: int, epoch: int) -> Tensor:
+        """One mask a sentence: its length decides how much of it."""
+        real = self.with_mask(batch).mask
+        assert real is not None
+        noise = uniform(seed, epoch, batch.ids, "mjp.mask", (2 * SPAN_ROUNDS + real.shape[1],))
+        return span_mask(noise, real, self.config.mask_ratio, lead=self.backbone.lead)
 
     def _pixels(self) -> int:
         """Pixels of a patch, for SPP."""
@@ -104,35 +126,41 @@ class MJP(Method):
         if "pixels" in draws:
             inputs = move_pixels(inputs, self.grid, draws["pixels"])
         if self.backbone.num_tokens:
-            logits = self.backbone.head(self.encode(inputs, mask if self.config.unknown else None, draws.get("index")))
+            hidden = mask if self.config.unknown else None
+            features = self.encode(inputs, hidden, draws.get("index"), batch.mask)
+            real = batch.mask
+            logits = self.backbone.head(features if real is None else self.backbone.before_head(features, real))
         else:
             logits = self.backbone(move_patches(inputs, self.grid, draws["index"]) if "index" in draws else inputs)
         loss, metrics = label_loss(logits, batch, self.config.label_smoothing)
         if self.dal is not None:
-            regression = self.localise(mask)
+            regression = self.localise(mask if mask is None or batch.mask is None else mask | ~batch.mask)
             loss = loss + draws["dal_weight"] * regression
             metrics["dal"] = regression.detach()
         return Output(loss, metrics, {"logits": logits.detach()})
 
-    def encode(self, inputs: Tensor, hidden: Tensor | None = None, index: Tensor | None = None) -> Features:
+    def encode(
+        self, inputs: Tensor, hidden: Tensor | None = None, index: Tensor | None = None, real: Tensor | None = None
+    ) -> Features:
         """Features of inputs [B, C, H, W] whose places at `hidden` [B, N] are unknown: the mask is *told*.
 
         index: [B, N], where the patches are still to be shuffled; None where the inputs already are, or not at all.
+        real: [B, N] bool, False for padding.
         """
         tokens = self.backbone.embed(inputs)
         # Patches are embedded one by one, so moving tokens is moving patches, and copies far fewer numbers.
         if self.config.index == "origin":
-            tokens = tokens + self.index_table.to(tokens.dtype)
+            tokens = tokens + self.index_table[: tokens.shape[1]].to(tokens.dtype)
         if index is not None:
             tokens = take(tokens, index)
         if self.config.index == "place":
-            tokens = tokens + self.index_table.to(tokens.dtype)
-        return self.backbone.encode(tokens, self._positions(hidden))
+            tokens = tokens + self.index_table[: tokens.shape[1]].to(tokens.dtype)
+        return self.backbone.encode(tokens, self._positions(hidden, tokens.shape[1]), mask=real)
 
-    def _positions(self, mask: Tensor | None) -> Positions | None:
+    def _positions(self, mask: Tensor | None, count: int = 0) -> Positions | None:
         if not self.config.positions:
             return None
-        places = self.backbone.positions()
+        places = self.backbone.positions((count,) if self.backbone.input.words else None)
         return places if mask is None else places.forget(mask, self.unknown if self.config.unknown else None)
 
     def localise(self, mask: Tensor | None) -> Tensor:
@@ -145,6 +173,8 @@ class MJP(Method):
         table = self.backbone.positions().table
         assert table is not None  # `Dal` has refused a backbone without one
         targets = dal_targets(self.grid, self.config.dal_normalise, table.device)
+        if mask is not None and mask.shape[1] < len(table):  # those behind the longest sentence here have no say
+            mask = nn.functional.pad(mask, (0, len(table) - mask.shape[1]), value=True)
         return dal_loss(self.dal(table, targets, mask), targets, mask, mean_axes=self.config.dal_mean)
 
     def unknown_position(self) -> UnknownPosition | None:
@@ -164,9 +194,8 @@ class MJP(Method):
         """λ DAL."""
         if self.dal is None:
             return None
-        ids = torch.zeros(1, dtype=torch.int64)
-        weight = self.draw(Batch(ids, ids), seed=seed, epoch=epoch)["dal_weight"]
-        return weight.to(hidden.device) * self.localise(hidden)
+        weight = torch.full((), dal_weight_at(self.config, epoch, 0.0), device=hidden.device)  # rounded as `draw` does
+        return weight * self.localise(hidden)
 
     def no_decay(self) -> set[str]:
         held = {"unknown": self.config.unknown, "index_table": self.config.index != "none"}

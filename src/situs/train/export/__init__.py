@@ -8,6 +8,7 @@ from situs.train.export.write import (
     PREPARED,
     TRAINING_ONLY,
     Export,
+    new_folder,
     timm_config,
     write_export,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "ModelProvenance",
     "last_metrics",
     "last_name",
+    "new_folder",
     "timm_config",
     "write_export",
 ]

@@ -19,8 +19,9 @@ class ModelProvenance:
     numbers of its log. step: updates made. ema: whether the weights are the mean of the run's. mean, std, crop: how
     its images were normalised, and the share of their shorter side that the centre crop keeps. classes: their names.
     multi_label: whether an image has any number of them. audio: of a model of clips, in place of mean, std and crop,
-    what `situs.data.config.DataConfig.told` says; masks: likewise, of one that tells the class of each pixel;
-    text: of one that reads sentences, and tokeniser: the folder whose tokeniser turns them into ids, which is copied.
+    what `situs.data.config.DataConfig.told` says; masks, objects: likewise, of one that tells the class of pixels or of
+    objects; text: of one that reads sentences, and tokeniser: the folder whose tokeniser turns them into ids, which is
+    copied. protected: how the training protected its samples, one sentence each.
     """
 
     method: str
@@ -36,12 +37,16 @@ class ModelProvenance:
     multi_label: bool = False
     audio: Mapping[str, Any] | None = None
     masks: Mapping[str, Any] | None = None
+    objects: Mapping[str, Any] | None = None
     text: Mapping[str, Any] | None = None
     tokeniser: str | None = None
+    protected: Sequence[str] = ()
 
 
-_UNTOLD = frozenset({"step", "epoch", "lr", "seconds", "images_per_second", "data_wait", "memory_gib", "loss_scale"})
-"""Entries of the log that say how the run went, not what came of it."""
+_UNTOLD = frozenset(
+    {"step", "epoch", "lr", "seconds", "images_per_second", "data_wait", "memory_gib", "loss_scale", "epsilon"}
+)
+"""Entries of the log that say how the run went, not what came of it; ε is that of all steps where one was chosen."""
 
 
 def last_metrics(records: Iterable[Mapping[str, Any]], step: int) -> dict[str, float]:
@@ -57,7 +62,7 @@ def card(backbone: Backbone, provenance: ModelProvenance, notes: Sequence[str]) 
     """The card in Markdown, with the head that model hubs read."""
     library, architecture = backbone.source["library"], backbone.source["architecture"]
     parts = [
-        f"---\nlibrary_name: {library}\ntags:\n- situs\n- {provenance.method}\n---",
+        f"---\nlibrary_name: {library}\n{_task(provenance)}tags:\n- situs\n- {provenance.method}\n---",
         f"# {architecture}, trained with {provenance.method}",
         _what(backbone, provenance),
         *notes,
@@ -71,6 +76,14 @@ def card(backbone: Backbone, provenance: ModelProvenance, notes: Sequence[str]) 
         recipe = json.dumps(public(provenance.recipe), indent=2, ensure_ascii=False)
         parts += ["## Recipe", f"Situs {__version__}, with this config:", f"```json\n{recipe}\n```"]
     return "\n\n".join(parts) + "\n"
+
+
+def _task(provenance: ModelProvenance) -> str:
+    """What a hub files it under, where it has a name for it."""
+    if provenance.audio is not None or provenance.text is not None or provenance.masks is not None:
+        return ""
+    trained = provenance.classes is not None and provenance.method in ("supervised", "mjp")
+    return f"pipeline_tag: image-{'classification' if trained else 'feature-extraction'}\n"
 
 
 def _what(backbone: Backbone, provenance: ModelProvenance) -> str:
@@ -94,14 +107,15 @@ def _what(backbone: Backbone, provenance: ModelProvenance) -> str:
     if provenance.multi_label and provenance.classes is not None:
         told = "any number of them an image (multi-label): the sigmoid of an output is its class's probability"
         facts.append(f"- Classes: {len(provenance.classes)}, {told}")
-    if provenance.masks is not None:
-        facts.append(f"- Classes: {len(provenance.masks['classes'])}, one for each pixel (segmentation)")
+    for dense, said in ((provenance.masks, "pixel (segmentation)"), (provenance.objects, "object (detection)")):
+        if dense is not None:
+            facts.append(f"- Classes: {len(dense['classes'])}, one for each {said}")
     if provenance.step is not None:
         facts.append(f"- Updates: {provenance.step:,}")
     facts.append(
         f"- Weights: {'the running mean (EMA) of' if provenance.ema else 'those of'} the run's last checkpoint"
     )
-    return "\n".join(facts)
+    return "\n".join([*facts, *(f"- {each}" for each in provenance.protected)])
 
 
 def _loading(library: str, architecture: str) -> str:

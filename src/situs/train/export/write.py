@@ -15,8 +15,9 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,19 @@ KEPT = ("fixed_input_size", "interpolation", "crop_mode", "pool_size", "classifi
 
 @dataclass(frozen=True)
 class Export:
-    """What was written. notes: what a user of it must know, one sentence each."""
+    """What was written. notes: what a user of it must know, one sentence each.
+
+    error: the most that its numbers differ from the model's, over the largest, where it was read again. differs:
+    whether the library's own forward is not the trained one, as the notes say.
+    """
 
     path: Path
     library: str
     notes: list[str] = field(default_factory=list)
     architecture: str = ""
     step: int | None = None
+    error: float | None = None
+    differs: bool = False
 
 
 def load_checkpoint(method: Method, checkpoint: Checkpoint, *, ema: bool | None = None) -> bool:
@@ -75,13 +82,20 @@ def load_checkpoint(method: Method, checkpoint: Checkpoint, *, ema: bool | None 
     return bool(mean)
 
 
-def write_export(method: Method, folder: str | Path, provenance: ModelProvenance, *, force: bool = False) -> Export:
+def write_export(
+    method: Method,
+    folder: str | Path,
+    provenance: ModelProvenance,
+    *,
+    force: bool = False,
+    check: Callable[[Export], float | None] = lambda _: None,
+) -> Export:
     """Writes the backbone of `method` to `folder` for the library it came from; see the file's head.
 
-    provenance: what the card tells. force: replace an export that is already there.
+    provenance: what the card tells. force: replace an export that is already there. check: reads what was written,
+    while it still lies aside, and gives its error; what it refuses takes no place.
     """
     folder = Path(folder)
-    _check_target(folder, force)
     library = method.backbone.source.get("library")
     if library not in ("timm", "transformers"):
         raise SitusError(
@@ -89,11 +103,8 @@ def write_export(method: Method, folder: str | Path, provenance: ModelProvenance
             "build it with create_backbone(name, …) to export it"
         )
     backbone = copy.deepcopy(method.backbone).cpu()
-    notes = _settle_positions(backbone, method)
-    aside = folder.with_name(f".{folder.name}.writing")
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+    notes, acting = _settle_positions(backbone, method)
+    with new_folder(folder, force) as aside:
         if library == "timm":
             notes += _write_timm(aside, backbone, method, provenance)
         else:
@@ -103,6 +114,24 @@ def write_export(method: Method, folder: str | Path, provenance: ModelProvenance
             _save(aside / PARTS, own)
             notes.append(f"What {provenance.method} added is in {PARTS}, which {library} does not read and Situs does.")
         write_text(aside / CARD, card(backbone, provenance, notes))
+        differs = acting or (aside / POSITIONS).is_file()
+        made = Export(aside, library, notes, method.backbone.source["architecture"], provenance.step, differs=differs)
+        error = check(made)
+    return replace(made, path=folder, error=error)
+
+
+@contextmanager
+def new_folder(folder: Path, force: bool, held: tuple[str, ...] = (WEIGHTS, CONFIG, CARD)) -> Iterator[Path]:
+    """A folder aside to write to, which takes the place of `folder` at the end, or is gone where anything fails.
+
+    force: replace one that holds the files `held` already; anything else is refused before.
+    """
+    _check_target(folder, force, held)
+    aside = folder.with_name(f".{folder.name}.writing")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
         for file in aside.iterdir():
             sync(file)
         _replace(folder, aside)
@@ -110,13 +139,12 @@ def write_export(method: Method, folder: str | Path, provenance: ModelProvenance
         raise SitusError(f"{folder}: the export could not be written: {error}", field="out") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return Export(folder, library, notes, method.backbone.source["architecture"], provenance.step)
 
 
-def _settle_positions(backbone: Backbone, method: Method) -> list[str]:
-    """Zeroes positions that took no part in training; says so, and what cannot be taken out."""
+def _settle_positions(backbone: Backbone, method: Method) -> tuple[list[str], bool]:
+    """Zeroes positions that took no part in training; says so and what cannot be taken out, and whether any is left."""
     if method.sees_positions or "tokens" in backbone.refusals:
-        return []
+        return [], False
     had = backbone.positions().kinds
     left = backbone.erase_positions()
     notes = []
@@ -132,7 +160,7 @@ def _settle_positions(backbone: Backbone, method: Method) -> list[str]:
             "and acts in the plain forward, whose features are therefore not the trained ones; "
             "situs features leaves it out."
         )
-    return notes
+    return notes, bool(left)
 
 
 _WORDS = {"table": "position table", "bias": "relative position bias", "rotary": "rotation"}
@@ -167,8 +195,9 @@ def _made_by(method: Method, provenance: ModelProvenance) -> dict[str, Any]:
     own = {"version": __version__, "method": provenance.method, "positions": method.sees_positions}
     if provenance.text is not None:
         own |= {"text": dict(provenance.text)}
-    if provenance.masks is not None:
-        own |= {"settings": to_dict(method.config), "masks": dict(provenance.masks)}
+    for things in ("masks", "objects"):
+        if (dense := getattr(provenance, things)) is not None:
+            own |= {"settings": to_dict(method.config), things: dict(dense)}
     return own if provenance.audio is None else own | {"audio": dict(provenance.audio)}
 
 
@@ -244,7 +273,7 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
     return [] if headed else ["It has no classifier: none was trained."]
 
 
-def _check_target(folder: Path, force: bool) -> None:
+def _check_target(folder: Path, force: bool, expected: tuple[str, ...]) -> None:
     """Refuses a target that holds anything; with `force`, anything that is no export."""
     if not folder.exists():
         return
@@ -256,7 +285,7 @@ def _check_target(folder: Path, force: bool) -> None:
             f"{folder}: is not empty; replace the export there by force, or choose another folder",
             field=("force", "out"),
         )
-    if held and not {WEIGHTS, CONFIG, CARD} <= held:
+    if held and not {*expected} <= held:
         raise SitusError(f"{folder}: is not empty and holds no export, so it is not replaced", field="out")
 
 

@@ -17,6 +17,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.config import Checked
 from situs.limits import Count, NotNegative, Positive
+from situs.progress import tracked
 
 FAINT, NOISY = 1e-2, 10.0
 """Names count alike in a distance, but for those whose squared norm is below this share of the largest, or of this many
@@ -133,7 +134,7 @@ def optimise(
     nothing = torch.full((start.shape[0],), torch.inf, dtype=start.dtype, device=start.device)
     best, told = BestGuesses(nothing, nothing, start, 0), time.monotonic()
     try:
-        for done in range(1, config.iterations + 1):
+        for done in tracked(range(1, config.iterations + 1), what):
             with torch.enable_grad():
                 loss, distance = objective(images)
                 [gradient] = torch.autograd.grad(loss.sum(), [images])

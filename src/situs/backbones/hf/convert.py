@@ -1,0 +1,102 @@
+"""A plain ViT of timm as transformers' own ViT: the same numbers under its names; what it cannot hold is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from situs.backbones.base import Backbone
+from situs.backbones.config import BackboneConfig
+from situs.backbones.hf.create import create_hf_backbone
+from situs.backbones.timm.plain import PlainVit, plain_vit
+from situs.errors import SitusError, missing_extra
+
+_NORMS = {"norm1": "layernorm_before", "norm2": "layernorm_after"}
+_LINEARS = {"proj": "attention.o_proj", "fc1": "mlp.fc1", "fc2": "mlp.fc2"}
+
+
+def as_transformers(backbone: Backbone) -> Backbone:
+    """The backbone itself where it is of transformers, else around a ViTModel or ViTForImageClassification."""
+    if backbone.source.get("library") == "transformers":
+        return backbone
+    try:
+        import transformers
+    except ImportError as error:
+        raise missing_extra("transformers", "hf", "An export to transformers") from error
+    vit = plain_vit(backbone)
+    _check(backbone, vit)
+    tensors, classes = vit.tensors, backbone.num_classes
+    assert backbone.input.shape is not None
+    assert backbone.input.patch is not None
+    (height, width), (ph, pw) = backbone.input.shape, backbone.input.patch
+    entries: dict[str, Any] = {
+        "hidden_size": backbone.dim,
+        "num_hidden_layers": backbone.depth,
+        "num_attention_heads": vit.heads,
+        "intermediate_size": tensors["blocks.0.fc1.weight"].shape[0],
+        "layer_norm_eps": vit.eps["norm"],
+        "image_size": height if height == width else (height, width),
+        "patch_size": ph if ph == pw else (ph, pw),
+        "num_channels": backbone.input.channels,
+        "qkv_bias": "blocks.0.qkv.bias" in tensors,
+    }
+    if classes:
+        entries["num_labels"] = classes
+    config = transformers.ViTConfig(**entries)
+    model: Any = (
+        transformers.ViTForImageClassification(config)
+        if classes
+        else transformers.ViTModel(config, add_pooling_layer=False)
+    )
+    model.load_state_dict(_state(backbone, vit, "vit." if classes else ""))
+    return create_hf_backbone(model.eval(), BackboneConfig(backbone.name))
+
+
+def _check(backbone: Backbone, vit: PlainVit) -> None:
+    """transformers' ViT has CLS, one epsilon, biases, and none of what came later."""
+    extra = {
+        "enter": "a norm before its blocks",
+        "embed.norm": "a norm behind its patches",
+        "pool": "a norm of its own",
+    }
+    extra |= {"blocks.0.q_norm": "norms of queries and keys", "blocks.0.scale1": "LayerScale"}
+    found = [said for name, said in extra.items() if any(each.startswith(name) for each in vit.tensors)]
+    if backbone.num_prefix != 1 or vit.pool != "token":
+        found.append("another head or other prefix tokens than CLS alone")
+    biased = ("embed", "blocks.0.proj", "blocks.0.fc1", "norm")
+    if len({*vit.eps.values()}) != 1 or not all(f"{name}.bias" in vit.tensors for name in biased):
+        found.append("norms or biases of another kind")
+    if found:
+        said = f"{backbone.name}: has {' and '.join(found)}, which transformers' ViT has not"
+        raise SitusError(f"{said}; export it for timm, or as ONNX", field="form")
+
+
+def _state(backbone: Backbone, vit: PlainVit, inside: str) -> dict[str, Tensor]:
+    """The tensors under transformers' names. inside: what stands before those of the model without its head."""
+    tensors, dim = vit.tensors, backbone.dim
+    table = tensors.get("table", torch.zeros(backbone.num_tokens, dim))
+    assert backbone.input.patch is not None
+    patches = tensors["embed.weight"].unflatten(1, (*backbone.input.patch, backbone.input.channels))
+    state = {
+        "embeddings.cls_token": tensors["prefix"][None],  # with its row of the table
+        "embeddings.position_embeddings": torch.cat([torch.zeros(1, dim), table.detach()])[None],
+        "embeddings.patch_embeddings.projection.weight": patches.permute(0, 3, 1, 2),
+        "embeddings.patch_embeddings.projection.bias": tensors["embed.bias"],
+        "layernorm.weight": tensors["norm.weight"],
+        "layernorm.bias": tensors["norm.bias"],
+    }
+    for depth in range(backbone.depth):
+        ours, theirs = f"blocks.{depth}", f"layers.{depth}"
+        for kind in ("weight", "bias"):
+            if f"{ours}.qkv.{kind}" in tensors:
+                thirds = tensors[f"{ours}.qkv.{kind}"].chunk(3)
+                for letter, part in zip("qkv", thirds, strict=True):
+                    state[f"{theirs}.attention.{letter}_proj.{kind}"] = part
+            for name, other in (_NORMS | _LINEARS).items():
+                state[f"{theirs}.{other}.{kind}"] = tensors[f"{ours}.{name}.{kind}"]
+    state = {f"{inside}{name}": value for name, value in state.items()}
+    if inside:
+        state |= {f"classifier.{kind}": tensors[f"head.{kind}"] for kind in ("weight", "bias")}
+    return state

@@ -1,0 +1,107 @@
+"""A plain ViT as a list of named tensors, for whoever runs it without torch; any other model is refused by name.
+
+    embed  prefix  table  enter  blocks.N.(norm1 qkv q_norm k_norm proj scale1 norm2 fc1 fc2 scale2)  norm  pool  head
+
+A layer has .weight [out, in] and, where it has one, .bias [out]; so has a norm, whose epsilon stands in `eps`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from timm.layers.mlp import Mlp
+from torch import Tensor, nn
+
+from situs.backbones.base import Backbone
+from situs.backbones.timm.backbone import VitBackbone
+from situs.errors import SitusError
+
+_POOLS = ("token", "avg")
+
+
+class PlainVit(NamedTuple):
+    """tensors: by the names above, those that the model has. eps: of each norm. pool: what the head reads, "token",
+    "avg" or "both" (CLS and the distillation token, a head for each)."""
+
+    tensors: dict[str, Tensor]
+    eps: dict[str, float]
+    heads: int
+    pool: str
+
+
+def plain_vit(backbone: Backbone) -> PlainVit:
+    """The tensors of a backbone around timm's VisionTransformer, as they are: views, no copies."""
+    if type(backbone) is not VitBackbone:
+        _refuse(backbone, f"{type(backbone.model).__name__} is none")
+    model: Any = backbone.model
+    stem, writer = model.patch_embed, _Writer(backbone)
+    writer.tensors["embed.weight"] = stem.proj.weight.permute(0, 2, 3, 1).flatten(1)  # as `patchify` lays pixels out
+    writer.add("embed.bias", stem.proj.bias)
+    writer.norm("embed.norm", stem.norm)
+    prefix = backbone.prefix_tokens() if backbone.num_prefix else None
+    writer.add("prefix", None if prefix is None else prefix[0])
+    writer.add("table", backbone.positions().table)
+    writer.norm("enter", model.norm_pre)
+    for depth, block in enumerate(model.blocks):
+        writer.block(f"blocks.{depth}", block)
+    writer.norm("norm", model.norm)
+    both = getattr(model, "head_dist", None) is not None
+    if not both:
+        writer.norm("pool", model.fc_norm)
+        if model.attn_pool is not None or model.global_pool not in _POOLS or model.pool_include_prefix:
+            _refuse(backbone, f"its head reads what {model.global_pool!r} pools")
+    for name in ("head", "head_dist") if both else ("head",):
+        if isinstance(layer := getattr(model, name), nn.Linear):
+            writer.linear(name, layer)
+    return PlainVit(writer.tensors, writer.eps, model.blocks[0].attn.num_heads, "both" if both else model.global_pool)
+
+
+def _refuse(backbone: Backbone, why: str) -> None:
+    raise SitusError(f"{backbone.name}: plain ViTs of timm can be run outside torch, and {why}", field="model")
+
+
+class _Writer:
+    """Collects the tensors of known layers."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone = backbone
+        self.tensors: dict[str, Tensor] = {}
+        self.eps: dict[str, float] = {}
+
+    def add(self, name: str, value: Tensor | None) -> None:
+        if value is not None:
+            self.tensors[name] = value
+
+    def linear(self, name: str, layer: Any) -> None:
+        self.add(f"{name}.weight", layer.weight)
+        self.add(f"{name}.bias", layer.bias)
+
+    def norm(self, name: str, layer: nn.Module) -> None:
+        if isinstance(layer, nn.Identity):
+            return
+        if not isinstance(layer, nn.LayerNorm) or not layer.elementwise_affine:
+            _refuse(self.backbone, f"its {name} is a {type(layer).__name__}")
+        assert isinstance(layer, nn.LayerNorm)
+        self.add(f"{name}.weight", layer.weight)
+        self.add(f"{name}.bias", layer.bias)
+        self.eps[name] = layer.eps
+
+    def block(self, name: str, block: Any) -> None:
+        attn, mlp = block.attn, block.mlp
+        if type(block).__name__ != "Block":
+            _refuse(self.backbone, f"its blocks are of the class {type(block).__name__}")
+        if not isinstance(attn.norm, nn.Identity) or attn.gate is not None:
+            _refuse(self.backbone, "its attention has a gate or a norm behind it")
+        gelu = isinstance(mlp.act, nn.GELU) and mlp.act.approximate == "none"
+        if type(mlp) is not Mlp or not gelu or not isinstance(mlp.norm, nn.Identity):
+            _refuse(self.backbone, f"its MLP is a {type(mlp).__name__} with {type(mlp.act).__name__}")
+        self.norm(f"{name}.norm1", block.norm1)
+        self.linear(f"{name}.qkv", attn.qkv)
+        self.norm(f"{name}.q_norm", attn.q_norm)
+        self.norm(f"{name}.k_norm", attn.k_norm)
+        self.linear(f"{name}.proj", attn.proj)
+        self.add(f"{name}.scale1", getattr(block.ls1, "gamma", None))
+        self.norm(f"{name}.norm2", block.norm2)
+        self.linear(f"{name}.fc1", mlp.fc1)
+        self.linear(f"{name}.fc2", mlp.fc2)
+        self.add(f"{name}.scale2", getattr(block.ls2, "gamma", None))

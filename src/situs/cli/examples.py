@@ -1,0 +1,51 @@
+"""`situs VERB --example`: the command that the verb's own help gives, with those that make what it needs before it.
+
+A verb's docstring holds its example, behind "For example:". What one of them writes (`--out runs/mp3`) is what another
+names, and this is how the order is found. Nothing is imported for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Mapping
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+GIVEN = re.compile(r"For example: (situs .+?)(?:\n\n|\Z)", re.DOTALL)
+
+
+def own_example(module: str) -> str:
+    """The command in a verb's docstring; "" where there is none."""
+    place = find_spec(module)
+    assert place is not None
+    assert place.origin is not None
+    text = ast.get_docstring(ast.parse(Path(place.origin).read_text(encoding="utf-8"))) or ""
+    found = GIVEN.search(text)
+    return " ".join(found[1].split()) if found else ""
+
+
+def examples_of(verb: str, modules: Mapping[str, str]) -> list[str]:
+    """The commands, the verb's own last; one that serves goes on behind the others. modules: of all verbs."""
+    commands = {each: own_example(module) for each, module in modules.items()}
+    made = {place: each for each in reversed(commands) for place in _values(commands[each], "--out", "--listen")}
+    wanted: list[str] = []
+
+    def want(each: str) -> None:
+        mine = _values(commands[each], "--out", "--listen")
+        for word in shlex.split(commands[each]):
+            maker = made.get(word)
+            if maker is not None and word not in mine and maker not in wanted:
+                want(maker)
+        wanted.append(each)
+
+    want(verb)
+    before = [commands[each] + " &" * ("--listen" in commands[each]) for each in wanted[:-1]]
+    return [*before, commands[verb]]
+
+
+def _values(command: str, *flags: str) -> list[str]:
+    words = shlex.split(command)
+    return [value for flag, value in pairwise(words) if flag in flags]

@@ -1,0 +1,108 @@
+"""Images with objects: read, shrunk and padded by a worker, and moved with boxes and masks on the device.
+
+A worker shrinks a picture to what its draw asks for, antialiased, and the device does the rest of the same draw: the
+hash of (seed, epoch, draw id) is one. An evaluation sees images whole, the longer side brought to the model's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.core.random import uniform
+from situs.data.augment.geometry import CROP_NOISE
+from situs.data.augment.objects import apply_objects
+from situs.data.augment.recipes import as_floats, normalise
+from situs.data.batch import Batch
+from situs.data.objects import NONE
+from situs.data.pipeline import Noise
+from situs.data.pixel_pipeline import PixelPipeline, alike, brought_to, check_augment, repeat_border, take_nearest
+
+_FILL = {"boxes": 0.0, "classes": NONE, "crowd": False, "masks": 0}
+
+
+class ObjectPipeline(PixelPipeline):
+    """A source of images with objects to batches of both.
+
+    Training: inputs [B, C, *size] and the targets that `situs.data.objects.objects_of` reads. Evaluation: inputs
+    [B, C, *size], "sides" [B, 2] of what is image in them, from the top left on, and "whole" [B, 2] of the files.
+    """
+
+    def prepare(self) -> None:
+        """Refuses an augmentation that is not for objects."""
+        if self.augment is not None:
+            check_augment(self.augment, "objects", ("none", "fitted"))
+            if self.augment.crop == "none":  # whole, and as an evaluation sees it
+                self.augment = replace(self.augment, crop="fitted", scales=(1.0, 1.0))
+        self.row_bytes = ((self.source.channels or 3) + 2) * self.size[0] * self.size[1]
+
+    def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:
+        """In training no larger than its draw asks for; in evaluation the longer side as the model's."""
+        sample = super().fetch(index, epoch, draw)
+        have = sample["image"].shape[1], sample["image"].shape[2]
+        ratio = self._scale(epoch, draw) * min(want / side for want, side in zip(self.size, have, strict=True))
+        fitted = max(1, round(have[0] * ratio)), max(1, round(have[1] * ratio))
+        if not self.training:
+            return {"image": brought_to(sample["image"], fitted), "whole": have}
+        if ratio >= 1:
+            return sample
+        by = torch.tensor([fitted[1] / have[1], fitted[0] / have[0]])
+        moved = {"masks": take_nearest(sample["masks"], fitted), "boxes": sample["boxes"] * by.repeat(2)}
+        return sample | {"image": brought_to(sample["image"], fitted)} | moved
+
+    def _scale(self, epoch: int, draw: int) -> float:
+        """By how much the device scales the image of a draw."""
+        if self.augment is None:
+            return 1.0
+        low, high = self.augment.scales
+        return low + float(uniform(self.seed, epoch, torch.tensor([draw]), "augment.crop", (CROP_NOISE,))[0, 0]) * (
+            high - low
+        )
+
+    def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:  # noqa: ARG002
+        images = alike([sample["image"] for sample in samples])
+        high, wide = (max(image.shape[side] for image in images) for side in (1, 2)) if self.training else self.size
+        values = {
+            "image": torch.stack([repeat_border(image, high, wide) for image in images]),
+            "sides": torch.tensor([image.shape[1:] for image in images]),
+        }
+        if not self.training:
+            return values | {"whole": torch.tensor([sample["whole"] for sample in samples])}
+        return values | {name: _stacked([sample[name] for sample in samples], name) for name in _FILL}
+
+    def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """Padded to the largest of all parts, and to the most objects."""
+        if len(parts) == 1 or not self.training:
+            return super().join(parts)
+        images = alike([part["image"] for part in parts])
+        high, wide = (max(image.shape[side] for image in images) for side in (-2, -1))
+        joined = {name: torch.cat(_padded([part[name] for part in parts], name, first=1)) for name in _FILL}
+        image = torch.cat([repeat_border(image, high, wide) for image in images])
+        return joined | {"image": image, "sides": torch.cat([part["sides"] for part in parts])}
+
+    def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
+        if self.augment is None:
+            images = normalise(as_floats(values["image"]), self.mean, self.std)
+            high, wide = values["sides"].view(-1, 2, 1, 1, 1).unbind(1)
+            rows, columns = (torch.arange(side, device=images.device) for side in self.size)
+            inside = (rows[:, None] < high) & (columns < wide)
+            return Batch(images * inside, ids, {name: values[name] for name in ("sides", "whole")})
+        images, targets = apply_objects(values, noise, self.augment, self.size, (self.mean, self.std))
+        return Batch(images, ids, targets)
+
+
+def _stacked(parts: list[Tensor], name: str) -> Tensor:
+    return torch.stack(_padded(parts, name, first=0))
+
+
+def _padded(parts: list[Tensor], name: str, first: int) -> list[Tensor]:
+    """Padded behind to one shape, from dimension `first` on."""
+    most = [max(sizes) for sizes in zip(*(part.shape[first:] for part in parts), strict=True)]
+    missing = ([want - have for have, want in zip(part.shape[first:], most, strict=True)] for part in parts)
+    behind = ([each for short in reversed(shorts) for each in (0, short)] for shorts in missing)
+    return [F.pad(part, pad, value=_FILL[name]) for part, pad in zip(parts, behind, strict=True)]

@@ -1,0 +1,301 @@
+"""Images with objects in COCO's json: boxes, outlines, classes and crowds.
+
+    annotations/instances_train2017.json  train2017/….jpg      as COCO is published; val2017 beside it
+    instances.json                        images/….jpg         one file and a folder of images
+    train/_annotations.coco.json          train/….jpg          the splits outside
+
+or the path of one json file. Numbers of categories may have holes; here classes count from 0.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from situs.data.objects import pack_masks
+from situs.data.sources.base import SPLIT_WORDS, Wanted, choose_split
+from situs.data.sources.folder import FileSource
+from situs.data.sources.images import decode, read_header
+from situs.data.sources.outlines import Outlines, Rle, decode_rles, is_number, mask_api
+from situs.data.sources.walk import plain
+from situs.errors import BrokenSampleError, SitusError, counted
+from situs.files import read_json
+
+_TABLES = ("images", "annotations", "categories")
+_SPLIT = re.compile(r"(?:^|[^a-z])(train(?:ing)?|validation|valid|val|dev|test)(?![a-z])")
+_FLAT = "with a box that has no area within its image"
+_BARE = "without an outline"
+
+
+class Truth(NamedTuple):
+    """What the annotations say of an image. number: its id there. sides: height, width.
+
+    boxes: [m, 4] float64 left, top, right, bottom as they are in the file. classes, crowd, areas: [m].
+    """
+
+    number: Any
+    sides: tuple[int, int]
+    boxes: Tensor
+    classes: Tensor
+    crowd: Tensor
+    areas: Tensor
+    rles: list[Rle]
+
+
+class CocoSource(FileSource):
+    """`read` gives "image", and of its m objects "boxes" [m, 4] within it, "classes" and "crowd" [m], and "masks"
+    (`situs.data.objects.pack_masks`). categories: the file's id of each class, None where it has none. left: the ids of
+    annotations that were left out, by why."""
+
+    target = "objects"  # pyright: ignore[reportAssignmentType]
+
+    def __init__(self, path: Path, wanted: Wanted) -> None:
+        assert wanted.objects is not None
+        mask_api()  # which says at once that it is missing
+        file, chosen = _file_of(path, wanted.split)
+        told = _tables(file)
+        numbers, classes = _classes(told["categories"], wanted.objects.classes, file)
+        images = _Images(told["images"], file)
+        self._labels, self._files, self._ids, self._sides = None, images.names, images.ids, images.sides
+        self.root = _folder_of(images.names, path, file, chosen)
+        found = _Annotations(told["annotations"], images, numbers, file)
+        order = np.argsort(np.array(found.rows), kind="stable")
+        self._starts = np.searchsorted(np.array(found.rows)[order], np.arange(len(self._files) + 1)).tolist()
+        self._numbers, self._outlines = order.tolist(), found.outlines
+        self._boxes, self._areas = np.array(found.boxes)[order], np.array(found.areas)[order]
+        self._classes, self._crowd = np.array(found.classes)[order], np.array(found.crowd)[order]
+        self._own = np.array(found.ids, dtype=object)[order].tolist()
+        self.categories = tuple(
+            next((own for own, to in numbers.items() if to == k), None) for k in range(len(classes))
+        )
+        name = (path.parent.parent if path.parent.name == "annotations" else path.parent) if path.is_file() else path
+        super().__init__(name.name + (f" ({chosen})" if chosen else ""), classes, wanted.channels, wanted.strict)
+        self.notes, self.left = found.notes(self.name), found.left
+
+    def truth(self, index: int) -> Truth:
+        """What the annotations say of an image."""
+        span = slice(self._starts[index], self._starts[index + 1])
+        sides, boxes = self._sides[index], torch.from_numpy(self._boxes[span])
+        rles = []
+        for place in range(span.start, span.stop):
+            try:
+                rles.append(self._outlines.rle(self._numbers[place], sides))
+            except SitusError as error:
+                said = f"the outline of annotation {self._own[place]} {error}"
+                raise BrokenSampleError(f"{self.entry(index)}: {said}") from error
+        corners = torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], dim=1)
+        classes, crowd, areas = (torch.from_numpy(each[span]) for each in (self._classes, self._crowd, self._areas))
+        drawn = torch.tensor([float(mask_api().area(rle)) for rle in rles], dtype=areas.dtype)
+        return Truth(self._ids[index], sides, corners, classes, crowd, torch.where(areas.isnan(), drawn, areas), rles)
+
+    def undrawn(self, index: int) -> list[str]:
+        """A sentence on each object whose outline encloses no pixel of the image, as one that lies outside."""
+        areas = (mask_api().area(rle) for rle in self.truth(index).rles)
+        said = "the outline of annotation {} encloses no pixel"
+        return [said.format(self._own[self._starts[index] + each]) for each, area in enumerate(areas) if not area]
+
+    def read(self, index: int) -> dict[str, Any]:
+        image = decode(self.payload(index), self.entry(index), self.channels)
+        truth = self.truth(index)
+        if truth.sides != tuple(image.shape[1:]):
+            own, there = (f"{height} × {width}" for height, width in (image.shape[1:], truth.sides))
+            turned = " as its EXIF tag turns it" if read_header(self.payload(index), self.entry(index)).turned else ""
+            raise BrokenSampleError(f"{self.entry(index)}: is {own}{turned}, and its annotations are of {there}")
+        high, wide = truth.sides
+        within = truth.boxes.clamp(min=0).minimum(torch.tensor([wide, high, wide, high]))
+        masks = pack_masks(decode_rles(truth.rles, truth.sides))
+        own = {"boxes": within.float(), "classes": truth.classes, "crowd": truth.crowd, "masks": masks}
+        return {"image": image, **own}
+
+
+def coco_splits(path: Path) -> set[str]:
+    """The splits that json files name."""
+    return {split for file in coco_files(path) if (split := _split(file))} if path.is_dir() else set()
+
+
+def coco_files(path: Path) -> list[Path]:
+    """The json files at a path that may tell of objects: those named after instances, where there are some."""
+    if path.is_file():
+        return [path] if path.suffix == ".json" else []
+    folders = [path, path / "annotations", *(path / word for word in SPLIT_WORDS)]
+    found = [file for folder in folders for file in sorted(folder.glob("*.json"))]
+    return [file for file in found if file.name.startswith("instances")] or found
+
+
+def _split(file: Path) -> str | None:
+    if file.parent.name in SPLIT_WORDS:
+        return file.parent.name
+    match = _SPLIT.search(file.stem.lower())
+    return match[1] if match else None
+
+
+def _file_of(path: Path, split: str | None) -> tuple[Path, str | None]:
+    files = coco_files(path)
+    if not files:
+        raise SitusError(f"{path}: holds no json with objects, such as annotations/instances_train.json", field="data")
+    chosen = choose_split(coco_splits(path), split, str(path))
+    own = files if path.is_file() else [file for file in files if _split(file) == chosen]
+    if len(own) > 1:
+        raise SitusError(f"{path}: {own[0].name} and {own[1].name} are both of it; name one of them", field="data")
+    return own[0], chosen
+
+
+def _tables(file: Path) -> dict[str, list[dict[str, Any]]]:
+    try:
+        told = read_json(file)
+    except SitusError as error:
+        raise SitusError(str(error), field="data") from error
+    for name in _TABLES:
+        table = told.get(name)
+        if not isinstance(table, list) or not all(isinstance(row, dict) for row in table):
+            raise SitusError(f"{file}: has no list of {name}, as COCO's json has one", field="data")
+    for name in _TABLES:
+        if not told[name]:
+            more = ", so that there is nothing to learn and nothing to compare with" if name == "annotations" else ""
+            raise SitusError(f"{file}: its list of {name} is empty{more}", field="data")
+    return told
+
+
+def _classes(
+    categories: list[dict[str, Any]], wanted: tuple[str, ...], file: Path
+) -> tuple[dict[Any, int], tuple[str, ...]]:
+    """The class of each category's id, and the names of the classes."""
+    if strange := next(
+        (row for row in categories if not is_number(row.get("id")) or not _is_name(row.get("name"))), None
+    ):
+        raise SitusError(f"{file}: the category {strange} has not an id and a name", field="data")
+    for key in ("id", "name"):
+        counts = Counter(row[key] for row in categories)
+        if twice := next((value for value, count in counts.items() if count > 1), None):
+            raise SitusError(f"{file}: has two categories of the {key} {twice!r}", field="data")
+    rows = sorted(categories, key=lambda row: row["id"])
+    classes = wanted or tuple(str(row["name"]) for row in rows)
+    place = {name: number for number, name in enumerate(classes)}
+    if strange := next((row for row in rows if str(row["name"]) not in place), None):
+        said = f"its category {strange['name']!r} is not among the {len(classes)} classes"
+        raise SitusError(f"{file}: {said} {', '.join(classes[:3])}{' …' * (len(classes) > 3)}", field="data")
+    return {row["id"]: place[str(row["name"])] for row in rows}, classes
+
+
+class _Images:
+    """The images of a json: their ids, the names of their files, their sides."""
+
+    def __init__(self, rows: list[dict[str, Any]], file: Path) -> None:
+        self.ids, self.names, self.sides = [], [], []
+        self.row: dict[Any, int] = {}
+        for row in rows:
+            number, sides = row.get("id"), (row.get("height"), row.get("width"))
+            # LVIS names only the place in the web, which ends as COCO's folders do.
+            name = row.get("file_name") or "/".join(str(row.get("coco_url", "")).split("/")[-2:])
+            named = _is_name(number) and isinstance(name, str) and name
+            if not named or not all(isinstance(side, int) and side > 0 for side in sides):
+                said = "has not an id, a file_name, and a height and width above 0"
+                raise SitusError(f"{file}: the image {str(row)[:80]} {said}", field="data")
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise SitusError(f"{file}: names the image {name!r}, outside of its folder", field="data")
+            if number in self.row:
+                raise SitusError(f"{file}: has two images of the id {number!r}", field="data")
+            self.row[number] = len(self.ids)
+            self.ids.append(number)
+            self.names.append(name)
+            self.sides.append(sides)
+
+
+def _folder_of(names: list[str], path: Path, file: Path, split: str | None) -> Path:
+    """The folder that the images are in; each of them is."""
+    home = file.parent.parent if file.parent.name == "annotations" else file.parent
+    home = home if path.is_file() else path
+    tails = [tail for tail in (file.stem.removeprefix("instances_"), split) if tail]
+    folders = [base / tail for tail in tails for base in (home, home / "images")]
+    folders += [home / "images", file.parent, home]
+    root = next((folder for folder in folders if (folder / names[0]).is_file()), None)
+    if root is None:
+        tried = ", ".join(plain(str(folder)) for folder in dict.fromkeys(folders) if folder.is_dir())
+        raise SitusError(f"{file}: names the image {names[0]!r}, and it is in none of {tried}", field="data")
+    here = {
+        f"{folder}{entry.name}"
+        for folder in {name[: name.rfind("/") + 1] for name in names}
+        if (root / folder).is_dir()
+        for entry in os.scandir(root / folder)
+    }
+    gone = [name for name in names if name not in here]
+    if gone:
+        said = f"names {len(gone):,} of {len(names):,} images that are not in {plain(str(root))}, the first {gone[0]!r}"
+        raise SitusError(f"{file}: {said}", field="data")
+    return root
+
+
+class _Annotations:
+    """The objects of a json, a row each; those that are none are counted."""
+
+    def __init__(self, rows: list[dict[str, Any]], images: _Images, numbers: dict[Any, int], file: Path) -> None:
+        self.ids: list[Any] = []
+        self.rows: list[int] = []
+        self.classes: list[int] = []
+        self.crowd: list[bool] = []
+        self.boxes: list[list[float]] = []
+        self.areas: list[float] = []
+        self.outlines, self.left = Outlines(), {_FLAT: [], _BARE: []}
+        for row in rows:
+            try:
+                self._add(row, images, numbers)
+            except SitusError as error:
+                raise SitusError(f"{file}: annotation {row.get('id')} {error}", field="data") from error
+        if not self.rows:
+            raise SitusError(f"{file}: none of its {len(rows)} annotations has a box and an outline", field="data")
+
+    def _add(self, row: dict[str, Any], images: _Images, numbers: dict[Any, int]) -> None:
+        image, category, box, area = (row.get(name) for name in ("image_id", "category_id", "bbox", "area"))
+        if not _is_name(image) or image not in images.row:
+            raise SitusError(f"is of the image {image!r}, and no image has this id")
+        if not _is_name(category) or category not in numbers:
+            raise SitusError(f"is of the category {category!r}, and the categories are {_listed(numbers)}")
+        if not isinstance(box, list) or len(box) != 4 or not all(isinstance(each, int | float) for each in box):
+            raise SitusError(f"has the bbox {box!r}, and not x, y, width and height")
+        if (crowd := row.get("iscrowd") or 0) not in (0, 1):
+            raise SitusError(f"has the iscrowd {crowd!r}, and not 0 or 1")
+        number = images.row[image]
+        high, wide = images.sides[number]
+        left, top, right, bottom = box[0], box[1], box[0] + box[2], box[1] + box[3]
+        if not (min(right, wide) > max(left, 0) and min(bottom, high) > max(top, 0)):  # nor with a NaN
+            self.left[_FLAT].append(row.get("id"))
+            return
+        try:
+            if not self.outlines.add(row.get("segmentation"), (high, wide)):
+                self.left[_BARE].append(row.get("id"))
+                return
+        except SitusError as error:
+            raise SitusError(f"has no outline: it {error}") from error
+        self.ids.append(row.get("id"))
+        self.rows.append(number)
+        self.classes.append(numbers[category])
+        self.crowd.append(bool(crowd))
+        self.boxes.append([float(each) for each in box])
+        self.areas.append(area if area is not None and is_number(area) else math.nan)
+
+    def notes(self, name: str) -> list[str]:
+        """What was left out, a sentence each."""
+        return [
+            f"{name}: left out {counted(len(found), 'objects')} {why}, the first annotation {found[0]}"
+            for why, found in self.left.items()
+            if found
+        ]
+
+
+def _is_name(value: Any) -> bool:
+    """Whether JSON's value can stand for something: a number or a word."""
+    return isinstance(value, int | float | str) and value != ""
+
+
+def _listed(numbers: dict[Any, int]) -> str:
+    """The ids of the categories, as few words as tell them."""
+    low, high = min(numbers), max(numbers)
+    return f"{low} to {high}" + (", not all of them" if high - low + 1 > len(numbers) else "")

@@ -1,0 +1,1 @@
+"""Detection: which objects are found where, beside those that are there."""

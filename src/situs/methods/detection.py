@@ -1,0 +1,125 @@
+"""Detection with Mask R-CNN over ViTDet's simple feature pyramid (Li et al., 2022), as DropPos is evaluated on COCO.
+
+The last layer's map of a plain ViT at five strides, or the stages of a hierarchical model, give proposals, and each
+proposal a class, a box and a mask: torchvision's parts (`situs.methods.regions`) with ViTDet's heads. Deviations:
+attention is global throughout, where ViTDet's is so in four of its blocks and in windows elsewhere (a model that has
+windows keeps them); CLS and registers stay in the sequence; the map goes through the model's own final norm; regions
+are pooled with two samples a cell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.backbones.base import Backbone
+from situs.config import Checked
+from situs.core.random import bits
+from situs.data.objects import objects_of
+from situs.errors import SitusError
+from situs.limits import Count, Positive, Within
+from situs.methods.base import Batch, Draws, Method, Output
+from situs.methods.maps import level_maps, own_norms
+
+
+@dataclass(frozen=True)
+class DetectionConfig(Checked):
+    """The settings of the pyramid and of the heads."""
+
+    width: Count = 256
+    """Channels of the pyramid and of the heads' convolutions."""
+
+    hidden: Count = 1024
+    """Width of the box head's one linear layer."""
+
+    anchor: Positive = 8.0
+    """Side of a square anchor, in strides of its map: 32 to 512 pixels on strides of 4 to 64."""
+
+    proposals: Count = 1000
+    """Proposals that an image keeps."""
+
+    anchors: Count = 256
+    """Anchors of an image that the proposals learn from, half of them objects where there are so many."""
+
+    regions: Count = 512
+    """Proposals of an image that the heads learn from, a quarter of them objects where there are so many."""
+
+    score: Annotated[float, Within("[0, 1)")] = 0.05
+    """Least score of what is found."""
+
+    detections: Count = 100
+    """How many objects are found in an image at most."""
+
+
+class Detection(Method):
+    """Mask R-CNN on the backbone's feature maps. classes: how many there are, without the background."""
+
+    Config: ClassVar[type[DetectionConfig]] = DetectionConfig
+    needs_targets: ClassVar[tuple[str, ...]] = ("objects",)
+    compiled_part: ClassVar[str] = "maps"
+
+    def __init__(self, backbone: Backbone, config: DetectionConfig, classes: int) -> None:
+        super().__init__(backbone)
+        # Here, for torchvision takes a second to import.
+        from situs.methods.pyramid import SimplePyramid, StagePyramid
+        from situs.methods.regions import Proposals, Regions
+
+        if classes < 1:
+            raise SitusError("detection needs a class of objects, and there is none", field="data.objects.classes")
+        patch = backbone.input.patch or ()
+        if len({*patch}) != 1 or len(patch) != 2:
+            told = " × ".join(map(str, patch))
+            raise SitusError(f"detection takes models whose patches are square, and {backbone.name} has {told}")
+        self.config, self.classes, levels = config, classes, backbone.levels()
+        staged = any(level.halved for level in levels)
+        self.levels = levels if staged else levels[-1:]
+        self.norms = own_norms(self.levels)
+        width = config.width
+        self.pyramid = StagePyramid(levels, width, patch[0]) if staged else SimplePyramid(backbone.dim, width, patch[0])
+        strides = self.pyramid.strides
+        self.rpn = Proposals(strides, width, config.anchor, config.anchors, config.proposals)
+        found = (config.regions, config.score, config.detections)
+        self.roi_heads = Regions(strides, width, config.hidden, classes + 1, *found)
+
+    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+        return {"regions": bits(seed, epoch, batch.ids, "detection", ())}
+
+    def maps(self, inputs: Tensor) -> list[Tensor]:
+        """The pyramid of inputs [B, C, H, W], from fine to coarse, [B, width, h_i, w_i]."""
+        return self.pyramid(level_maps(self.backbone, inputs, self.levels, self.norms))
+
+    def forward(self, batch: Batch, draws: Draws) -> Output:
+        maps, keys = self.maps(batch.inputs), draws["regions"]
+        objects = objects_of(batch.targets)
+        shapes = [each.sides for each in objects]
+        truth = [{"boxes": each.boxes, "labels": each.classes + 1, "masks": each.masks} for each in objects]
+        proposals, losses = self.rpn(maps, shapes, truth, keys)
+        losses |= self.roi_heads.losses(numbered(maps), proposals, shapes, truth, keys)
+        loss = torch.stack([*losses.values()]).sum()
+        return Output(loss, {name: each.detach() for name, each in losses.items()}, {})
+
+    @torch.no_grad()
+    def detect(self, inputs: Tensor, sides: Tensor | None = None) -> list[dict[str, Tensor]]:
+        """What is found in each of inputs [B, C, H, W], best first, in evaluation mode.
+
+        sides: [B, 2], height and width of what is image in them, from the top left on; None: all of it. boxes: [n, 4]
+        left, top, right, bottom in pixels. labels: [n] from 0 on. scores: [n]. masks: [n, 28, 28], how sure it is that
+        a place of the box is the object's.
+        """
+        assert not self.training, "regions would be chosen for training"
+        height, width = inputs.shape[2:]
+        shapes = [(height, width)] * len(inputs) if sides is None else [(int(h), int(w)) for h, w in sides.tolist()]
+        side = (self.backbone.input.patch or (1,))[0]
+        maps = self.maps(F.pad(inputs, (0, -width % side, 0, -height % side)))
+        proposals, _ = self.rpn(maps, shapes)
+        found, _ = self.roi_heads(numbered(maps), proposals, shapes)
+        return [each | {"labels": each["labels"] - 1, "masks": each["masks"][:, 0].float()} for each in found]
+
+
+def numbered(maps: list[Tensor]) -> dict[str, Tensor]:
+    """Maps by number, as torchvision names them."""
+    return {str(number): each for number, each in enumerate(maps)}

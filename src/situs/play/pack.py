@@ -1,0 +1,163 @@
+"""A model for the playground: its tensors in one string, and what the page must know to run it.
+
+Tensors are kept in 32 bits where the page then is small enough; else the matrices in 16, each row an integer times the
+row's own step, which is several times finer than a 16-bit float where a row's numbers are of one size.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from situs.backbones.timm.plain import plain_vit
+from situs.errors import SitusError
+from situs.methods.base import Method
+from situs.methods.droppos import DropPos
+from situs.methods.heads import Decoder
+from situs.methods.mjp import MJP
+from situs.methods.mp3 import MP3
+from situs.methods.supervised import Supervised
+from situs.models.model import Model
+
+STEPS = 32767
+"""A row's largest number is so many of its steps."""
+
+_SMALL = 1024  # numbers of a matrix that stays in 32 bits
+
+
+def described(model: Model, trained: Method | nn.Module | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What the page must know of a model, and its tensors by the page's names; refused where it cannot run it.
+
+    trained: `model.trained` with other values, such as rounded ones.
+    """
+    trained = model.trained if trained is None else trained
+    method = trained if isinstance(trained, Method) else None
+    backbone = model.backbone if method is None else method.backbone
+    if method is None and isinstance(trained, type(model.backbone)):
+        backbone = trained
+    if model.samples.kind is not None and model.samples.kind != "image":
+        raise SitusError(f"{model.name}: the playground is for models of images", field="model")
+    vit = plain_vit(backbone)
+    tensors, eps = dict(vit.tensors), dict(vit.eps)
+    about: dict[str, Any] = {
+        "name": model.name,
+        "architecture": str(model.facts.get("model") or backbone.name),
+        "method": str(model.facts.get("method") or "").lower(),
+        "size": list(backbone.input.shape or ()),
+        "channels": backbone.input.channels,
+        "patch": list(backbone.input.patch or ()),
+        "grid": list(backbone.grid),
+        "dim": backbone.dim,
+        "depth": backbone.depth,
+        "heads": vit.heads,
+        "prefix": backbone.num_prefix,
+        "pool": vit.pool,
+        "kind": _kind(model, method),
+        "told": model.positions,
+        "multi": model.multi_label,
+        "weights": sum(value.numel() for value in tensors.values()),
+    }
+    about["mean"], about["std"] = (list(each) for each in model.data.normalisation)
+    if isinstance(method, MP3):
+        about |= {"hidden": method.config.mask_ratio, "prefixed": method.config.cls != "never"}
+        tensors |= _linear("place", method.position_head)
+    elif isinstance(method, DropPos):
+        about |= {"hidden": method.config.mask_ratio, "dropped": method.config.position_mask_ratio}
+        about["decoder"] = _decoder(method.decoder, tensors, eps)
+        tensors["unknown"] = method.mask_token
+    elif isinstance(method, MJP):
+        if method.config.index != "none":
+            raise SitusError(f"{model.name}: its second table (index) is not run by the playground", field="model")
+        about["hidden"] = method.config.mask_ratio
+        if method.config.unknown:
+            tensors["unknown"] = method.unknown
+    if about["kind"] == "classes":
+        names = model.classes or [f"class {number}" for number in range(backbone.num_classes)]
+        about["classes"] = list(names)
+    about["eps"] = eps
+    return about, tensors
+
+
+def _kind(model: Model, method: Method | None) -> str:
+    """What the page asks the model: places told by content alone, dropped places, or classes."""
+    if isinstance(method, MP3):
+        return "places"
+    if isinstance(method, DropPos):
+        return "dropped"
+    if model.classifier and model.backbone.num_classes and isinstance(method, Supervised | MJP | None):
+        return "classes"
+    kept = "; an export leaves the position head out, so name the run" if method is None else ""
+    raise SitusError(f"{model.name}: has neither a position head nor a trained classifier to play with{kept}")
+
+
+def _linear(name: str, layer: Any) -> dict[str, Tensor]:
+    return {f"{name}.weight": layer.weight, f"{name}.bias": layer.bias}
+
+
+def _decoder(decoder: Decoder, tensors: dict[str, Tensor], eps: dict[str, float]) -> dict[str, int]:
+    """Writes the tensors of DropPos's decoder as those of blocks; gives how many and how many heads they have."""
+    tensors |= _linear("decoder.enter", decoder.enter) | _linear("decoder.leave", decoder.leave)
+    norms: dict[str, Any] = {"decoder.norm": decoder.norm}
+    layers: list[Any] = list(decoder.layers)
+    for depth, layer in enumerate(layers):
+        name = f"decoder.{depth}"
+        parts = {"qkv": layer.qkv, "proj": layer.proj, "fc1": layer.mlp[0], "fc2": layer.mlp[2]}
+        for part, module in parts.items():
+            tensors |= _linear(f"{name}.{part}", module)
+        norms |= {f"{name}.norm1": layer.norm1, f"{name}.norm2": layer.norm2}
+    for name, norm in norms.items():
+        tensors |= _linear(name, norm)
+        eps[name] = norm.eps
+    return {"depth": len(layers), "heads": layers[0].heads if layers else 1}
+
+
+def rounded(trained: nn.Module) -> nn.Module:
+    """A copy whose matrices hold what 16 bits a number leave of them."""
+    other = copy.deepcopy(trained)
+    with torch.no_grad():
+        for value in other.parameters():
+            if is_rounded(value):
+                rows = value.flatten(1)
+                steps, size = _steps(rows)
+                value.copy_((steps * size).view_as(value))
+    return other
+
+
+def is_rounded(value: Tensor) -> bool:
+    """Whether a tensor is one of those kept in 16 bits."""
+    return value.dim() >= 2 and value.numel() >= _SMALL
+
+
+def _steps(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [n, m] -> whole numbers of steps [n, m], and the size of a step of each row [n, 1]."""
+    size = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / STEPS
+    return (rows / size).round(), size
+
+
+def packed(tensors: Mapping[str, Tensor], *, short: bool) -> tuple[str, dict[str, Any]]:
+    """All tensors in one string of base64, and where each lies: [first byte, shape, whether in 16 bits].
+
+    A tensor in 16 bits has the steps of its rows, 32-bit floats, in front.
+    """
+    parts: list[bytes] = []
+    places: dict[str, Any] = {}
+    at = 0
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().float()
+        coarse = short and is_rounded(value)
+        if coarse:
+            steps, size = _steps(value)
+            data = size.numpy().astype("<f4").tobytes() + steps.numpy().astype("<i2").tobytes()
+        else:
+            data = np.ascontiguousarray(value.numpy()).astype("<f4").tobytes()
+        data += bytes(-len(data) % 4)
+        places[name] = [at, list(value.shape), int(coarse)]
+        parts.append(data)
+        at += len(data)
+    return base64.b64encode(b"".join(parts)).decode("ascii"), places

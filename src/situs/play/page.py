@@ -1,0 +1,131 @@
+"""The playground's page: a model, some images and the code that runs it, in one file that fetches nothing."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from torch import Tensor
+
+from situs.data.batch import Batch
+from situs.data.loader import Loader
+from situs.errors import SitusError
+from situs.files import write_result
+from situs.limits import check_value
+from situs.methods.base import Method
+from situs.models.data import AnyData, load_set, top1_reason
+from situs.models.inference import evaluating
+from situs.models.model import Model
+from situs.play.pack import described, packed, rounded
+
+MOST_MB, COUNT = 8.0, 60
+TOLERANCE = 1e-3
+"""What rounding may do to a logit."""
+
+_SCRIPTS = ("model.js", "pictures.js", "board.js", "view.js", "lock.js", "play.js")
+
+
+@dataclass(frozen=True)
+class Playground:
+    """A page that was written. bits: of a weight in it. error: the most that rounding moved a logit of its images."""
+
+    path: Path
+    megabytes: float
+    weights: int
+    bits: int
+    error: float
+    images: int
+    data: str
+
+
+def write_playground(
+    model: Model,
+    out: str | Path,
+    data: AnyData = None,
+    *,
+    split: str | None = None,
+    count: int = COUNT,
+    most_mb: float = MOST_MB,
+) -> Playground:
+    """Writes the page; a model that a page cannot run is refused, and so is one that does not fit into it.
+
+    data: where its images are from; by default a run's own, else the embedded pictures. count: so many images of it.
+    most_mb: megabytes (10⁶ bytes) of the page; weights are kept in 32 bits where that is enough, else in 16.
+    """
+    if Path(out).suffix != ".html":
+        raise SitusError(field="out", value=str(out), allowed="a file NAME.html")
+    check_value("count", count, ">= 1")
+    check_value("most_mb", most_mb, "> 0")
+    about, tensors = described(model)
+    few = replace(model, input=replace(model.data, workers=0))  # processes would take longer to start than to decode
+    loader = load_set(few, data or (None if model.data.path else "samples"), split=split, count=count, batch=64)
+    pixels, inputs, labels = _images(loader)
+    about |= {"labels": labels if about["kind"] == "classes" and top1_reason(model, loader) is None else None}
+    about |= {"data": loader.source.name, "images": len(pixels)}
+    raw, error = base64.b64encode(pixels.numpy().tobytes()).decode("ascii"), 0.0
+    for short in (False, True):
+        if short:
+            coarse = rounded(model.trained)
+            error = _difference(model, coarse, inputs[:16])
+            tensors = described(model, coarse)[1]
+        weights, about["tensors"] = packed(tensors, short=short)
+        page = _render(about | {"bits": 16 if short else 32, "error": error}, weights, raw)
+        megabytes = len(page) / 1e6
+        if megabytes <= most_mb:
+            break
+    else:
+        said = f"{model.name}: {about['weights']:,} weights make a page of {megabytes:.1f} MB even in 16 bits"
+        raise SitusError(f"{said}, and {most_mb:g} MB are the most: take a smaller model", field="most_mb")
+    if error > TOLERANCE:
+        said = f"{model.name}: must be rounded to 16 bits to fit into {most_mb:g} MB, which moves its logits by"
+        raise SitusError(f"{said} {error:.1e}, more than {TOLERANCE:g}", field="most_mb")
+    path = write_result(Path(out), page)
+    bits = 16 if short else 32
+    return Playground(path, megabytes, about["weights"], bits, error, len(pixels), loader.source.name)
+
+
+def _images(loader: Loader) -> tuple[Tensor, Tensor, list[int]]:
+    """The images as bytes [n, H, W, C] in the order in which classes take turns, as the model is given them, labels."""
+    batches = list(loader)
+    if not batches:
+        raise SitusError(f"{loader.source.name}: has no {loader.source.things}", field="data")
+    shown = torch.cat([loader.shown(batch.inputs).cpu() for batch in batches])
+    pixels = (shown * 255).round().clamp(0, 255).to(torch.uint8)
+    inputs = (pixels.float() / 255 - loader.mean.cpu().view(-1, 1, 1)) / loader.std.cpu().view(-1, 1, 1)
+    label = [batch.targets["label"].cpu() for batch in batches if "label" in batch.targets]
+    labels = torch.cat(label) if label else torch.zeros(len(pixels), dtype=torch.int64)
+    turn = torch.tensor([int((labels[:n] == labels[n]).sum()) for n in range(len(labels))])
+    order = torch.argsort(turn * (int(labels.max()) + 1) + labels, stable=True)
+    return pixels[order].permute(0, 2, 3, 1).contiguous(), inputs[order], labels[order].tolist()
+
+
+def _difference(model: Model, coarse: Any, inputs: Tensor) -> float:
+    """The most that a logit of the rounded model differs."""
+    with evaluating(model.trained, coarse):
+        before, after = (_logits(each, inputs.to(model.device)) for each in (model.trained, coarse))
+    return float((before - after).abs().max())
+
+
+def _logits(trained: Any, inputs: Tensor) -> Tensor:
+    if isinstance(trained, Method) and trained.puzzle_ratios:
+        ids = torch.arange(len(inputs), device=inputs.device)
+        batch = Batch(inputs, ids)
+        return trained(batch, trained.draw(batch, seed=0, epoch=0, progress=1.0)).extras["logits"]
+    if isinstance(trained, Method):
+        return trained.backbone.head(trained.encode(inputs))
+    return trained(inputs)
+
+
+def _render(about: dict[str, Any], weights: str, pixels: str) -> bytes:
+    here = Path(__file__).parent
+    made = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    told = json.dumps(about, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    texts = {"script": "\n".join((here / name).read_text(encoding="utf-8") for name in _SCRIPTS)}
+    texts |= {"style": (here / "play.css").read_text(encoding="utf-8"), "json": told}
+    page = made.get_template("play.html.jinja").render(about=about, weights=weights, pixels=pixels, **texts)
+    return page.encode()

@@ -1,0 +1,136 @@
+"""How far a long computation is: told by those who loop, heard by whoever wants to show it.
+
+    for batch in tracked(batches, "val", len(batches)):                # a loop
+    with task("attacks", 12) as attacks: attacks.tell(3, "batch 4")    # or told by hand
+
+The command line hears it (`situs.cli.progress`), and so may any program: `with hearing(listener)`. Where nobody does,
+nothing happens. Tasks lie within one another: the third of four attacks, of it the 200th of 1,000 steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Task:
+    """What is being done. done: of `total`, where that is known, begun at `start`. now: the latest word."""
+
+    what: str
+    total: int | None = None
+    done: int = 0
+    now: str = ""
+    hear: Callable[[], None] = lambda: None
+    start: int = 0
+    began: float = 0.0
+
+    def tell(self, done: int | None = None, now: str | None = None, *, total: int | None = None) -> None:
+        """What has changed."""
+        self.done = self.done if done is None else done
+        self.now = self.now if now is None else now
+        self.total = self.total if total is None else total
+        self.hear()
+
+    def count(self, done: int, total: int, now: str) -> None:
+        """All of it at once, for those who know a task by its steps alone."""
+        self.tell(done, now, total=total)
+
+
+Listener = Callable[[Sequence[Task]], None]
+"""Is given the tasks at work whenever one moves, the outermost first; none when all are over."""
+
+
+@dataclass
+class _Heard:
+    listener: Listener
+    tasks: list[Task] = field(default_factory=list)
+
+    def tell(self) -> None:
+        self.listener(self.tasks)
+
+
+_heard: ContextVar[_Heard | None] = ContextVar("situs.progress", default=None)
+
+
+@contextmanager
+def hearing(listener: Listener | None) -> Iterator[None]:
+    """Within, the listener hears all tasks of this thread; None: nobody does, for there is a line already."""
+    before = _heard.set(None if listener is None else _Heard(listener))
+    try:
+        yield
+    finally:
+        _heard.reset(before)
+
+
+@contextmanager
+def task(what: str = "", total: int | None = None, done: int = 0) -> Iterator[Task]:
+    """One task, from its beginning to its end. done: where it begins, as one does that was cut."""
+    heard = _heard.get()
+    if heard is None:
+        yield Task(what, total, done)
+        return
+    own = Task(what, total, done, hear=heard.tell, start=done, began=time.monotonic())
+    heard.tasks.append(own)
+    heard.tell()
+    try:
+        yield own
+    finally:
+        heard.tasks.remove(own)  # and not what lies within: two loops may go side by side
+        if not heard.tasks:  # else the one around it moves next
+            heard.tell()
+
+
+def tracked(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """The items, one done whenever the next is asked for. total: how many, where `items` cannot tell."""
+    known = len(items) if total is None and isinstance(items, Sequence) else total
+    with task(what, known) as own:
+        for number, item in enumerate(items):
+            own.tell(number)
+            yield item
+
+
+def note(text: str) -> None:
+    """The latest word on the innermost task."""
+    heard = _heard.get()
+    if heard is not None and heard.tasks:
+        heard.tasks[-1].tell(now=text)
+
+
+def share(tasks: Sequence[Task]) -> float | None:
+    """How much is done of the outermost task whose length is known, with what lies within; None where none is."""
+    done, width, known = 0.0, 1.0, False
+    for each in tasks:
+        if each.total is not None:
+            todo = max(1, each.total - each.start)
+            done += width * min(todo, each.done - each.start) / todo
+            width, known = width / todo, True
+    return min(1.0, done) if known else None
+
+
+def seconds_left(tasks: Sequence[Task]) -> float | None:
+    """By the time that the share done has taken; None where that cannot be told yet."""
+    done = share(tasks)
+    if not done:
+        return None
+    began = next(each.began for each in tasks if each.total is not None)
+    return (time.monotonic() - began) / done * (1 - done)
+
+
+def in_words(tasks: Sequence[Task]) -> str:
+    """What is being done, the outermost first."""
+    said = (": ".join(filter(None, (each.what, each.now))) for each in tasks)
+    return " › ".join(dict.fromkeys(filter(None, said)))
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 1:02:03 or 2:03."""
+    whole = int(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

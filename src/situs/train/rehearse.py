@@ -1,0 +1,125 @@
+"""A run without the run: data, model, one batch and the length, as training would have them; nothing is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from situs.data.loader import Loader
+from situs.errors import SitusError
+from situs.methods.base import Method
+from situs.train import distributed
+from situs.train.checkpoint import RunFolder
+from situs.train.optim import OptimConfig
+from situs.train.private.run import private_of
+from situs.train.run import (
+    Adapt,
+    Hooks,
+    RunConfig,
+    Start,
+    cannot_start,
+    check_place,
+    describe,
+    make_training_loader,
+    prepare,
+    settled,
+)
+
+GIB = 2**30
+FEW = 4
+"""Samples of the first batch that are computed: as many show what does not fit, and take no time."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a run would do. batch: shape of its first; loss: of a few of its samples. held: GiB of weights, gradients
+    and what the optimiser keeps, to which activations come."""
+
+    said: tuple[str, ...]
+    batch: tuple[int, ...]
+    loss: float
+    parameters: int
+    trained: int
+    held_gib: float
+    steps: int
+    steps_per_epoch: int
+    begins_at: int
+
+    def lines(self) -> list[str]:
+        """For people."""
+        shape = " × ".join(map(str, self.batch))
+        epochs = f"{self.steps / self.steps_per_epoch:.4g} epochs of {self.steps_per_epoch:,}"
+        held = f"{self.held_gib:.2g} GiB"
+        gone = f", of which {self.begins_at:,} are done" if self.begins_at else ""
+        return [
+            *self.said,
+            f"a batch: {shape}; the loss of {min(FEW, self.batch[0])} of its samples is {self.loss:.4g}",
+            f"{self.parameters:,} parameters, {self.trained:,} trained: {held} with gradients and moments",
+            f"{self.steps:,} steps, {epochs}{gone}",
+            "nothing was written: this was a dry run",
+        ]
+
+
+def rehearse(
+    config: RunConfig,
+    *,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    device: str | None = None,
+    start_over: bool = False,
+    hooks: Hooks | None = None,
+    start: Start = cannot_start,
+    adapt: Adapt = lambda method, _: method,
+) -> Rehearsal:
+    """Does what `train_run` does before its first step, computes the loss of a few samples, and writes nothing."""
+    check_place(config, out, resume, start_over)
+    config, private = settled(config), private_of(config.dp, config.method_name, config.augment)
+    ranks, said = distributed.start(device), list[str]()
+    try:
+        run = None if resume is None else RunFolder.open(resume, config, writer=False)
+        newest = None if run is None or start_over else run.latest()
+        loader = make_training_loader(config, ranks, private)
+        said.append(loader.describe())
+        method = prepare(config, loader, ranks, start if newest is None else None, adapt, said.append)
+        if hooks is not None:
+            hooks(config, loader, ranks.device)  # opens the data that is validated on
+        said.append(describe(config, method, ranks))
+        shape, loss = _try_out(method, loader, config.train.seed)
+        count, trained = _counts(method)
+        return Rehearsal(
+            tuple(said),
+            shape,
+            loss,
+            count,
+            trained,
+            held_bytes(count, trained, config.optim) / GIB,
+            config.train.total_steps(loader.steps_per_epoch),
+            loader.steps_per_epoch,
+            0 if newest is None else newest.step,
+        )
+    finally:
+        distributed.stop()
+
+
+def _try_out(method: Method, loader: Loader, seed: int) -> tuple[tuple[int, ...], float]:
+    """The shape of the first batch, and the loss of a few of its samples."""
+    batch = next(loader.iterate(), None)
+    if batch is None:
+        raise SitusError(f"{loader.source.name}: gives no batch", field="data")
+    few = batch.part(slice(0, FEW))
+    method.train()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        loss = float(method(few, method.draw(few, seed=seed, epoch=0, progress=0.0)).loss)
+    return tuple(batch.inputs.shape), loss
+
+
+def _counts(method: Method) -> tuple[int, int]:
+    every = [(each.numel(), each.requires_grad) for each in method.parameters()]
+    return sum(count for count, _ in every), sum(count for count, trained in every if trained)
+
+
+def held_bytes(count: int, trained: int, optim: OptimConfig) -> int:
+    """Weights, and of the trained ones a gradient and AdamW's two moments, all in float32; and the weights' mean."""
+    return 4 * (count + 3 * trained + (count if optim.ema else 0))

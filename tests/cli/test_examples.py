@@ -1,0 +1,52 @@
+"""`situs VERB --example`: each verb has one in its help, its words are words of the verb, and what it needs comes
+before it."""
+
+from __future__ import annotations
+
+import shlex
+from importlib import import_module
+
+import pytest
+
+from situs.cli.examples import examples_of, own_example
+from situs.cli.main import VERBS, find_verb, main
+from situs.cli.parser.arguments import layers_of, words_of
+from situs.cli.parser.flags import configured_of, flags_of
+from situs.config import convert, from_dict
+from situs.presets import laid
+
+MODULES = {verb: module for verb, (module, _) in VERBS.items()}
+OWN = {"evaluate perplexity": "texts.txt", "evaluate segments": "runs/ade", "bench compare": "after/step.json"}
+"""Verbs that need what no other verb's example makes."""
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_the_example_of_a_verb_is_a_command_of_it(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = own_example(MODULES[verb])
+    program, *words = shlex.split(command)
+    assert program == "situs"
+    found, rest = find_verb(words)
+    assert found == verb
+    kind = import_module(MODULES[verb]).Args
+    held, start = configured_of(kind), None
+    if held is not None:
+        below = [word for at, word in enumerate(rest) if word != "--from" and (not at or rest[at - 1] != "--from")]
+        start = from_dict(held[1].cls, laid(held[1].cls, layers_of(kind, below).values()))
+    for flag, value in words_of(flags_of(kind, start), rest, f"situs {verb}"):
+        convert(flag.kind, value, flag.fields[0])
+
+
+def test_what_an_example_needs_stands_before_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "lock", "--example"]) == 0
+    commands = capsys.readouterr().out.splitlines()
+    assert [find_verb(shlex.split(each)[1:])[0] for each in commands] == [
+        "pretrain",
+        "finetune",
+        "export",
+        "key new",
+        "lock",
+        "audit lock",
+    ]
+    served = examples_of("split infer", MODULES)
+    assert [each for each in served if each.endswith(" &")] == [own_example(MODULES["split serve"]) + " &"]
+    assert served.index(served[-2]) == len(served) - 2 and "split train" in served[-2]

@@ -1,0 +1,40 @@
+"""`situs play`: a run's page, and mistakes in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from situs.cli.main import main
+
+SMALL = ["vit_tiny_patch16_224=random", "--img-size", "32", "--model-args.depth", "1", "--model-args.embed_dim", "12"]
+
+
+def test_a_run_becomes_a_page(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, said in (("mp3", "Where does each patch belong?"), ("one", "to this model?")):
+        page = tmp_path / f"{name}.html"
+        assert main(["play", str(getattr(trained, name)), "--out", str(page), "--count", "5"]) == 0
+        printed = capsys.readouterr().out
+        assert f"{page}: 0." in printed
+        assert "It holds 5 pictures" in printed
+        text = page.read_text()
+        assert said in text
+        assert str(trained.data) not in text
+
+
+def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = str(tmp_path / "play.html")
+    for words, said in (
+        ([str(trained.mp3), "--out", str(tmp_path / "play")], "must be a file NAME.html (--out)"),
+        ([str(trained.mp3), "--out", page, "--most-mb", "0.01"], "0.01 MB are the most"),
+        ([str(trained.mp3), "--out", page, "--count", "0"], "--count"),
+        ([*SMALL, "--out", page], "neither a position head nor"),
+    ):
+        assert main(["play", *words]) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith("situs: ")
+        assert printed.count("\n") == 1
+        assert said in printed
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,146 @@
+"""`export_model`: what is written is what was trained, in timm, in transformers and on the hub's terms."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import small_method, small_vit
+
+from situs.backbones.base import join
+from situs.errors import SitusError
+from situs.models import export
+from situs.models.export import export_model
+from situs.models.open import MANIFEST
+from situs.train.export import ModelProvenance
+
+VITS = {
+    "classes": ("supervised", {}),
+    "no bias, a rectangle": ("supervised", {"qkv_bias": False}),
+    "no classifier": ("droppos", {}),
+    "no positions": ("mp3", {}),
+}
+
+
+def told(name: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch, /, **fields: Any) -> Any:
+    """A method with every weight drawn anew, as the run that `export_model` reads."""
+    torch.manual_seed(0)
+    size = (8, 12) if shape.get("qkv_bias") is False else 8
+    classes = {"num_classes": 3} if name == "supervised" else {}
+    vit = small_vit(size, model_args=shape, **classes, **fields)
+    settings = (
+        {"decoder_width": 8, "decoder_heads": 2, "affinity": None, "mask_ratio": 0.25} if name == "droppos" else {}
+    )
+    method = small_method(name, vit, **settings).eval()
+    with torch.no_grad():
+        for value in method.parameters():
+            value.add_(torch.randn_like(value) * 0.3)
+    provenance = ModelProvenance(name, classes=("a", "b", "c") if classes else None)
+    monkeypatch.setattr(export, "_read", lambda *_: export._Story(method, provenance))
+    return method
+
+
+@pytest.mark.parametrize("case", VITS)
+def test_transformers_makes_the_same_of_a_plain_vit(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModel, AutoModelForImageClassification
+
+    name, shape = VITS[case]
+    method = told(name, shape, monkeypatch)
+    vit = method.backbone
+    images = torch.randn(2, 3, *vit.input.shape)
+    with torch.no_grad():
+        features = vit.encode(vit.embed(images), vit.positions() if method.sees_positions else None)
+        logits = vit.head(features)
+    written = export_model("run", tmp_path / "x", form="hf")
+    assert written.library == "transformers"
+    assert written.error is not None and written.error < 1e-5
+    base = AutoModel.from_pretrained(tmp_path / "x").eval()
+    assert type(base).__name__ == "ViTModel"
+    with torch.no_grad():
+        torch.testing.assert_close(base(images).last_hidden_state, join(features), atol=1e-5, rtol=0)
+    if "label" in method.needs_targets:
+        whole = AutoModelForImageClassification.from_pretrained(tmp_path / "x").eval()
+        with torch.no_grad():
+            torch.testing.assert_close(whole(images).logits, logits, atol=1e-5, rtol=0)
+        assert whole.config.id2label == {0: "a", 1: "b", 2: "c"}
+    held = {path.name for path in (tmp_path / "x").iterdir()}
+    assert {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"} == held
+
+
+def test_a_folder_that_differs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = told("supervised", {}, monkeypatch)
+    assert (export_model("run", tmp_path / "x").error or 1) < 1e-5
+    real = export.run_reloaded
+
+    def bent(*given: Any, **more: Any) -> Any:
+        found = real(*given, **more)
+        return found._replace(logits=found.logits + 0.01 * found.logits.abs().max())
+
+    monkeypatch.setattr(export, "run_reloaded", bent)
+    with pytest.raises(SitusError, match=r"differs from the model by 1\.0e-02"):
+        export_model("run", tmp_path / "y")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
+    with pytest.raises(SitusError, match="so none was written"):
+        export_model("run", tmp_path / "x", force=True)  # what was there stays, and nothing lies beside it
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert method.backbone.source["library"] == "timm"
+
+
+def test_scrambled_blocks_go_into_no_graph(tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "locked" / MANIFEST).write_text('{"format": "situs-lock"}')
+    for form in ("onnx", "timm"):
+        with pytest.raises(SitusError, match="it is a locked folder, and situs unlock writes the model that it holds"):
+            export_model(tmp_path / "locked", tmp_path / "x", form=form)
+    assert [path.name for path in tmp_path.iterdir()] == ["locked"]
+
+
+def test_what_transformers_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for shape, said in (
+        ({"init_values": 0.1, "qk_norm": True}, "norms of queries and keys and LayerScale"),
+        ({"reg_tokens": 2}, "other prefix tokens than CLS alone"),
+        ({"class_token": False, "global_pool": "avg"}, "another head"),
+        ({"pre_norm": True}, "a norm before its blocks"),
+    ):
+        told("supervised", shape, monkeypatch)
+        with pytest.raises(SitusError, match=f"{said}.*, which transformers' ViT has not; export it for timm"):
+            export_model("run", tmp_path / "x", form="hf")
+    told("mp3", {}, monkeypatch, name="vit_small_patch16_rope_224")
+    with pytest.raises(SitusError, match="Eva is none"):
+        export_model("run", tmp_path / "x", form="hf")
+    with pytest.raises(SitusError, match="are for an ONNX graph"):
+        export_model("run", tmp_path / "x", features="patches")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_rotation_that_stays_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told("mp3", {}, monkeypatch, name="vit_small_patch16_rope_224")
+    written = export_model("run", tmp_path / "x")
+    assert written.differs and written.error is None
+    assert "are therefore not the trained ones" in written.notes[0]
+
+
+def test_a_card_has_the_head_that_a_hub_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, task in (("supervised", "image-classification"), ("mp3", "image-feature-extraction")):
+        told(name, {}, monkeypatch)
+        export_model("run", tmp_path / name)
+        head = (tmp_path / name / "README.md").read_text().split("---\n")[1]
+        assert head == f"library_name: timm\npipeline_tag: {task}\ntags:\n- situs\n- {name}\n"
+        assert json.loads((tmp_path / name / "config.json").read_text())["architecture"] == "vit_tiny_patch16_224"
+
+
+def test_a_model_of_transformers_does_not_go_to_timm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from situs.backbones.hf.convert import as_transformers
+
+    method = told("supervised", {}, monkeypatch)
+    other = as_transformers(method.backbone)
+    assert as_transformers(other) is other
+    method.backbone = other
+    with pytest.raises(SitusError, match="is a model of transformers"):
+        export_model("run", tmp_path / "x", form="timm")
+    assert replace(export_model("run", tmp_path / "x"), notes=[]).library == "transformers"

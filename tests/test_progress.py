@@ -1,0 +1,79 @@
+"""Who loops tells how far it is, and who wants to hears it: shares of tasks within tasks, and the time that is left."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+import pytest
+
+from situs import progress
+from situs.progress import clock, hearing, in_words, note, seconds_left, share, task, tracked
+
+
+class Ear:
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, float | None]] = []
+
+    def __call__(self, tasks) -> None:
+        self.heard.append((in_words(tasks), share(tasks)))
+
+
+def test_without_a_listener_nothing_changes() -> None:
+    with task("work", 3) as own:
+        own.tell(1, "now")
+    note("unheard")
+    assert [*tracked("abc", "letters")] == ["a", "b", "c"]
+
+
+def test_loops_within_loops_are_one_share() -> None:
+    ear = Ear()
+    with hearing(ear):
+        for _ in tracked(range(2), "outer"):
+            for number in tracked(iter("abcd"), "inner", 4):
+                note(number)
+    shares = [done for _, done in ear.heard if done is not None]
+    assert shares == sorted(shares) and set(shares) == {eighth / 8 for eighth in range(8)}
+    assert ("outer › inner: c", 2 / 8) in ear.heard
+    assert ear.heard[-1] == ("", None)  # all is over
+
+
+def test_a_loop_that_is_left_early_is_over() -> None:
+    ear = Ear()
+    with hearing(ear):
+        for _ in tracked(range(9), "left"):
+            break
+        with pytest.raises(RuntimeError, match="within"), task("fails", 2):
+            raise RuntimeError("within")
+        pairs = zip_longest(tracked(range(3), "one"), tracked(range(2), "two"))
+        assert len([*pairs]) == 3
+    assert ear.heard[-1] == ("", None)
+
+
+def test_a_listener_is_not_heard_beyond_its_end_nor_where_a_line_is_there_already() -> None:
+    ear = Ear()
+    with hearing(ear), hearing(None), task("muted", 1):
+        pass
+    with task("later", 1):
+        pass
+    assert ear.heard == []
+
+
+def test_the_time_left_follows_from_what_this_time_has_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    left: list[float | None] = []
+    with (
+        hearing(lambda tasks: left.append(seconds_left(tasks))),
+        task("jobs", 10, done=6) as jobs,
+    ):  # 6 on another day
+        now = 130.0
+        jobs.tell(7)
+        with task("unmeasured"), task("steps", 10) as steps:
+            steps.tell(5)
+    told = [each for each in left if each is not None]
+    assert told[0] == pytest.approx(90.0)  # 30 s for one of four
+    assert min(told) == pytest.approx(30 / 0.375 * 0.625)
+
+
+def test_clock() -> None:
+    assert [clock(s) for s in (0, 61.9, 3600, 90061)] == ["0:00", "1:01", "1:00:00", "25:01:01"]

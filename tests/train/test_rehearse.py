@@ -1,0 +1,61 @@
+"""A dry run: what training would do before its first step, and nothing on the disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from situs.cli.main import main
+from situs.config import from_dict
+from situs.train.rehearse import held_bytes, rehearse
+from situs.train.run import RunConfig, train_run
+
+TINY = {
+    "method": {"name": "mp3"},
+    "backbone": {
+        "name": "vit_tiny_patch16_224",
+        "patch_size": 7,
+        "model_args": {"depth": 1, "embed_dim": 16, "num_heads": 2},
+    },
+    "data": {"path": "samples", "img_size": 28, "channels": 1, "batch": 50, "count": 100},
+    "train": {"epochs": 3, "precision": "fp32"},
+}
+
+
+def test_it_says_what_the_run_then_does(tmp_path: Path) -> None:
+    config = from_dict(RunConfig, TINY)
+    found = rehearse(config, out=tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+    assert (found.batch, found.steps, found.steps_per_epoch, found.begins_at) == ((50, 1, 28, 28), 6, 2, 0)
+    assert found.loss == pytest.approx(2.77, abs=0.4)  # log 16: it knows none of the 16 places
+    said: list[str] = []
+    result = train_run(config, out=tmp_path / "run", device="cpu", say=said.append, quiet=True)
+    assert result.step == found.steps and tuple(said) == found.said
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    again = rehearse(config, resume=tmp_path / "run", device="cpu")
+    assert again.begins_at == 6 and "of which 6 are done" in again.lines()[-2]
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+    shutil.rmtree(tmp_path / "run")
+
+
+def test_the_memory_is_weights_gradients_moments_and_their_mean() -> None:
+    config = from_dict(RunConfig, TINY)
+    assert held_bytes(100, 100, config.optim) == 1600
+    assert held_bytes(100, 10, config.optim) == 400 + 120
+    mean = from_dict(RunConfig, {"optim": {"ema": 0.9}}).optim
+    assert held_bytes(100, 100, mean) == 2000
+
+
+def test_a_mistake_is_found_as_the_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["pretrain", "--preset", "samples-mp3", "--device", "cpu", "--dry-run"]
+    assert main([*words, "--out", str(tmp_path / "run"), "--data", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert main(words) == 2
+    assert "give a new folder or a run to go on with" in capsys.readouterr().err
+    words = ["split", "train", "--server", "localhost:1", "--plaintext", *words[1:], "--method", "supervised"]
+    assert main([*words, "--out", str(tmp_path / "run"), "--json", "--batch", "100"]) == 0  # and asks no server
+    assert json.loads(capsys.readouterr().out)["batch"] == [100, 1, 28, 28]
+    assert not any(tmp_path.iterdir())
