@@ -21,7 +21,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Train": {
         "pretrain": ("situs.cli.pretrain", "train a method (MP3, MAE, …) on your images, from a preset and flags"),
-        "finetune": ("situs.cli.finetune", "a classifier or a segmentation on a pretrained run, any positions"),
+        "finetune": ("situs.cli.finetune", "classes, masks, objects or the next word, on a pretrained model"),
         "export": ("situs.cli.export", "a run's model in a folder that timm or transformers loads"),
     },
     "Data": {
@@ -29,7 +29,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "data pack": ("situs.cli.data.pack", "any set as shards of shrunk images: parquet or WebDataset"),
     },
     "Evaluate": {
-        "features": ("situs.cli.evaluate.features", "pooled features of every image, as one safetensors file"),
+        "features": ("situs.cli.evaluate.features", "features of every image, pooled or by patch, as one safetensors file"),
         "evaluate accuracy": ("situs.cli.evaluate.accuracy", "top-1 and top-5 of a fine-tuned run"),
         "evaluate consistency": ("situs.cli.evaluate.consistency", "what shuffled patches do to a classifier, over γ"),
         "evaluate position": (
@@ -67,7 +67,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "audit finetuning": (
             "situs.cli.audit.finetuning",
-            "fine-tune a locked ViT with its key, without it, and from scratch",
+            "fine-tune a locked model with its key, without it, and from scratch",
         ),
     },
     "Split": {
