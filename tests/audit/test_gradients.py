@@ -436,3 +436,7 @@ def test_equations_that_fit_only_under_noise_are_found_out(dtype: torch.dtype) -
     assert status == {"none": 4 if rounded else 0, "noise": 0, "clip": 0}
     alone = replace(found, outcomes=[p for p in found.pairs if p.attack == "half"])
     assert {judged.status for judged in judge(alone, Limit("psnr", 50.0)).judgements} == {4}
+    test = TestSet(images, torch.arange(2), NORMALISATION)
+    found = attack_gradients(backbone, test, [Fitting()], [create_defence("noise=1e-30")], step=Step(dtype=dtype))
+    said = "rounding to bfloat16 is no noise" if rounded else "more than one solution for 2 of 2 images"
+    assert said in str(found.pairs[0].doubt)  # noise below what is rounded off is none

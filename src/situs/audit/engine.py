@@ -7,6 +7,7 @@ that is stopped has compared them on the same images.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -130,7 +131,7 @@ class _Client:
 class _Trial:
     """One attacker on one client: his cases share what he recovers, and differ in what it is compared with.
 
-    at: uploads that are behind him. taken: seconds.
+    at: uploads that are behind him. taken: seconds. noise: deviation of what hides more than rounding in all of them.
     """
 
     cases: list[Case]
@@ -139,6 +140,7 @@ class _Trial:
     lpips: Lpips | None
     at: int = 0
     taken: float = 0.0
+    noise: float = math.inf
     partial: str | None = None
     facts: list[dict[str, Fact]] = field(default_factory=list)
     scores: dict[int, Scores] = field(default_factory=dict)
@@ -178,6 +180,7 @@ class _Trial:
         deadline.say(f"{of}{case.attack.name} against {case.defence.label}: {through}")
         known = self.client.known(case.informed, first, len(sent))
         found = case.attack.recover(case.backbone, [known.read(each) for each in sent], known, deadline)
+        self.noise = min(self.noise, known.noise_beyond_rounding(sent, self.ready.reads))
         self.at, self.partial = first + len(found.facts), found.partial or self.partial
         here = slice(first * batch, self.at * batch)
         self.facts += facts_of(found, test.labels[here], batch)
@@ -196,16 +199,15 @@ class _Trial:
         """What came of one of the cases until now."""
         case, step = self.cases[number], self.client.step
         bound = "" if not case.informed or case.attack.separates_hidden else blurred(self.client.method)
-        spoiled = case.attack.spoiled(self.client.known(case.informed))
+        spoiled = case.attack.spoiled(self.client.known(case.informed), self.noise)
         caveat = "; ".join(filter(None, (case.by_itself, self.ready.caveat, spoiled, bound))) or None
         count, wanted = len(self.facts), self.images
         fewer = None if count == wanted else f"{count} of {wanted} images"
         partial = ", ".join(filter(None, (self.partial, fewer))) or None
         doubt = None
         if case.attack.closed_form:
-            noise = case.defence.noise_level(step.batch)
             clean = case.defence.quiet == case.defence and step.dtype == torch.float32
-            doubt = doubt_of(caveat, self.facts, noise, None if clean else self._control)
+            doubt = doubt_of(caveat, self.facts, self.noise, None if clean else self._control)
         return Outcome(
             case,
             "done" if partial is None else "stopped",

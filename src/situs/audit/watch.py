@@ -166,10 +166,10 @@ class Guard:
                 best, by = value, attack.name
             doubt = "it is a search"
             if attack.closed_form:
-                noise = self.defence.noise_level(batch)
-                clean = noise == 0 and all(g.dtype == torch.float32 for g in upload.values())
+                noise = known.noise_beyond_rounding([upload], ready.reads)
+                clean = self.defence.noise_level(batch) == 0 and all(g.dtype == torch.float32 for g in upload.values())
                 control = None if clean else partial(self._control, attack, upload, images, known)
-                caveat = "; ".join(filter(None, (ready.caveat, attack.spoiled(known)))) or None
+                caveat = "; ".join(filter(None, (ready.caveat, attack.spoiled(known, noise)))) or None
                 doubt = doubt_of(caveat, found.facts, noise, control)
             proofs += [attack.name] if doubt is None else []
             doubts += [] if doubt is None else [f"{attack.name} proves nothing: {doubt}"]

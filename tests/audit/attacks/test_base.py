@@ -23,7 +23,7 @@ def test_what_int8_rounds_off_is_known_without_the_truth(kind: str) -> None:
     real = float((sent - numbers).square().mean().sqrt())
     assert steps_off(sent) == pytest.approx(real, rel=0.1)
     known = Knowledge(Noise(real), sent=torch.int8)
-    assert known.even and known.noise_on(sent) == pytest.approx(2**0.5 * real, rel=0.1)
+    assert known.even({}, ()) and known.noise_on(sent) == pytest.approx(2**0.5 * real, rel=0.1)
     assert steps_off(torch.zeros(3)) == 0.0
 
 
@@ -43,6 +43,7 @@ def test_one_step_of_adam_is_undone_as_far_as_it_is_said() -> None:
     ("name", "said"),
     [
         ("none", None),
+        ("bf16+noise=1e-30", "rounding to bfloat16 is no noise"),  # far below what is rounded off
         ("bf16", "rounding to bfloat16 is no noise"),
         ("fp16", "rounding to float16 is no noise"),
         ("autocast", "rounding to bfloat16 is no noise"),
@@ -53,5 +54,21 @@ def test_one_step_of_adam_is_undone_as_far_as_it_is_said() -> None:
 def test_what_rounding_alone_hides_proves_nothing(name: str, said: str | None) -> None:
     defence = create_defence(name)
     step = defence.step(Step())
-    found = spoiled(Knowledge(defence, sent=step.dtype, training=step.training))
+    known = Knowledge(defence, sent=step.dtype, training=step.training)
+    sent = {"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)}
+    found = spoiled(known, known.noise_beyond_rounding([sent]))
     assert found is None if said is None else said in str(found)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
+def test_noise_counts_from_the_size_of_what_is_rounded_off(kind: torch.dtype) -> None:
+    exact = torch.randn(200, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sent = {"w": exact.to(kind), "other": 1e3 * exact.to(kind)}
+    off = float((sent["w"].double() - exact).square().mean().sqrt())
+
+    def counted(sigma: float, names: tuple[str, ...] | None = ("w",)) -> float:
+        return Knowledge(Noise(sigma), sent=kind).noise_beyond_rounding([sent], names)
+
+    assert counted(off / 2) == 0.0 and counted(2 * off) == 2 * off
+    assert counted(2 * off, None) == 0.0  # a gradient beside it is rounded by more
+    assert not Knowledge(Noise(off / 2)).even(sent, ("w",)) and Knowledge(Noise(2 * off)).even(sent, ("w",))

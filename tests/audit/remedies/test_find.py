@@ -170,6 +170,27 @@ def test_a_search_that_is_stopped_says_how_far_it_came(victim: Backbone, tmp_pat
             create_defence(text)
 
 
+def test_what_was_tried_before_a_stop_is_kept_and_names_nothing(
+    victim: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ask = list[str](), Search.ask
+
+    def four(search: Search, rung: Rung, test: TestSet, *, unseen: bool = False) -> Trial:
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        asked.append(rung.label)
+        return ask(search, rung, test, unseen=unseen)
+
+    monkeypatch.setattr(Search, "ask", four)
+    stopped = find_defences(victim, "samples", "psnr=20", attacks=["patchembed"], count=2)
+    [each] = stopped.remedies
+    assert [trial.setting for trial in each.tried] == asked and each.cut and each.named is None
+    by = {trial.setting: trial.answer for trial in each.tried}
+    last = max((label for label in asked if by[label] == "above"), key=asked.index)
+    assert each.said.startswith(f"stopped before it was done, which names nothing; above the limit up to {last}")
+    assert "0 defences finished" in str(stopped) and each.said in make_page(stopped).render()
+
+
 def test_an_attack_that_used_up_its_own_time_ends_no_search_and_names_nothing(victim: Backbone) -> None:
     chance = torch.Generator().manual_seed(0)
     test = TestSet(torch.randn(4, 1, 28, 28, generator=chance), torch.arange(4), ([0.5], [0.5]))

@@ -53,14 +53,27 @@ class Knowledge:
     training: Training = field(default_factory=Training)
 
     @property
-    def even(self) -> bool:
-        """Whether all numbers of a gradient are off by one size, by noise or even steps; else in proportion to each."""
+    def blurs(self) -> bool:
+        """Whether a number that is 0 may come as another, or another as 0: by noise or even steps."""
         return self.defence.noise_level(self.batch) > 0 or self.sent == torch.int8
+
+    def even(self, upload: Gradients, names: Sequence[str]) -> bool:
+        """Whether all numbers of gradients are off by one size, by noise or even steps; else in proportion to each."""
+        return self.sent == torch.int8 or self.noise_beyond_rounding([upload], names) > 0
 
     def noise_on(self, gradient: Tensor) -> float:
         """The deviation of what is evenly wrong with the numbers of a gradient, as it was sent."""
         noise = self.defence.noise_level(self.batch)
         return math.hypot(noise, steps_off(gradient)) if self.sent == torch.int8 else noise
+
+    def noise_beyond_rounding(self, uploads: Sequence[Gradients], names: Sequence[str] | None = None) -> float:
+        """The deviation of the stated noise; 0 where rounding moves the numbers of some gradient more than it does.
+
+        names: of the gradients that are looked at, None for all.
+        """
+        noise = self.defence.noise_level(self.batch)
+        read = [g for each in uploads for name, g in each.items() if names is None or name in names]
+        return noise if all(noise >= rounded_off(g, self.type_of(g)) for g in read) else 0.0
 
     def type_of(self, gradient: Tensor) -> torch.dtype:
         """The type whose rounding is in the numbers of a gradient: what was sent, or what it was computed in."""
@@ -162,9 +175,10 @@ class Attack(ABC):
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
         """Whether one who knows `known` can make it, of gradients of these names."""
 
-    def spoiled(self, known: Knowledge) -> str | None:
-        """Why what it gets of such a step proves nothing; None where its equations hold."""
-        return spoiled(known) if self.closed_form else None
+    def spoiled(self, known: Knowledge, noise: float) -> str | None:
+        """Why what it gets of such a step proves nothing; None where its equations hold. noise: of
+        `Knowledge.noise_beyond_rounding`."""
+        return spoiled(known, noise) if self.closed_form else None
 
     @abstractmethod
     def recover(
@@ -177,11 +191,14 @@ class Attack(ABC):
         """The images behind the uploads, all solved together. deadline: what a long attack tells and asks."""
 
 
-def spoiled(known: Knowledge) -> str | None:
-    """Why equations between what layers are fed and their weights do not tell all; None where they do."""
+def spoiled(known: Knowledge, noise: float) -> str | None:
+    """Why equations between what layers are fed and their weights do not tell all; None where they do.
+
+    noise: its deviation, 0 where rounding moves the numbers more: that follows from the image and is no noise.
+    """
     training, why = known.training, []
     coarse = known.sent in (torch.float16, torch.bfloat16) or training.autocast
-    if known.sent == torch.int8 or (coarse and known.defence.noise_level(known.batch) == 0):
+    if known.sent == torch.int8 or (coarse and noise == 0):
         kind = torch.bfloat16 if known.sent in (None, torch.float32) else known.sent
         why.append(
             f"rounding to {str(kind).removeprefix('torch.')} is no noise: it follows from the image, and a search for "
@@ -206,6 +223,11 @@ def undone(moved: Tensor) -> Tensor:
     """g of u = g / (|g| + ε), by u's distance to 1."""
     left = (1 - moved.double().abs()).clamp(min=ROUNDED)
     return (EPS * moved.double() / left).float()
+
+
+def rounded_off(gradient: Tensor, kind: torch.dtype) -> float:
+    """The deviation of what a floating type rounds off a gradient; what overflowed is left out."""
+    return float(known_numbers(gradient).nan_to_num().square().mean().sqrt()) * torch.finfo(kind).eps / math.sqrt(12)
 
 
 def steps_off(gradient: Tensor) -> float:

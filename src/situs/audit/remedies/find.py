@@ -71,10 +71,11 @@ class Search:
         self.deadline.closed = False  # an audit closes it at its end, and there is another behind it
         given = {"step": rung.step, "deadline": self.deadline, "limit": self.limit}
         audit = attack_gradients(self.victim, test, attacks, [rung.defence], **given)
-        if audit.stopped is not None and self.deadline.spent():  # an attack's own time may be over: it is not judged
-            raise _StoppedError
         assert audit.ruling is not None
         [judged] = audit.ruling.judgements
+        # An attack's own time may be over: it is not judged. An image that is above is, however it ends.
+        if audit.stopped is not None and self.deadline.spent() and judged.answer != "above":
+            raise _StoppedError
         return judged
 
     def remedy(
@@ -134,6 +135,16 @@ class Search:
 def _failed(trials: Sequence[Trial]) -> str:
     """Of a setting that the search alone would have named; "" without one."""
     return f"{trials[0].setting} passed in the search and not on images it had not seen" if trials else ""
+
+
+def _cut(rungs: Sequence[Rung], tried: Sequence[Trial]) -> str:
+    """How far a ladder was climbed before the stop."""
+    said = ["stopped before it was done, which names nothing"]
+    above = {trial.setting for trial in tried if trial.answer == "above"}
+    said += [f"above the limit up to {last}" for last in [r.label for r in rungs if r.label in above][-1:]]
+    passed = {trial.setting for trial in tried if trial.answer == "passed" and not trial.unseen} - above
+    said += [f"{first} passed on the images searched" for first in [r.label for r in rungs if r.label in passed][:1]]
+    return "; ".join(said)
 
 
 def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Sequence[Trial]) -> str:
@@ -212,8 +223,10 @@ def find_defences(
         if keep is not None:
             keep(result())
 
+    name, rungs, before = "", list[Rung](), 0
     try:
         for name, rungs in tracked([*ladders(victim.trains, searched, step).items()], "defences"):
+            before = len(search.trials)
             near = near if name == "clip" else None  # the same noise on a number, rung by rung
             each = search.remedy(name, rungs, searched, others, near)
             if each.named is not None:
@@ -230,5 +243,7 @@ def find_defences(
         search.deadline.closed = True
         told = sum(each.tuned is not None for each in found)
         stopped = f"{search.deadline.reason}, with {len(found)} defences finished"
+        if name not in {each.defence for each in found} and (tried := search.trials[before:]):
+            found.append(Remedy(name, None, _cut(rungs, tried), tried=tuple(tried), cut=True))
         stopped += "" if tuning is None else f" and {told} fine-tuned"
     return result()

@@ -36,7 +36,7 @@ class Trial:
 class Remedy:
     """One defence. named: its weakest setting that passed, also on images that the search had not seen; None where
     there is none, and `said` why. seen, unseen: what the gate said of it; weaker, weaker_unseen: of the next weaker
-    one."""
+    one. cut: whether it was stopped before it was done."""
 
     defence: str
     named: str | None
@@ -48,6 +48,7 @@ class Remedy:
     cost: Cost | None = None
     tuned: Tuned | None = None
     tried: Sequence[Trial] = ()
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def verdict(found: Remedies) -> str:
     named = "; ".join(str(each.named) for each in found.found)
     counts = {found.held_out if each.unseen is None else each.unseen.images for each in found.found}  # whole batches
     unseen = f"{min(counts)} images{' or more' * (len(counts) > 1)}"
-    others = [each.defence for each in found.remedies if each.named is None]
+    others = [each.defence for each in found.remedies if each.named is None and not each.cut]
     left = f" None was found for {', '.join(others)}." if others else ""
     return (
         f"The gate {found.limit} is kept under: {named}. Each passed on {unseen} that the search had "

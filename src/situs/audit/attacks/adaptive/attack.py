@@ -96,7 +96,7 @@ class AdaptiveMJP(Attack):
             if known.batch > 1 or not hidden.any() or not hides:
                 plain = PatchEmbedding().recover_shown(backbone, [upload], known)
                 images.append(plain.images[0].double())
-                told = known.batch == 1 and not known.even  # else none need not mean that
+                told = known.batch == 1 and not known.blurs  # else none need not mean that
                 facts.append({**plain.facts[0], "hidden": int(hidden.sum()) if told else None})
                 continue
             deadline.say(f"{self.name}: upload {known.first + number + 1}, {int(hidden.sum())} patches are hidden")

@@ -85,9 +85,9 @@ class PatchEmbedding(Attack):
     about: ClassVar[str] = "one linear solve with the gradients of the patch embedding and of the position table"
     closed_form: ClassVar[bool] = True
 
-    def spoiled(self, known: Knowledge) -> str | None:
+    def spoiled(self, known: Knowledge, noise: float) -> str | None:
         """Whatever is dropped behind the table leaves both of its sides as they are."""
-        return spoiled(replace(known, training=replace(known.training, dropout=0.0)))
+        return spoiled(replace(known, training=replace(known.training, dropout=0.0)), noise)
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
         stem = find_stem(backbone)

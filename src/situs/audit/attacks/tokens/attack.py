@@ -123,11 +123,12 @@ class TokenSpans(Attack):
         for upload in uploads:
             if images and deadline.over():
                 break
-            distinct = distinct_images(block, upload, known.batch, known.even)
+            even = known.even(upload, block.names)
+            distinct = distinct_images(block, upload, known.batch, even)
             counts = count(block, distinct, upload)
             if counts.open:
                 moved = Block(halfway(block.backbone, upload, known)) if known.local_steps > 1 else block
-                spans = read_spans(moved, upload, counts, known.even, known.forward)
+                spans = read_spans(moved, upload, counts, even, known.forward)
                 patches, fact = self._searched(moved, upload, spans, counts, known, distinct, deadline)
             else:
                 patches, fact = _solved(block, upload, replace(known, batch=distinct))
@@ -160,7 +161,7 @@ class TokenSpans(Attack):
             self.config,
             lambda: deadline.over() or time.monotonic() > end,
             deadline.say,
-            (known.even, known.forward),
+            (known.even(upload, block.names), known.forward),
         )
         roots = find_roots(search, batch)
         tokens = roots.tokens
@@ -209,11 +210,12 @@ def _solved(block: Block, upload: Gradients, known: Knowledge) -> tuple[Tensor, 
     were sent out. The path is smooth, so that a few inputs a token span all: the fewest that leave what fits.
     """
     best: tuple[Tensor, dict[str, Fact]] | None = None
+    even = known.even(upload, block.names)
     for counts in times_counted(block, known, upload):
-        spans = read_spans(block, upload, counts, known.even, known.forward)
+        spans = read_spans(block, upload, counts, even, known.forward)
         found = solve(block, spans, counts)
         fact = _facts(counts, misfit(block, spans, found))
-        if not known.even:  # noise that was stated may well move pixels, and rounding may not
+        if not even:  # noise that was stated may well move pixels, and rounding may not
             fact |= _sharpness(block, upload, spans, counts, found, _pixels(block, known).width)
         if best is None or _off(fact) < _off(best[1]):
             best = found.x.unsqueeze(0), fact

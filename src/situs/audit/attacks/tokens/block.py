@@ -79,6 +79,11 @@ class Block:
         """N."""
         return self.run.places
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all gradients that tell of its tokens."""
+        return (self.stem.weight, *self.layers.qkv, self.layers.proj, *self.layers.fc1, self.layers.fc2)
+
     def late(self, m: Tensor) -> Tensor:
         """What enters the MLP's last layer for streams m [..., D]: [..., H]."""
         weight, bias = self.entry()
