@@ -27,6 +27,18 @@ def write_set(folder: Path, train: int = 48, val: int = 20) -> Path:
     return folder
 
 
+def write_pairs(folder: Path, train: int = 48, val: int = 20) -> Path:
+    """train.jsonl and validation.jsonl with "a", "b" and "label": whether the first words of both are of one class."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, count, seed in (("train", train, 1), ("validation", val, 2)):
+        rows = [
+            json.dumps({"a": a, "b": b, "label": ("other", "same")[one == two]})
+            for (a, one), (b, two) in zip(lines(count, seed), lines(count, seed + 10), strict=True)
+        ]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
 def write_plain(folder: Path, words: int = 300) -> Path:
     """train.txt and valid.txt: each word is the one before it, plus 1."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,8 @@ def write_folder(folder: Path, kind: str, *, width: int = 48, seed: int = 0, **f
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if SIZES[kind] == "Bert":
         ends = [("[CLS]", 2), ("[SEP]", 3)]
-        words.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+        forms = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}
+        words.post_processor = processors.TemplateProcessing(**forms, special_tokens=ends)
     names = {f"{name.strip('[]').lower()}_token": name for name in SPECIAL}
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
     sizes = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 4 * width}

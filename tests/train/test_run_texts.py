@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sentences import lines, write_plain, write_set
+from sentences import lines, write_pairs, write_plain, write_set
 from tiny_texts import WORDS, write_folder
 
 from situs import api
@@ -52,13 +52,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-def config_of(world: Path, **over: Any) -> Any:
+def config_of(world: Path, kind: str = "bert", **over: Any) -> Any:
     from situs.config import from_dict, merge
 
     tables = {"optim": OPTIM, "data": {"path": str(world / "set"), "batch": 8}, "train": {"seed": 3, "max_steps": 7}}
     tables = merge(tables, over, {"method"})
-    made = from_dict(FinetuneConfig, merge(data_as_seen(world / "bert"), tables, {"method"}))
-    return finetune_config(made, world / "bert", None)
+    made = from_dict(FinetuneConfig, merge(data_as_seen(world / kind), tables, {"method"}))
+    return finetune_config(made, world / kind, None)
 
 
 class KilledError(Exception):
@@ -87,6 +87,47 @@ def test_a_run_killed_and_resumed_ends_with_the_same_bits(world: Path, tmp_path:
         left, right = a.tensors(file), b.tensors(file)
         assert left.keys() == right.keys() and left
         assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_pairs_are_tuned_resumed_judged_and_exported(kind: str, world: Path, tmp_path: Path) -> None:
+    data = {
+        "path": str(write_pairs(tmp_path / "pairs")),
+        "text": {"column": "a", "pair": "b", "label": "label", "longest": 12},
+    }
+    config = config_of(world, kind, data=data, train={"save_every": 2, "log_every": 1})
+    asked: dict[str, Any] = {"device": "cpu", "quiet": True, "start": starting()}
+    train_run(config, out=tmp_path / "peace", **asked)
+    with pytest.raises(KilledError):
+        train_run(config, out=tmp_path / "run", hooks=lambda *_: [Killer()], **asked)
+    train_run(config, resume=tmp_path / "run", **asked)
+    a, b = (RunFolder.open(tmp_path / name, writer=False).latest() for name in ("peace", "run"))
+    assert a is not None and b is not None and a.step == b.step == 7
+    left, right = a.tensors("model"), b.tensors("model")
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    api.export(tmp_path / "run", tmp_path / "export")
+    own = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "export").double().eval()
+    tokeniser = transformers.AutoTokenizer.from_pretrained(tmp_path / "export", local_files_only=True)
+    rows = [json.loads(line) for line in (tmp_path / "pairs" / "validation.jsonl").read_text().splitlines()]
+    pairs = [row["a"] for row in rows], [row["b"] for row in rows]
+    told = tokeniser(
+        *pairs, truncation=True, max_length=12, padding=True, return_tensors="pt", return_token_type_ids=True
+    )
+    given = {name: told[name] for name in ("input_ids", "attention_mask", "token_type_ids")[: 2 + (kind == "bert")]}
+    opened, mask = open_model(tmp_path / "export").backbone.double(), told["attention_mask"].bool()
+    assert not mask.all() and told["token_type_ids"].any()
+    with torch.no_grad():
+        wanted = own(**given).logits
+        both = torch.stack([told["input_ids"], told["token_type_ids"]], dim=1)
+        assert (opened(both, mask) - wanted).abs().max() < 1e-10
+        assert ((opened(both[:, 0], mask) - wanted).abs().max() > 1e-4) == (kind == "bert")  # which tells them apart
+        alone = torch.cat([opened(row[None, :, : int(real.sum())]) for row, real in zip(both, mask, strict=True)])
+        assert (alone - wanted).abs().max() < 1e-10  # padding changes nothing
+    labels = torch.tensor([int(row["label"] == "same") for row in rows])
+    for source in (tmp_path / "run", tmp_path / "export"):  # which remembers the columns
+        found = evaluate_accuracy(source, tmp_path / "pairs", batch=6).accuracy
+        assert found.count == 20 and found.top1 == (wanted.argmax(1) == labels).double().mean()
+        assert math.isclose(found.loss, float(torch.nn.functional.cross_entropy(wanted, labels)), rel_tol=1e-4)
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ from torch import Tensor
 class Batch(NamedTuple):
     """One batch on the device.
 
-    inputs: [B, …], as the backbone's `embed` takes them: normalised images [B, C, H, W], padded sequences.
+    inputs: [B, …], as the backbone's `embed` takes them: normalised images [B, C, H, W], padded
+    sequences [B, N], of pairs of sentences [B, 2, N].
     ids: [B] int64. An id names a draw: the sample's row in the data set, and in its high bits the copy under repeated
     augmentation (`situs.data.sampler.sample_of` gives the row).
     targets: what is to be learned of each sample, [B, …] by name: "label" [B], or soft [B, K]; where a sample has any

@@ -12,7 +12,7 @@ from situs.data.image_pipeline import Decoder, Resizer
 from situs.data.masks import MaskConfig
 from situs.data.objects import ObjectConfig
 from situs.data.sources.base import Kind
-from situs.data.text import LONGEST, TextConfig
+from situs.data.text import COLUMNS, LONGEST, TextConfig
 from situs.errors import SitusError
 from situs.limits import Count, Natural, Positive, Within
 
@@ -182,10 +182,11 @@ class DataConfig(Checked):
         """How a model's samples are prepared, as an export of it tells: no places on any machine.
 
         Of images mean, std and crop, and "masks" or "objects" where they have some; of clips "audio", with their mean
-        and deviation in it; of sentences "text", how long they may be.
+        and deviation in it; of sentences "text", how long they may be and the columns that were asked for.
         """
         if self.kind == "text":
-            return {"text": {"longest": self.longest}}
+            columns = {name: getattr(self.text, name) for name in COLUMNS}
+            return {"text": {"longest": self.longest, **{name: own for name, own in columns.items() if own}}}
         mean, std = self.normalisation
         if self.kind != "audio":
             things = DENSE.get(self.target)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from situs.config import Checked
+from situs.errors import SitusError
 from situs.limits import Count
 
 LONGEST = 128
 """Ids of a sample at most, where nobody says how many and the model knows as many places."""
+
+COLUMNS = ("column", "pair", "label")
+"""Fields of `TextConfig` that name columns: a model remembers them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,16 +25,25 @@ class TextConfig(Checked):
     column: str | None = None
     """Column of the sentences; by default the only one that holds words."""
 
+    pair: str | None = None
+    """Column of the second sentence, where a classifier reads two: MRPC's sentence2, MNLI's hypothesis."""
+
     label: str | None = None
     """Column of the labels; by default label, labels, cls or class, where there is one."""
 
     longest: Count | None = None
-    """Ids of a sentence at most, those that the tokeniser adds among them: what is longer is cut at its end. Of plain
-    text the length of a block. By default 128, or the places of the model where they are fewer."""
+    """Ids of a sentence at most, those that the tokeniser adds among them: what is longer is cut at its end, of a pair
+    the longer sentence. Of plain text the length of a block. By default 128, or the places of the model where they are
+    fewer."""
 
     unlabelled: bool = False
     """Read the sentences alone, without labels, from tables and from plain text (one a line) alike; a long one becomes
     several of `longest` ids. Follows from the method: those that learn from the order of words ask for it."""
+
+    def check(self) -> None:
+        if self.pair is not None and self.pair in (self.column, self.label):
+            allowed = "another column than that of the first sentence and that of the labels"
+            raise SitusError(field="pair", value=self.pair, allowed=allowed)
 
 
 TEXT = TextConfig()

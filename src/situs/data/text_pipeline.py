@@ -1,6 +1,7 @@
 """The way of a sentence: its ids, filled up to the longest of its batch, and the mask that says which are real.
 
-A batch is [B, N] int64, N a multiple of 8: a few lengths are met again and again, which a compiled step knows already.
+A batch is [B, N] int64; of pairs [B, 2, N], the ids and which of the two sentences they stand in. N is a multiple of 8:
+a few lengths are met again and again, which a compiled step knows already.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ class TextPipeline(Pipeline):
         super().__init__(source, training=training)
         whole = text_of(source)
         assert whole.tokeniser is not None
+        assert whole.ids is not None
         self.longest, self.words, self.pad = longest, words, whole.tokeniser.pad
-        self.row_bytes = 8 * longest
+        self.row_bytes = 8 * longest * whole.ids.flat.ndim
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -65,12 +67,14 @@ class TextPipeline(Pipeline):
         return {"longest": self.longest}
 
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:  # noqa: ARG002
-        """ "ids" and "mask" [b, N], and the labels."""
-        lengths = torch.tensor([len(sample["ids"]) for sample in samples])
+        """ "ids" ([b, N], of pairs [b, 2, N]), "mask" [b, N], and the labels."""
+        lengths = torch.tensor([sample["ids"].shape[-1] for sample in samples])
         width = self.longest if self.words else min(self.longest, -(-int(lengths.max()) // _MULTIPLE) * _MULTIPLE)
-        ids = torch.full((len(samples), width), self.pad)
+        ids = torch.full((len(samples), *samples[0]["ids"].shape[:-1], width), self.pad)
+        if ids.dim() == 3:  # what fills up stands in the first sentence, as transformers has it
+            ids[:, 1] = 0
         for row, sample in enumerate(samples):
-            ids[row, : lengths[row]] = sample["ids"]
+            ids[row, ..., : lengths[row]] = sample["ids"]
         values = {"ids": ids, "mask": torch.arange(width) < lengths[:, None]}
         if "label" in samples[0]:
             values["label"] = torch.tensor([sample["label"] for sample in samples])

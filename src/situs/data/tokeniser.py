@@ -28,15 +28,15 @@ _AT_ONCE = 4096
 
 
 class Ids(NamedTuple):
-    """Several sequences, compact. flat: all ids, of 16 or 32 bits. ends: [n] int64, where each ends. cut: how many
-    were cut."""
+    """Several sequences, compact. flat: all ids, of 16 or 32 bits, [total]; of pairs [2, total], the ids and which of
+    its two sentences each stands in. ends: [n] int64, where each ends. cut: how many were cut."""
 
     flat: np.ndarray
     ends: np.ndarray
     cut: int
 
     def __getitem__(self, index: int) -> np.ndarray:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.flat[self.ends[index - 1] if index else 0 : self.ends[index]]
+        return self.flat[..., self.ends[index - 1] if index else 0 : self.ends[index]]
 
     def length(self, index: int) -> int:
         """Of sequence `index`."""
@@ -67,12 +67,16 @@ class Tokeniser:
         pad, self.end = self._special("pad"), self._special("eos")
         self.pad = next((each for each in (pad, self.end) if each is not None), 0)
 
-    def encode(self, texts: Sequence[str], longest: int | None = None, *, special: bool = True) -> Ids:
-        """The ids of each text, at most `longest`. special: with those that the model's inputs begin and end with."""
+    def encode(
+        self, texts: Sequence[str] | Sequence[tuple[str, str]], longest: int | None = None, *, special: bool = True
+    ) -> Ids:
+        """The ids of each text or pair of texts, at most `longest`. special: with those that the model's inputs begin
+        and end with."""
+        pairs = bool(texts) and not isinstance(texts[0], str)
         if longest is None:
             self._coder.no_truncation()
         else:
-            own = self._coder.num_special_tokens_to_add(is_pair=False) if special else 0
+            own = self._coder.num_special_tokens_to_add(is_pair=pairs) if special else 0
             if longest <= own:
                 allowed = f"more than the {own} ids that the tokeniser adds itself"
                 raise SitusError(field="text.longest", value=longest, allowed=allowed)
@@ -80,10 +84,10 @@ class Tokeniser:
         parts, lengths, cut = [], [], 0
         for start in range(0, len(texts), _AT_ONCE):
             for each in self._coder.encode_batch(list(texts[start : start + _AT_ONCE]), add_special_tokens=special):
-                parts.append(np.array(each.ids, self.dtype))
+                parts.append(np.array([each.ids, each.type_ids] if pairs else each.ids, self.dtype))
                 lengths.append(len(each.ids))
                 cut += bool(each.overflowing)
-        flat = np.concatenate(parts) if parts else np.empty(0, self.dtype)
+        flat = np.concatenate(parts, axis=-1) if parts else np.empty(0, self.dtype)
         return Ids(flat, np.cumsum(lengths, dtype=np.int64), cut)
 
     def pieces(self, texts: Sequence[str], longest: int) -> list[list[str]]:

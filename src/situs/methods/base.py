@@ -102,7 +102,8 @@ class Method(nn.Module, ABC):
         """A batch of sentences with its mask: where it brings none, every token is real. Others are left alone."""
         if batch.mask is not None or not self.backbone.input.words:
             return batch
-        return batch._replace(mask=torch.ones_like(batch.inputs, dtype=torch.bool))
+        ids = batch.inputs[:, 0] if batch.inputs.dim() == 3 else batch.inputs  # of pairs
+        return batch._replace(mask=torch.ones_like(ids, dtype=torch.bool))
 
     def refuse_padding(self, batch: Batch) -> None:
         """For a method that would take padding for tokens."""

@@ -15,7 +15,7 @@ from situs.config import from_dict
 from situs.data.config import DataConfig
 from situs.data.masks import MaskConfig
 from situs.data.objects import ObjectConfig
-from situs.data.text import LONGEST, TextConfig
+from situs.data.text import COLUMNS, LONGEST, TextConfig
 from situs.files import read_json
 from situs.train.export import MULTI_LABEL, PREPARED
 
@@ -82,8 +82,9 @@ def images_for(
 
 def sentences_for(backbone: Backbone, folder: Path, told: Mapping[str, Any]) -> DataConfig:
     """How the sentences of a model in a folder are prepared. told: what Situs wrote there of them."""
-    longest = told.get("text", {}).get("longest")
-    text = TextConfig(tokeniser=str(folder), longest=longest or min(LONGEST, backbone.num_tokens))
+    own = told.get("text", {})
+    longest, columns = own.get("longest"), {name: own.get(name) for name in COLUMNS}
+    text = TextConfig(tokeniser=str(folder), longest=longest or min(LONGEST, backbone.num_tokens), **columns)
     return DataConfig(kind="text", target="words" if backbone.next_words else "class", text=text)
 
 

@@ -10,6 +10,7 @@ import torch
 from tiny_texts import WORDS, sentences, victim
 
 from situs.audit.deadline import Deadline
+from situs.audit.defences import Clip
 from situs.audit.text.encoder import encoder_sentences
 from situs.audit.text.found import Found
 from situs.audit.text.victim import TextVictim, text_gradients
@@ -54,6 +55,28 @@ def test_who_knows_gets_every_word_and_the_places_that_are_told(hiding: TextVict
         assert gaps  # something was hidden
         [own] = [each for each in found.sentences if sorted(each) == sorted(sentence)]
         assert all(own[place] == sentence[place] for place in range(len(sentence)) if place not in gaps)
+
+
+def test_all_that_is_trained_is_sent(hiding: TextVictim) -> None:
+    made = replace(hiding, method=MJP(hiding.backbone, MJPConfig(mask_ratio=0.4, dal="linear")).double().eval())
+    truth, asked = sentences(made, TEXTS[0]), {"labels": [1], "dtype": torch.float64}
+    sent, method = text_gradients(made, truth, **asked), made.method
+    assert isinstance(method, MJP)
+    backbone = {name for name, _ in made.backbone.named_parameters()}
+    assert sent.keys() - backbone == {name for name, _ in method.named_parameters() if not name.startswith("backbone.")}
+    ids = torch.tensor(truth)
+    batch = Batch(ids, torch.arange(1), {"label": torch.tensor([1])}, torch.ones_like(ids, dtype=torch.bool))
+    draws, step = method.draw(batch, seed=0, epoch=0), torch.randn(64, dtype=torch.float64) * 1e-5
+    losses = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            method.unknown += sign * step
+            losses.append(float(method(batch, draws).loss))
+            method.unknown -= sign * step
+    assert (losses[0] - losses[1]) / 2 == pytest.approx(float(sent["unknown"] @ step), rel=1e-5)
+    norm = torch.stack([each.norm() for each in sent.values()]).norm()
+    clipped = text_gradients(made, truth, defence=Clip(float(norm) / 2, 0.0), **asked)
+    assert torch.allclose(clipped["unknown"], sent["unknown"] / 2, atol=1e-12)  # which counts in what is clipped
 
 
 def test_who_does_not_know_gets_no_whole_sentence(hiding: TextVictim) -> None:

@@ -226,7 +226,7 @@ def test_bert_segments():
     x = inputs(b, "bert")
     types = torch.zeros_like(x)
     types[:, 5:] = 1
-    found = b.encode(b.embed(x, types), b.positions()).patches
+    found = b.encode(b.embed(torch.stack([x, types], 1)), b.positions()).patches
     assert gap(found, own_features(b.model, x, token_type_ids=types)) < EXACT
 
 

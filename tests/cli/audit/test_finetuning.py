@@ -33,6 +33,27 @@ def test_of_a_run(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert str(trained.data.parent) not in page + json.dumps(written)
 
 
+def test_of_a_locked_folder_with_its_key(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key, locked, opened = (str(tmp_path / name) for name in ("owner.key", "locked", "opened"))
+    assert main(["export", str(trained.one), "--out", opened]) == 0
+    assert main(["key", "new", "--out", key]) == 0
+    assert main(["lock", opened, "--key", key, "--out", locked]) == 0
+    asked = ["--data", str(trained.data), *SHORT[:4], "--epochs", "1", "--batch", "6", "--looks", "1"]
+    found = []
+    for source in ([opened], [locked, "--key", key]):
+        out = tmp_path / f"out{len(found)}"
+        assert main(["audit", "finetuning", "--from", *source, *asked, "--out", str(out)]) == 0
+        found.append(json.loads((out / "finetuning.json").read_text()))
+    assert found[0]["curves"] == found[1]["curves"]  # the very model
+    capsys.readouterr()
+    for words, said in (
+        ([locked, *asked], "is locked, and without its key its blocks are scrambled (--key)"),
+        ([opened, *asked, "--key", key], "is not locked, and opens without a key (--key)"),
+    ):
+        assert main(["audit", "finetuning", "--from", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["--data", "samples"], "(--from)"),

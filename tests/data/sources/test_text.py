@@ -89,6 +89,41 @@ def test_longer_sentences_are_cut_as_transformers_cuts_them_and_it_is_said(token
     assert read(path, tokeniser, longest=14).notes == []
 
 
+@pytest.mark.parametrize("longest", [64, 9])
+def test_pairs_are_what_transformers_makes_of_two_sentences(longest: int, tokeniser: str, tmp_path: Path) -> None:
+    rows = [{"a": a, "label": n, "b": b} for (a, n), (b, _) in zip(lines(30), lines(30, 1), strict=True)]
+    source = read(write(tmp_path / "a.jsonl", rows), tokeniser, pair="b", longest=longest)  # the other column is a
+    own = transformers.AutoTokenizer.from_pretrained(tokeniser, local_files_only=True)
+    asked = {"truncation": True, "max_length": longest, "return_token_type_ids": True}
+    told = own([row["a"] for row in rows], [row["b"] for row in rows], **asked)
+    found = [source.read(index) for index in range(30)]
+    assert [each["ids"][0].tolist() for each in found] == told["input_ids"]
+    assert [each["ids"][1].tolist() for each in found] == told["token_type_ids"]
+    assert [each["label"] for each in found] == [row["label"] for row in rows]
+    assert [source.length(index) for index in range(30)] == [len(each) for each in told["input_ids"]]
+    long = sum(len(f"{row['a']} {row['b']}".split()) > longest - 3 for row in rows)
+    assert source.notes == ([f"a: of its 30 pairs {long} were cut at 9 ids (text.longest)"] if longest == 9 else [])
+    assert source.key(3) == f"{rows[3]['a']}\t{rows[3]['b']}" != source.key(4)
+
+
+def test_faults_of_pairs(tokeniser: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"a": "w1", "b": "w2", "label": 1}, {"a": "w1", "b": " ", "label": 1}])
+    with pytest.raises(BrokenSampleError, match="row 1: a sentence of the pair is empty"):
+        read(path, tokeniser, pair="b").read(1)
+    with pytest.raises(SitusError, match="has no column 'c', only a, b, label"):
+        read(path, tokeniser, pair="c")
+    with pytest.raises(SitusError, match="column 'label' holds 1, which is no sentence"):
+        read(path, tokeniser, column="a", label="b", pair="label")
+    with pytest.raises(SitusError, match="pair='a': must be another column than that of the first sentence"):
+        TextConfig(column="a", pair="a")
+    with pytest.raises(SitusError, match="more than the 3 ids that the tokeniser adds itself"):
+        read(path, tokeniser, pair="b", longest=3)
+    for asked in ({"words": True}, {"text": {"unlabelled": True}}):
+        text = TextConfig(tokeniser=tokeniser, pair="b", **asked.pop("text", {}))
+        with pytest.raises(SitusError, match="pair='b': pairs of sentences are for a classifier"):
+            open_source(path, kind="text", text=text, **asked)
+
+
 def test_empty_sentences_and_missing_labels_are_broken_samples(tokeniser: str, tmp_path: Path) -> None:
     rows = [
         {"text": "w1", "label": 1},
@@ -107,7 +142,7 @@ def test_empty_sentences_and_missing_labels_are_broken_samples(tokeniser: str, t
     ("rows", "text", "said"),
     [
         ([{"label": 1, "n": 2.5}], {}, "has no column of sentences, only label, n"),
-        ([{"a": "w1", "b": "w2", "label": 1}], {}, "several columns hold words, a, b: say which"),
+        ([{"a": "w1", "b": "w2", "label": 1}], {}, "several columns hold words, a, b: say which .* or both of a pair"),
         ([{"a": "w1", "label": 1}], {"column": "c"}, "has no column 'c', only a, label"),
         ([{"a": "w1", "label": 1}], {"label": "c"}, "has no column 'c', only a, label"),
         ([{"a": "w1", "label": 0.5}], {}, "row 0: the label 0.5 is no class number and no name"),

@@ -152,11 +152,12 @@ def text_gradients(
     """What a client sends for one batch of sentences: the mean gradient of its loss, by parameter name.
 
     labels: of the sentences, where classes are learned. withheld: names that stay with the client. The step is made
-    without dropout.
+    without dropout. Under MJP what it trains beside the model, E_unk and DAL's parameters, is sent as well.
     """
     defence = NoDefence() if defence is None else defence
     size = 1 if defence.per_sample else len(sentences)
-    named = {name: p for name, p in victim.backbone.named_parameters() if p.requires_grad}
+    trained = victim.backbone if victim.method is None else victim.method
+    named = {name.removeprefix("backbone."): p for name, p in trained.named_parameters() if p.requires_grad}
     total: Gradients = {}
     parts = range(0, len(sentences), size)
     for at in parts:

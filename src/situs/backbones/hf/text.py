@@ -99,7 +99,9 @@ class TextBackbone(HFBackbone):
         return length
 
     def embed(self, x: Tensor) -> Tensor:
-        """Ids [B, N] -> word vectors [B, N, D], without position."""
+        """Ids [B, N] -> word vectors [B, N, D], without position. Of pairs of sentences [B, 2, N], the ids and which of
+        the two they stand in; a decoder reads one behind the other and makes no difference."""
+        x = x[:, 0] if x.dim() == 3 and x.shape[1] == 2 else x
         if x.dim() != 2 or x.is_floating_point() or x.shape[1] > self.num_tokens:
             raise SitusError(
                 f"ids of shape {list(x.shape)} ({x.dtype}): {self.name} takes integers [B, N] "
@@ -112,8 +114,8 @@ class TextBackbone(HFBackbone):
         return fit(positions, count, self.num_tokens, self.kinds, self.name)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The wrapped model's own forward: ids [B, N] -> logits. mask: [B, N] bool, False for padding."""
-        features = self.encode(self.embed(x), self.positions((x.shape[1],)), mask=mask)
+        """The wrapped model's own forward: ids as for `embed` -> logits. mask: [B, N] bool, False for padding."""
+        features = self.encode(self.embed(x), self.positions((x.shape[-1],)), mask=mask)
         return self.head(features if mask is None else self.before_head(features, mask))
 
     def before_head(self, features: Features, mask: Tensor) -> Features:  # noqa: ARG002  (a decoder uses it)
@@ -140,10 +142,13 @@ class BertBackbone(TextBackbone, EncoderBackbone):
     def attentions(self) -> list[nn.Module]:
         return [layer.attention.self for layer in self.layers()]
 
-    def embed(self, x: Tensor, types: Tensor | None = None) -> Tensor:
-        """Ids [B, N] -> word vectors and those of the segments `types` ([B, N]; None: all 0), [B, N, D]."""
+    def embed(self, x: Tensor) -> Tensor:
+        """Ids [B, N] -> word vectors and that of the first sentence, [B, N, D]; of pairs [B, 2, N] each its own's."""
         segments = self.inner.embeddings.token_type_embeddings
-        return super().embed(x) + (segments.weight[0] if types is None else segments(types))
+        if x.dim() == 3 and segments.num_embeddings < 2:
+            said = f"{self.name} tells no two sentences apart (type_vocab_size=1), and pairs are given"
+            raise SitusError(said, field="data.text.pair")
+        return super().embed(x) + (segments(x[:, 1]) if x.dim() == 3 else segments.weight[0])
 
     def positions(self, grid: Grid | None = None) -> Positions:
         return Positions(table=self.inner.embeddings.position_embeddings.weight[: self._length(grid)])

@@ -18,6 +18,7 @@ from cyclopts import Parameter
 from situs.cli.parser.arguments import configured
 from situs.cli.parser.model_args import check_folder
 from situs.cli.result import present
+from situs.errors import SitusError
 from situs.locks.tuning.result import TuningConfig
 
 
@@ -26,8 +27,14 @@ class Args:
     """Fine-tuning of a locked model, in four ways."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """The model that is locked: a run, a model's folder, or NAME=FILE; by default a small ViT is pretrained on the
-    embedded images."""
+    """The model that is locked here, by a random key: a run, a model's folder, or NAME=FILE; by default a small ViT is
+    pretrained on the embedded images."""
+
+    key: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """For a folder that is locked already: its model is opened first."""
+
+    withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """For such a folder: the owner's second file, beside --key."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Labelled images or sentences to fine-tune on, or plain text (--method language); by default those of the run."""
@@ -47,9 +54,14 @@ class Args:
 
 def run(args: Args) -> None:
     """Trains in all four ways, prints the table, writes the page."""
+    from situs.cli.locks.passphrase import read_key
     from situs.locks import audit_tuning
 
     check_folder(args.out)
-    found = audit_tuning(args.source, args.data, args.config, test_data=args.test_data, device=args.device, say=print)
+    if args.source is None and args.key is not None:
+        raise SitusError(f"key={args.key}: opens no model; name the locked folder", field="source")
+    asked = {name: getattr(args, name) for name in ("test_data", "withheld", "device")}
+    key = None if args.key is None else read_key(args.key)
+    found = audit_tuning(args.source, args.data, args.config, key=key, say=print, **asked)
     print()
     present(found, args.out)

@@ -1,4 +1,4 @@
-"""Sentences with labels from tables (parquet, csv, tsv, jsonl), and plain text in blocks of words.
+"""Sentences or pairs of them with labels from tables (parquet, csv, tsv, jsonl), and plain text in blocks of words.
 
 A set is one file, or a folder of files whose names or folders say their split. The labels are numbers or names; the
 classes are those of the training split. Held in memory: the sentences as they are and as compact ids.
@@ -42,6 +42,9 @@ def text_splits(path: Path, *, words: bool, unlabelled: bool = False) -> set[str
 
 def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = False) -> Source:
     """The sentences at `path`; words: all of them as one text, in blocks."""
+    if text.pair is not None and (words or text.unlabelled):
+        said = "pairs of sentences are for a classifier, and what is learned here is read from one at a time"
+        raise SitusError(f"pair={text.pair!r}: {said}", field="text.pair")
     files = text_files(path, words=words, unlabelled=text.unlabelled)
     chosen = None if path.is_file() and wanted.split in (None, *SPLITS["train"]) else choose_split(
         text_splits(path, words=words, unlabelled=text.unlabelled), wanted.split, str(path)
@@ -61,6 +64,7 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
     tables = [read_table(file) for file in own]
     column, label = _columns(tables, text)
     texts = [each for table in tables for each in _sentences(table, column)]
+    pairs = None if text.pair is None else [each for table in tables for each in _sentences(table, text.pair)]
     entries = [(table.file, row) for table in tables for row in range(len(table))]
     numbers, classes = None, None
     if label is not None and wanted.labels:
@@ -70,7 +74,8 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
         assert label is not None
         known = {name: number for number, name in enumerate(classes)}
         numbers = [_number(table, label, row, known) for table in tables for row in range(len(table))]
-    return TextSource(name, texts, numbers, classes, entries, tokeniser, text.longest or LONGEST, strict=wanted.strict)
+    told = {"pairs": pairs, "strict": wanted.strict}
+    return TextSource(name, texts, numbers, classes, entries, tokeniser, text.longest or LONGEST, **told)
 
 
 def _unlabelled(
@@ -91,10 +96,12 @@ def _unlabelled(
 
 
 class TextSource(Source):
-    """Sentences, each with its class where they have some. A sample is "ids" [n] and "label".
+    """Sentences, each with its class where they have some. A sample is "ids" [n] (of a pair [2, n], as `Ids` has them)
+    and "label".
 
     texts: of each row, None where there is none. numbers: its class; None where it has none. entries: its file and row.
     tokeniser: None where the sentences are looked at and no model reads them; a sample is then "text" and "label".
+    pairs: the second sentence of each row, where they are pairs.
     """
 
     things = "sentences"
@@ -109,32 +116,34 @@ class TextSource(Source):
         tokeniser: Tokeniser | None,
         longest: int,
         *,
+        pairs: list[str | None] | None = None,
         strict: bool = False,
     ) -> None:
         import pyarrow as pa
 
         super().__init__(name, classes, None, strict)
-        self.texts, self._entries, self.tokeniser, self.longest = (
-            pa.array(texts, pa.large_string()),
-            entries,
-            tokeniser,
-            longest,
-        )
-        self._whole = np.array([each is not None and bool(each.strip()) for each in texts], bool)
+        self._entries, self.tokeniser, self.longest = entries, tokeniser, longest
+        self.texts = pa.array(texts, pa.large_string())
+        self.pairs = None if pairs is None else pa.array(pairs, pa.large_string())
+        first, second = ([each or "" for each in own] for own in (texts, texts if pairs is None else pairs))
+        self._whole = np.array([bool(a.strip() and b.strip()) for a, b in zip(first, second, strict=True)], bool)
         self._labels = None if numbers is None else np.array([-1 if each is None else each for each in numbers])
         self.ids: Ids | None = None
         if tokeniser is not None:
-            self.ids = tokeniser.encode([each or "" for each in texts], longest)
+            both = first if pairs is None else list(zip(first, second, strict=True))
+            self.ids = tokeniser.encode(both, longest)
             if self.ids.cut:
-                said = f"of its {len(texts):,} sentences {self.ids.cut:,} were cut at {longest} ids"
+                things = "sentences" if pairs is None else "pairs"
+                said = f"of its {len(texts):,} {things} {self.ids.cut:,} were cut at {longest} ids"
                 self.notes.append(f"{name}: {said} (text.longest)")
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def text(self, index: int) -> str:
-        """The sentence itself."""
-        return self.texts[index].as_py()
+        """The sentence itself; of a pair both, a tab between them."""
+        first = self.texts[index].as_py() or ""
+        return first if self.pairs is None else f"{first}\t{self.pairs[index].as_py() or ''}"
 
     def length(self, index: int) -> int:
         """How many ids the sentence has."""
@@ -143,7 +152,8 @@ class TextSource(Source):
 
     def read(self, index: int) -> dict[str, Any]:
         if not self._whole[index]:
-            raise BrokenSampleError(f"{self.entry(index)}: the sentence is empty")
+            said = "the sentence is" if self.pairs is None else "a sentence of the pair is"
+            raise BrokenSampleError(f"{self.entry(index)}: {said} empty")
         sample: dict[str, Any] = {"text": self.text(index)} if self.ids is None else {"ids": _tensor(self.ids[index])}
         if self.ids is not None and not self.length(index):
             raise BrokenSampleError(f"{self.entry(index)}: the sentence has no word that the tokeniser knows")
@@ -159,8 +169,8 @@ class TextSource(Source):
         return number
 
     def key(self, index: int) -> str:
-        """The sentence: where it stands twice, both go to one side of a split."""
-        return self.texts[index].as_py() or ""
+        """The sentence or the pair: where it stands twice, both go to one side of a split."""
+        return self.text(index)
 
     def entry(self, index: int) -> str:
         """What an error calls this sentence."""
@@ -241,17 +251,18 @@ def _columns(tables: list[Table], text: TextConfig) -> tuple[str, str | None]:
 
 def _columns_of(table: Table, text: TextConfig) -> tuple[str, str | None]:
     listed = ", ".join(table.names)[:200]
-    for field, asked in (("text.column", text.column), ("text.label", text.label)):
+    for field, asked in (("text.column", text.column), ("text.pair", text.pair), ("text.label", text.label)):
         if asked is not None and asked not in table.names:
             raise SitusError(f"{table.file}: has no column {asked!r}, only {listed}", field=field)
-    label = text.label or next((name for name in LABELS if name in table.names and name != text.column), None)
+    label = next((name for name in LABELS if name in table.names and name not in (text.column, text.pair)), None)
+    label = text.label or label
     if text.column is not None:
         return text.column, label
-    words = [name for name in table.words if name != label]
+    words = [name for name in table.words if name not in (label, text.pair)]
     if not words:
         raise SitusError(f"{table.file}: has no column of sentences, only {listed}", field="text.column")
     if len(words) > 1:
-        said = f"several columns hold words, {', '.join(words)[:200]}: say which holds the sentences"
+        said = f"several columns hold words, {', '.join(words)[:200]}: say which holds the sentences, or both of a pair"
         raise SitusError(f"{table.file}: {said}", field="text.column")
     return words[0], label
 

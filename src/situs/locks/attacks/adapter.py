@@ -49,7 +49,8 @@ class AdapterConfig(Checked):
 
 
 class Labelled(NamedTuple):
-    """Samples and their classes [n]. inputs: images [n, C, H, W], or ids [n, N] with mask [n, N], False for padding."""
+    """Samples and their classes [n]. inputs: images [n, C, H, W], or ids [n, N] (of pairs
+    [n, 2, N]) with mask [n, N], False for padding."""
 
     inputs: Tensor
     labels: Tensor
@@ -65,7 +66,7 @@ class Labelled(NamedTuple):
             return self.inputs
         lengths = self.mask.sum(dim=1)
         commonest = int(lengths.mode().values)
-        return self.inputs[lengths == commonest, :commonest]
+        return self.inputs[lengths == commonest, ..., :commonest]
 
 
 class Adapted(nn.Module):
@@ -82,7 +83,7 @@ class Adapted(nn.Module):
 
     def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
         backbone = self.backbone
-        grid = (inputs.shape[1],) if backbone.input.words else None
+        grid = (inputs.shape[-1],) if backbone.input.words else None
         stream = backbone.assemble(backbone.embed(inputs), backbone.positions(grid), mask)
         stream = backbone.blocks(replace(stream, z=stream.z @ self.before))
         features = backbone.finish(replace(stream, z=stream.z @ self.behind))

@@ -282,9 +282,9 @@ def _joined(batches: list[Batch]) -> Labelled:
     labels = torch.cat([batch.targets["label"] for batch in batches])
     if batches[0].mask is None:
         return Labelled(torch.cat([batch.inputs for batch in batches]), labels)
-    width = max(batch.inputs.shape[1] for batch in batches)
+    width = max(batch.inputs.shape[-1] for batch in batches)
     rows = [
-        [nn.functional.pad(part, (0, width - part.shape[1])) for part in (batch.inputs, batch.mask)]
+        [nn.functional.pad(part, (0, width - part.shape[-1])) for part in (batch.inputs, batch.mask)]
         for batch in batches
         if batch.mask is not None
     ]

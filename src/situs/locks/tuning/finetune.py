@@ -28,7 +28,7 @@ from situs.backbones.layout import Group
 from situs.data.loader import Loader, make_loader
 from situs.errors import SitusError
 from situs.locks.groups import invert_keys, permute_state, random_keys, residual_only
-from situs.locks.owner import with_key
+from situs.locks.owner import AnyKey, unlocking, with_key
 from situs.locks.tuning.paper import measure_rule
 from situs.locks.tuning.result import WAYS, Curve, LockTuning, Score, TuningConfig
 from situs.locks.tuning.start import Pretrained, Say, from_model, pretrain, train
@@ -36,6 +36,7 @@ from situs.methods import create_method
 from situs.methods.base import Batch, Method
 from situs.methods.language import word_losses
 from situs.models.inference import evaluating
+from situs.models.open import Unlock, is_locked
 from situs.progress import tracked
 from situs.results import percent
 from situs.train.config import TrainConfig
@@ -88,15 +89,18 @@ def audit_tuning(
     config: TuningConfig | None = None,
     *,
     test_data: str | None = None,
+    key: AnyKey | None = None,
+    withheld: str | Path | None = None,
     device: str | None = None,
     say: Say = lambda _: None,
 ) -> LockTuning:
     """Fine-tunes a locked model with its key, without it, and from scratch: the paper's Table 7 and Figures 4 to 6.
 
     source: the model that is locked: a run, a model's folder, or NAME=FILE; None: a small ViT is pretrained on the
-    embedded images. data: labelled images or sentences to fine-tune on, or plain text for a language model; None: those
-    of the run. test_data: what the curves are measured on; None: the val split of the data. device: cpu, cuda or
-    cuda:N; None: a GPU where there is one. say: is told how far it is.
+    embedded images. key, withheld: what opens a folder that is locked already, as for `open_model`: its model is locked
+    anew here, by a random key. data: labelled images or sentences to fine-tune on, or plain text for a language model;
+    None: those of the run. test_data: what the curves are measured on; None: the val split of the data. device: cpu,
+    cuda or cuda:N; None: a GPU where there is one. say: is told how far it is.
     """
     if source is None and data is not None:
         raise SitusError(f"data={data}: give the model to start from as well", field="source")
@@ -105,8 +109,15 @@ def audit_tuning(
         if source is None:
             start = pretrain(config, Path(place), say, where)
         else:
-            start = from_model(source, data, test_data, config)
+            start = from_model(source, data, test_data, config, _unlock(source, key, withheld))
         return run_ways(start, config, Path(place), say, where)
+
+
+def _unlock(source: str | Path, key: AnyKey | None, withheld: str | Path | None) -> Unlock | None:
+    for field, given in (("key", key), ("withheld", withheld)):
+        if given is not None and not is_locked(source):
+            raise SitusError(f"{source}: is not locked, and opens without a key", field=field)
+    return None if key is None else unlocking(key, withheld)
 
 
 def run_ways(

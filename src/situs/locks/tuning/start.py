@@ -29,6 +29,7 @@ from situs.methods import SupervisedConfig
 from situs.methods.language import LanguageConfig
 from situs.models.beginning import beginning
 from situs.models.initialise import taken_from
+from situs.models.open import Unlock
 from situs.train.checkpoint import RunFolder
 from situs.train.config import TrainConfig
 from situs.train.loop import fit
@@ -61,10 +62,12 @@ def method_of(config: TuningConfig, *, texts: bool) -> Any:
     return SupervisedConfig(label_smoothing=0.0) if texts else SupervisedConfig()
 
 
-def from_model(source: str | Path, data: str | None, test_data: str | None, config: TuningConfig) -> Pretrained:
+def from_model(
+    source: str | Path, data: str | None, test_data: str | None, config: TuningConfig, unlock: Unlock | None = None
+) -> Pretrained:
     """A run, a model's folder or NAME=FILE, with the samples at `data` (of a run by default its own).
 
-    test_data: what the curves are measured on; None: the val split of the data.
+    test_data: what the curves are measured on; None: the val split of the data. unlock: what opens a locked folder.
     """
     run = is_run(source)
     if run:
@@ -91,7 +94,7 @@ def from_model(source: str | Path, data: str | None, test_data: str | None, conf
     test = Subset(open_source(test_data or described.path, split, **described.wanted()), config.test)
     if begun is not None:
         made = make_method(recipe, train.classes).backbone
-        _, fresh = taken_from(made, begun.init)
+        _, fresh = taken_from(made, begun.init, unlock=unlock)
         state = {name: value for name, value in made.model.state_dict().items() if name not in fresh}
     elif config.method == "supervised":
         state = {name: value for name, value in state.items() if not name.startswith(HEADS)}
