@@ -16,6 +16,8 @@ from situs.audit.cases import Outcome
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit, verdict
 from situs.audit.judge.gate import Judgement, Limit, Ruling, Worst
+from situs.audit.remedies.ladders import Cost
+from situs.audit.remedies.result import Remedies, Remedy, Trial
 from situs.audit.scores.metrics import measure_all
 from situs.audit.tables import COLUMNS, grid, judged, reasons, table
 from situs.pages import PRIVATE, make_page, publish
@@ -236,6 +238,47 @@ def test_the_headline_names_bytes_or_what_is_left_to_see() -> None:
     poor = outcome("matching", "noise", None, None, measure_all(REAL * 0.5, REAL, 8), [{}] * 3, REAL * 0.5)
     text = make_page(example(poor)).render()
     assert "no image recovered exactly from one step; mean PSNR" in text and "(matching, against noise)" in text
+
+
+def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
+    def tried(answer: Any, worst: float | None, *, unseen: bool = False) -> Trial:
+        return Trial("a setting", answer, worst, "patchembed", "why", 2, unseen)
+
+    high, kept, dark = tried("above", 31.5), tried("passed", 14.2), tried("not judged", None)
+    found = Remedies(
+        "a-model",
+        Limit("psnr", 20),
+        [
+            Remedy("noise", "noise=0.1", "", kept, kept, cost=Cost(0.49, 1.0, None, ""), tried=(high, kept)),
+            Remedy("clip", None, "why", tried=(high, high)),
+            Remedy("batch", None, "why", tried=(high, dark)),
+            Remedy("withhold", None, "why", tried=(kept, tried("above", 22.0, unseen=True))),
+            Remedy("precision", None, "no images are left that the search has not seen", tried=(high, kept)),
+            Remedy("names", None, "why"),
+        ],
+        2,
+        2,
+        ["patchembed"],
+    )
+
+    def rows(found: Remedies) -> list[list[str]]:
+        text = make_page(example(WORKED, remedies=found)).render()
+        box = text[text.index("<h2>What would help</h2>") :].split("</table>")[0]
+        return [re.findall(r"<td.*?>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", box)][1:]
+
+    assert rows(found) == [
+        ["noise=0.1", "14.2", "cosine 0.49 with the gradient", "✓ keeps the limit"],
+        ["clip, as a setting", "31.5", "–", "✗ no defence"],
+        ["batch, as a setting", "not attacked", "–", "? not judged"],
+        ["withhold, as a setting", "22", "–", "✗ no defence"],
+        ["precision, as a setting", "14.2", "–", "? not judged"],
+        ["names", "not attacked", "–", "? not judged"],
+    ]
+    stopped = rows(replace(found, stopped="Ctrl-C"))  # the next setting might have held
+    assert [row[-1] for row in stopped] == ["✓ keeps the limit"] + ["? not judged"] * 5
+    text = make_page(example(WORKED, remedies=found)).render()
+    assert "It was not searched for here" not in text
+    assert '<td class="good">✓ keeps the limit' in text and '<td class="bad">✗ no defence' in text
 
 
 def test_no_remedy_that_is_known_to_fail() -> None:

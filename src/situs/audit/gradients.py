@@ -16,6 +16,7 @@ from situs.audit.defences import Defence, Step
 from situs.audit.engine import SHOWN
 from situs.audit.judge.gate import Limit, Ruling, judge, parse_limit
 from situs.audit.judge.record import audit_numbers
+from situs.audit.remedies.result import Remedies
 from situs.audit.scores.metrics import mean_of
 from situs.audit.scores.scoring import Lpips, Scores, measure_guesses
 from situs.audit.tables import reasons, table
@@ -43,7 +44,7 @@ FALLBACK = Fallback()
 @dataclass(frozen=True)
 class Audit(Leak):
     """Attacks × defences, by defence. baselines: scores of who saw nothing. about: what each defence is. limit: what a
-    gate allows, None without one.
+    gate allows, None without one. remedies: what a search for defences found, for the page.
     """
 
     file: ClassVar[str] = "gradients"
@@ -54,6 +55,7 @@ class Audit(Leak):
     baselines: dict[str, Scores]
     about: dict[str, str]
     limit: Limit | None = field(default=None, kw_only=True)
+    remedies: Remedies | None = field(default=None, kw_only=True)
 
     def judge(self, **limit: float) -> Ruling:
         """Whether no image came back closer than a limit on one metric, as `judge(psnr=20)`: see `gate`."""

@@ -13,6 +13,7 @@ from situs.audit.cases import EXACT, Outcome
 from situs.audit.collect import Leak
 from situs.audit.defences import THREAT
 from situs.audit.gradients import Audit, findings, opening, seen, steps_of, strength
+from situs.audit.remedies.result import Remedies, verdict
 from situs.audit.scores.metrics import BEST_PSNR
 from situs.audit.tables import REFUSED, alone, grid, judged, measured, reasons, table, unmeasured
 from situs.report import figures
@@ -91,11 +92,30 @@ def page(audit: Audit) -> Page:
     if ruling is not None:
         section.note(ruling.sentence).table(*judged(ruling), GATE)
     more = Section("").text(REMEDIES).text(NO_REMEDY)
-    page.box("What would help").text(SEARCH).fold("What would reduce the leak, and what would not", more)
+    _would_help(page.box("What would help"), audit.remedies).fold("What would reduce the leak, and what would not", more)
     _tables(page, audit)
     _pictures(page, audit)
     searched = any("distance" in fact for pair in audit.pairs for fact in pair.facts)
     return page.end(made(audit, () if searched else ("labels", "search")))
+
+
+def _would_help(box: Section, found: Remedies | None) -> Section:
+    """A row for each defence that was searched: the setting that is named, or else the last one tried, and its cost."""
+    if found is None:
+        return box.text(SEARCH)
+    rows: list[list[Cell]] = []
+    for each in found.remedies:
+        trial = each.unseen or (each.tried[-1] if each.tried else None)
+        above = [(other.answer == "above", other.unseen) for other in each.tried]
+        fails = found.stopped is None and (all(high for high, _ in above) or (True, True) in above)
+        setting = each.named or (each.defence if trial is None else f"{each.defence}, as {trial.setting}")
+        worst = "not attacked" if trial is None or trial.worst is None else f"{trial.worst:.3g}"
+        price = None if each.cost is None else f"cosine {each.cost.cosine:.2f} with the gradient"
+        price = price if each.tuned is None else each.tuned.told
+        said = "✓ keeps the limit" if each.named else "✗ no defence" if fails and above else "? not judged"
+        rows.append([setting, worst, price, said])
+    header = ["defence", f"worst {found.limit.metric}", "cost", f"against {', '.join(found.attacks)}"]
+    return box.table(header, rows).text(f"{verdict(found)} All that was tried stands in `defences.html` beside this.")
 
 
 def _worst(audit: Audit) -> Outcome | None:

@@ -114,7 +114,7 @@ class Section:
     def table(self, header: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str = "") -> Section:
         """A table; columns of numbers, of numbers [with, intervals] and of shares (59 of 64) are set flush right.
 
-        A long one is folded under its caption.
+        A long one is folded under its caption. A cell that opens with the sign of a verdict has its colour.
         """
         for row in rows:
             if len(row) != len(header):

@@ -662,3 +662,8 @@ def test_remedies_are_searched_and_written_beside_their_page(photographs: Path, 
     assert all("no pass" in each["said"] for each in told["defences"])
     page = (out / "defences.html").read_text()
     assert "No setting that was tried keeps the gate psnr=20" in page and "that is no remedy" in page
+    today = (out / "report.html").read_text()  # the audit without a defence, and what was found in its box
+    box = today[today.index("<h2>What would help</h2>") :].split("</section>")[0]
+    assert box.count("? not judged") == 5 and "keeps the limit" not in box and "defences.html" in box
+    gate = json.loads((out / "gradients.json").read_text())["gate"]
+    assert [each["defence"] for each in gate["defences"]] == ["none"] and not gate["passed"]

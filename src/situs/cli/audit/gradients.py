@@ -6,7 +6,7 @@ For example: situs audit gradients runs/ft --data samples --count 2 --out look
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -25,7 +25,7 @@ from situs.cli.progress import remark
 from situs.cli.result import INTERRUPTED, present
 from situs.errors import SitusError
 from situs.files import write_result
-from situs.pages import write_numbers
+from situs.pages import publish, write_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Args(ModelArgs, CostConfig, AuditConfig):
     compare with x̃ (b), with x (c); γ by --defence mjp=γ."""
 
     find_defence: Annotated[str | None, Parameter(metavar="METRIC=NUMBER")] = None
-    """Instead: the weakest setting of each defence that keeps this, as psnr=20, against attackers who know it."""
+    """Also: the weakest setting of each defence that keeps this, as psnr=20, against attackers who know it."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
     """For all attacks together, in even shares."""
@@ -108,12 +108,21 @@ def run(args: Args) -> int:
 
 
 def _find(args: Args, data: str, given: dict[str, Any], deadline: Deadline) -> int:
-    """Looks for remedies; the status is 0 where some setting is named, and that of "not judged" where none is."""
+    """Audits what is sent today, within a tenth of the time, then looks for remedies: both on the audit's page.
+
+    The status is 0 where some setting is named, and that of "not judged" where none is.
+    """
     assert args.find_defence is not None
     costs = {each.name: getattr(args, each.name) for each in fields(CostConfig)}
+    first = Deadline(deadline.say, None if args.time_limit is None else args.time_limit / 10)
     with first_ctrl_c(deadline):
+        today = audit_gradients(args.model, data, **given | {"deadline": first, "fail_above": args.find_defence})
         found = find_defences(args.model, data, args.find_defence, **costs, **given)
+        deadline.closed = True
+        audit = replace(today, remedies=found)
+        page = publish(audit if args.pictures else audit.without_pictures(), args.out)
         present(found, args.out)
+    print(page)
     return INTERRUPTED if deadline.interrupted else 0 if found.found else NOT_JUDGED
 
 
