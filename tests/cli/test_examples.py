@@ -16,9 +16,6 @@ from situs.config import convert, from_dict
 from situs.presets import laid
 
 MODULES = {verb: module for verb, (module, _) in VERBS.items()}
-OWN = {"evaluate perplexity": "texts.txt", "evaluate segments": "runs/ade", "bench compare": "after/step.json"}
-"""Verbs that need what no other verb's example makes."""
-
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
 def test_the_example_of_a_verb_is_a_command_of_it(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +31,16 @@ def test_the_example_of_a_verb_is_a_command_of_it(verb: str, monkeypatch: pytest
         start = from_dict(held[1].cls, laid(held[1].cls, layers_of(kind, below).values()))
     for flag, value in words_of(flags_of(kind, start), rest, f"situs {verb}"):
         convert(flag.kind, value, flag.fields[0])
+    made, told = {flag_value(each, "--out") for each in examples_of(verb, MODULES)}, own_example(MODULES[verb], "needs")
+    for word in rest:  # nothing is named that is neither made before, nor said to be the reader's own
+        folder = word.split("/")[0] if word.endswith(".json") else word
+        if "/" in word or word.endswith((".txt", ".key")):
+            assert word in made or folder in made or folder in told, word
+
+
+def flag_value(command: str, flag: str) -> str | None:
+    words = shlex.split(command, comments=True)
+    return words[words.index(flag) + 1] if flag in words else None
 
 
 def test_what_an_example_needs_stands_before_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,6 +54,8 @@ def test_what_an_example_needs_stands_before_it(capsys: pytest.CaptureFixture[st
         "lock",
         "audit lock",
     ]
+    before, needs, compared = examples_of("bench compare", MODULES)
+    assert "--out before" in before and needs.startswith("# after: ") and compared.endswith("after/step.json")
     served = examples_of("split infer", MODULES)
     assert [each for each in served if each.endswith(" &")] == [own_example(MODULES["split serve"]) + " &"]
     assert served.index(served[-2]) == len(served) - 2 and "split train" in served[-2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -138,6 +139,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_status_and_complaint(line: str, status: int, err: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == status
     assert capsys.readouterr().err == err
+
+
+@pytest.mark.usefixtures("verbs")
+def test_an_unknown_verb_has_its_document_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["xyzzy", "--json"]) == 2
+    told = capsys.readouterr()
+    assert told.err == f"situs: {json.loads(told.out)['error']}\n" and "unknown verb 'xyzzy'" in told.err
 
 
 @pytest.mark.usefixtures("verbs")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from situs.cli.main import main
 from situs.config import from_dict
+from situs.data.sources.tar_index import open_index
 from situs.train.rehearse import held_bytes, rehearse
 from situs.train.run import RunConfig, train_run
 
@@ -39,6 +43,24 @@ def test_it_says_what_the_run_then_does(tmp_path: Path) -> None:
     assert again.begins_at == 6 and "of which 6 are done" in again.lines()[-2]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
     shutil.rmtree(tmp_path / "run")
+
+
+def test_no_index_of_shards_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("situs.data.sources.tar_index._WORTH_KEEPING", 0)
+    picture = io.BytesIO()
+    Image.new("L", (28, 28)).save(picture, "png")
+    with tarfile.open(tmp_path / "shard.tar", "w") as shard:
+        for number in range(4):
+            member = tarfile.TarInfo(f"{number}.png")
+            member.size = len(picture.getvalue())
+            shard.addfile(member, io.BytesIO(picture.getvalue()))
+    data = {**TINY["data"], "path": str(tmp_path / "shard.tar"), "batch": 2}
+    config = from_dict(RunConfig, {**TINY, "data": data})
+    assert rehearse(config, out=tmp_path / "run", device="cpu").batch == (2, 1, 28, 28)
+    assert {path.name for path in tmp_path.iterdir()} == {"shard.tar"}
+    open_index([tmp_path / "shard.tar"], labels=False)  # otherwise it is
+    assert list((tmp_path / "cache").rglob("*.safetensors"))
 
 
 def test_the_memory_is_weights_gradients_moments_and_their_mean() -> None:

@@ -1,7 +1,8 @@
 """`situs VERB --example`: the command that the verb's own help gives, with those that make what it needs before it.
 
 A verb's docstring holds its example, behind "For example:". What one of them writes (`--out runs/mp3`) is what another
-names, and this is how the order is found. Nothing is imported for it.
+names, and this is how the order is found. What no verb's example makes stands behind "For example" in parentheses, and
+becomes a comment. Nothing is imported for it.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
-GIVEN = re.compile(r"For example: (situs .+?)(?:\n\n|\Z)", re.DOTALL)
+GIVEN = re.compile(r"For example(?: \((?P<needs>.+?)\))?:\s(?P<command>situs .+?)(?:\n\n|\Z)", re.DOTALL)
 
 
-def own_example(module: str) -> str:
-    """The command in a verb's docstring; "" where there is none."""
+def own_example(module: str, part: str = "command") -> str:
+    """The command in a verb's docstring, or what it needs of the user's own; "" where there is none."""
     place = find_spec(module)
     assert place is not None
     assert place.origin is not None
     text = ast.get_docstring(ast.parse(Path(place.origin).read_text(encoding="utf-8"))) or ""
     found = GIVEN.search(text)
-    return " ".join(found[1].split()) if found else ""
+    return " ".join((found[part] or "").split()) if found else ""
 
 
 def examples_of(verb: str, modules: Mapping[str, str]) -> list[str]:
@@ -36,14 +37,15 @@ def examples_of(verb: str, modules: Mapping[str, str]) -> list[str]:
     def want(each: str) -> None:
         mine = _values(commands[each], "--out", "--listen")
         for word in shlex.split(commands[each]):
-            maker = made.get(word)
+            maker = made.get(word) or made.get(word.split("/")[0])
             if maker is not None and word not in mine and maker not in wanted:
                 want(maker)
         wanted.append(each)
 
     want(verb)
     before = [commands[each] + " &" * ("--listen" in commands[each]) for each in wanted[:-1]]
-    return [*before, commands[verb]]
+    needs = own_example(modules[verb], "needs")
+    return [*before, *([f"# {needs}"] if needs else []), commands[verb]]
 
 
 def _values(command: str, *flags: str) -> list[str]:

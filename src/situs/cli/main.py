@@ -140,7 +140,12 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if words[0] == "--install-completion":
         words = ["completion", *words[1:], "--install"]
-    verb, rest = find_verb(words)
+    try:
+        verb, rest = find_verb(words)
+    except SitusError as error:
+        if "--json" in words:
+            print(import_module("json").dumps({"error": str(error)}, indent=2, ensure_ascii=False))
+        raise
     if verb not in VERBS:  # a group by itself
         print(overview(verb))
         return 0 if rest else 2

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from situs.data.loader import Loader
+from situs.data.sources.tar_index import nothing_kept
 from situs.errors import SitusError
 from situs.methods.base import Method
 from situs.train import distributed
@@ -62,6 +63,7 @@ class Rehearsal:
         ]
 
 
+@nothing_kept()
 def rehearse(
     config: RunConfig,
     *,

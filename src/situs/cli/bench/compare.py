@@ -1,6 +1,7 @@
 """Two tables of `situs bench step` side by side: what became faster or slower beyond the spread, what else differs.
 
-For example: situs bench compare before/step.json after/step.json
+For example (after: the same `situs bench step`, once something has changed, with --out after):
+situs bench compare before/step.json after/step.json
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """COCO's AP of a run of detection, or of its export: boxes and masks, per class, the worst images first.
 
-For example: situs evaluate objects runs/coco --data coco --save-detections found.json --out look
+For example (runs/coco: a run of `situs finetune --preset coco-maskrcnn`; coco: COCO's folder):
+situs evaluate objects runs/coco --data coco --save-detections found.json --out look
 """
 
 from __future__ import annotations

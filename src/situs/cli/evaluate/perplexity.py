@@ -1,6 +1,7 @@
 """Perplexity of a causal language model on a text: how unsure it is of the next word.
 
-For example: situs evaluate perplexity runs/lm --data wikitext.txt --out look
+For example (runs/lm: a language model fine-tuned on text, or its folder; texts.txt: a text of yours):
+situs evaluate perplexity runs/lm --data texts.txt --out look
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """mIoU of a run of segmentation, or of its export: per class, which classes are confused, the worst images first.
 
-For example: situs evaluate segments runs/ade --out look
+For example (runs/ade: a run of `situs finetune --preset ade20k-upernet`):
+situs evaluate segments runs/ade --out look
 """
 
 from __future__ import annotations

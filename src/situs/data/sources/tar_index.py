@@ -15,6 +15,7 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -35,6 +36,19 @@ _FORMAT = 1
 _MOST = {"sizes": 2**32 - 1, "labels": 2**31 - 1}  # larger ones are refused wherever they are used
 _DTYPES = {np.int64: "I64", np.uint32: "U32", np.int32: "I32", np.uint8: "U8"}
 _KINDS = {"offsets": np.int64, "sizes": np.uint32, "labels": np.int32, "name_ends": np.int64, "names": np.uint8}
+
+
+_keeps = ContextVar("situs.data.sources.tar_index", default=True)
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Within, indices are read and none is written: for a run that is only rehearsed."""
+    before = _keeps.set(False)
+    try:
+        yield
+    finally:
+        _keeps.reset(before)
 
 
 @dataclass
@@ -99,6 +113,8 @@ def _known_or_read(shards: list[Path], found: list[_Mark], labels: bool) -> TarI
     known = _load(kept, found)
     if known is not None and all(known[1]):
         return known[0]
+    if not _keeps.get():
+        return _join([_read_shard(file, labels) for file in shards])
     with _alone(kept):  # of several ranks the first reads the shards, the others find its file
         known = _load(kept, found)
         if known is not None and all(known[1]):
