@@ -39,14 +39,14 @@ CASES = {
     ),
     "droppos without CLS": Case(
         "droppos",
-        {"class_token": False, "global_pool": "avg", "qkv_bias": False},
+        {"act_layer": "relu", "class_token": False, "global_pool": "avg", "qkv_bias": False},
         {"mask_ratio": 0.5, "decoder_width": 8, "decoder_heads": 2, "decoder_depth": 1},
     ),
     "supervised": Case("supervised", {"qk_norm": True, "pre_norm": True}),
     "supervised, mean of the patches": Case(
         "supervised", {"class_token": False, "global_pool": "avg", "fc_norm": True, "init_values": 0.2}
     ),
-    "supervised, registers": Case("supervised", {"reg_tokens": 4, "no_embed_class": True}),
+    "supervised, registers": Case("supervised", {"act_layer": "relu", "reg_tokens": 4, "no_embed_class": True}),
     "supervised, distilled": Case("supervised", {}, name="deit_tiny_distilled_patch16_224"),
     "mjp": Case("mjp", config={"mask_ratio": 0.3}),
     "mjp without positions": Case("mjp", config={"positions": False, "unknown": False, "dal": "none"}),

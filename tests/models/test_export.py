@@ -21,6 +21,7 @@ from situs.train.export import ModelProvenance
 VITS = {
     "classes": ("supervised", {}),
     "no bias, a rectangle": ("supervised", {"qkv_bias": False}),
+    "relu": ("supervised", {"act_layer": "relu"}),
     "no classifier": ("droppos", {}),
     "no positions": ("mp3", {}),
 }

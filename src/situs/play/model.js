@@ -130,7 +130,10 @@ class Vit {
     const mixed = this.attend(this.norm(z, `${name}.norm1`), rows, name, heads, keys, watch);
     z = this.add(z, this.linear(mixed, rows, `${name}.proj`), `${name}.scale1`);
     const hidden = this.linear(this.norm(z, `${name}.norm2`), rows, `${name}.fc1`);
-    for (let i = 0; i < hidden.length; i++) hidden[i] *= 0.5 * (1 + erf(hidden[i] * Math.SQRT1_2));
+    const relu = this.about.act === "relu" && !name.startsWith("decoder");
+    for (let i = 0; i < hidden.length; i++) {
+      hidden[i] *= relu ? hidden[i] > 0 : 0.5 * (1 + erf(hidden[i] * Math.SQRT1_2));
+    }
     return this.add(z, this.linear(hidden, rows, `${name}.fc2`), `${name}.scale2`);
   }
 

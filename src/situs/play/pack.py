@@ -58,6 +58,7 @@ def described(model: Model, trained: Method | nn.Module | None = None) -> tuple[
         "heads": vit.heads,
         "prefix": backbone.num_prefix,
         "pool": vit.pool,
+        "act": vit.act,
         "kind": _kind(model, method),
         "told": model.positions,
         "multi": model.multi_label,

@@ -36,6 +36,7 @@ def as_transformers(backbone: Backbone) -> Backbone:
         "num_hidden_layers": backbone.depth,
         "num_attention_heads": vit.heads,
         "intermediate_size": tensors["blocks.0.fc1.weight"].shape[0],
+        "hidden_act": vit.act,
         "layer_norm_eps": vit.eps["norm"],
         "image_size": height if height == width else (height, width),
         "patch_size": ph if ph == pw else (ph, pw),

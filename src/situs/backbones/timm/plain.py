@@ -21,12 +21,13 @@ _POOLS = ("token", "avg")
 
 class PlainVit(NamedTuple):
     """tensors: by the names above, those that the model has. eps: of each norm. pool: what the head reads, "token",
-    "avg" or "both" (CLS and the distillation token, a head for each)."""
+    "avg" or "both" (CLS and the distillation token, a head for each). act: of the MLPs, "gelu" or "relu"."""
 
     tensors: dict[str, Tensor]
     eps: dict[str, float]
     heads: int
     pool: str
+    act: str
 
 
 def plain_vit(backbone: Backbone) -> PlainVit:
@@ -53,7 +54,14 @@ def plain_vit(backbone: Backbone) -> PlainVit:
     for name in ("head", "head_dist") if both else ("head",):
         if isinstance(layer := getattr(model, name), nn.Linear):
             writer.linear(name, layer)
-    return PlainVit(writer.tensors, writer.eps, model.blocks[0].attn.num_heads, "both" if both else model.global_pool)
+    pool, act = "both" if both else model.global_pool, _act(model.blocks[0].mlp.act)
+    return PlainVit(writer.tensors, writer.eps, model.blocks[0].attn.num_heads, pool, act)
+
+
+def _act(module: nn.Module) -> str:
+    """What lies between the layers of an MLP; "" for what is not known here."""
+    exact = isinstance(module, nn.GELU) and module.approximate == "none"
+    return "gelu" if exact else "relu" if type(module) is nn.ReLU else ""
 
 
 def _refuse(backbone: Backbone, why: str) -> None:
@@ -92,8 +100,7 @@ class _Writer:
             _refuse(self.backbone, f"its blocks are of the class {type(block).__name__}")
         if not isinstance(attn.norm, nn.Identity) or attn.gate is not None:
             _refuse(self.backbone, "its attention has a gate or a norm behind it")
-        gelu = isinstance(mlp.act, nn.GELU) and mlp.act.approximate == "none"
-        if type(mlp) is not Mlp or not gelu or not isinstance(mlp.norm, nn.Identity):
+        if type(mlp) is not Mlp or not _act(mlp.act) or not isinstance(mlp.norm, nn.Identity):
             _refuse(self.backbone, f"its MLP is a {type(mlp).__name__} with {type(mlp.act).__name__}")
         self.norm(f"{name}.norm1", block.norm1)
         self.linear(f"{name}.qkv", attn.qkv)
