@@ -274,8 +274,8 @@ def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
         ["precision, as a setting", "14.2", "–", "? not judged"],
         ["names", "not attacked", "–", "? not judged"],
     ]
-    stopped = rows(replace(found, stopped="Ctrl-C"))  # the next setting might have held
-    assert [row[-1] for row in stopped] == ["✓ keeps the limit"] + ["? not judged"] * 5
+    cut = replace(found, remedies=[Remedy("clip", None, "why", tried=(high, high), cut=True)], stopped="Ctrl-C")
+    assert rows(cut) == [["clip, as a setting", "31.5", "–", "? not judged"]]  # the next setting might have held
     text = make_page(example(WORKED, remedies=found)).render()
     assert "It was not searched for here" not in text
     assert '<td class="good">✓ keeps the limit' in text and '<td class="bad">✗ no defence' in text

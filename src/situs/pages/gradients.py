@@ -107,7 +107,7 @@ def _would_help(box: Section, found: Remedies | None) -> Section:
     for each in found.remedies:
         trial = each.unseen or (each.tried[-1] if each.tried else None)
         above = [(other.answer == "above", other.unseen) for other in each.tried]
-        fails = found.stopped is None and (all(high for high, _ in above) or (True, True) in above)
+        fails = not each.cut and (all(high for high, _ in above) or (True, True) in above)
         setting = each.named or (each.defence if trial is None else f"{each.defence}, as {trial.setting}")
         worst = "not attacked" if trial is None or trial.worst is None else f"{trial.worst:.3g}"
         price = None if each.cost is None else f"cosine {each.cost.cosine:.2f} with the gradient"
