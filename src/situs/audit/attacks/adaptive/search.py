@@ -17,6 +17,7 @@ from torch.func import jvp, vmap
 from situs.audit.attacks.adaptive.algebra import Partly
 from situs.audit.attacks.adaptive.block import FirstBlock
 from situs.audit.attacks.spans import SOLVED, TELLING
+from situs.audit.attacks.tokens.descent import blur, descend
 from situs.audit.deadline import Deadline
 
 SHARP = 3e-3
@@ -116,24 +117,11 @@ def search(trial: Trial, places: Tensor, phi: Tensor, functionals: Tensor | None
 
 
 def _search(trial: Trial, places: Tensor, phi: Tensor, functionals: Tensor | None) -> tuple[Tensor, Tensor]:
-    block, family = trial.block, trial.family
-    damping = torch.full_like(phi[:, 0], 1e-2)
-    out, jacobian = _residuals(block, family, places, phi, functionals)
-    cost = out.square().sum(dim=1)
-    for _ in range(trial.effort.steps):
-        if trial.deadline.over():
-            break
-        normal, slope = jacobian @ jacobian.mT, (jacobian @ out.unsqueeze(-1)).squeeze(-1)
-        diagonal = normal.diagonal(dim1=1, dim2=2)
-        bend = damping.unsqueeze(-1) * (diagonal + 1e-3 * diagonal.mean(dim=1, keepdim=True))
-        least = 1e-14 * diagonal.amax(dim=1, keepdim=True) + 1e-300
-        moved = phi - torch.linalg.solve(normal + torch.diag_embed(bend + least), slope)
-        after, turned = _residuals(block, family, places, moved, functionals)
-        better = (after.square().sum(dim=1) < cost).unsqueeze(-1)
-        phi, out = torch.where(better, moved, phi), torch.where(better, after, out)
-        jacobian = torch.where(better.unsqueeze(-1), turned, jacobian)
-        cost = out.square().sum(dim=1)
-        damping = torch.where(better[:, 0], damping * 0.2, damping * 5).clamp(1e-9, 1e6)
+    def normal(rows: Tensor, phi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out, jacobian = _residuals(trial.block, trial.family, places[rows], phi, functionals)
+        return out.square().sum(dim=1), (jacobian @ out.unsqueeze(-1)).squeeze(-1), jacobian @ jacobian.mT
+
+    phi = descend(normal, phi, trial.effort.steps, trial.deadline.over)[0]
     return phi, _fit(trial, places, phi)
 
 
@@ -145,18 +133,10 @@ def _fit(trial: Trial, places: Tensor, phi: Tensor) -> Tensor:
     picture = trial.family.theta(places, phi).norm(dim=1) <= trial.loud
     fit = (residual / expected).nan_to_num(torch.inf)
     # What proves nothing is no fit, but it keeps its rank among the others that are none (`DOUBTFUL`).
-    proves = (residual <= TELLING) & (expected * _blur(trial, places, phi) <= SHARP * trial.loud)
-    return torch.where(picture, torch.where(proves, fit, SOLVED * (1 + fit)), torch.inf)
-
-
-def _blur(trial: Trial, places: Tensor, phi: Tensor) -> Tensor:
-    """How far θ moves for each share of a token that noise makes stick out, [Q]: the deviation of least squares."""
-    span, turn = trial.block.fc2, trial.family.turn
     jacobian = _residuals(trial.block, trial.family, places, phi, None)[1]
-    values, vectors = torch.linalg.eigh((jacobian @ jacobian.mT).nan_to_num())
-    values = values.clamp(min=1e-14 * values.amax(dim=1, keepdim=True)).clamp(min=1e-300)
-    outside = span.column.shape[0] - len(span.inside)
-    return ((vectors.mT @ turn).square().sum(dim=-1) / values).sum(dim=-1).div(outside).sqrt()
+    moved = expected * blur(jacobian @ jacobian.mT, trial.family.turn, span)
+    proves = (residual <= TELLING) & (moved <= SHARP * trial.loud)
+    return torch.where(picture, torch.where(proves, fit, SOLVED * (1 + fit)), torch.inf)
 
 
 def _residuals(

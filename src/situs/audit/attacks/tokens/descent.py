@@ -194,30 +194,54 @@ class Descent:
         return Rest(torch.linalg.solve_triangular(self._turn, ended, upper=False, left=False), cost, turned)
 
     def _run(self, places: Tensor, phi: Tensor, steps: int, stop: Callable[[], bool]) -> tuple[Tensor, Tensor, Tensor]:
-        damping = torch.full_like(phi[:, 0], 1e-2)
-        cost, slope, normal = self.normal(places, phi)
-        active = torch.arange(len(places), device=phi.device)
-        phi, stuck = phi.clone(), torch.zeros_like(places)
-        least, near = 8 * torch.finfo(self.dtype).eps, NEAR if self.dtype == torch.float32 else 0.0
-        for _ in range(steps):
-            if stop() or not len(active):
-                break
-            part = normal[active]
-            diagonal = part.diagonal(dim1=1, dim2=2)
-            bend = damping[active].unsqueeze(-1) * (diagonal + 1e-3 * diagonal.mean(dim=1, keepdim=True))
-            bend = bend + least * diagonal.amax(dim=1, keepdim=True) + 1e-30
-            factor, failed = torch.linalg.cholesky_ex(part + torch.diag_embed(bend))
-            step = torch.cholesky_solve(slope[active].unsqueeze(-1), factor).squeeze(-1)
-            step = torch.where((failed == 0).unsqueeze(1), step, 0.0).nan_to_num(0.0, 0.0, 0.0)
-            moved = phi[active] - step
-            after = self.normal(places[active], moved)
-            better = after[0] < cost[active]
-            kept = active[better]
-            gain = 1 - after[0][better] / cost[kept].clamp(min=1e-30)
-            phi[kept], cost[kept] = moved[better], after[0][better]
-            slope[kept], normal[kept] = after[1][better], after[2][better]
-            damping[active] = torch.where(better, damping[active] * 0.2, damping[active] * 5).clamp(1e-12, 1e6)
-            stuck[active] += 1
-            stuck[kept] = torch.where(gain > PROGRESS, 0, stuck[kept])
-            active = active[(stuck[active] < STUCK) & (cost[active] > near)]
-        return phi, cost, normal
+        near = NEAR if self.dtype == torch.float32 else 0.0
+        return descend(lambda rows, phi: self.normal(places[rows], phi), phi, steps, stop, near)
+
+
+def descend(
+    normal: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    phi: Tensor,
+    steps: int,
+    stop: Callable[[], bool],
+    near: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Levenberg-Marquardt from φ [Q, f], for each by itself: φ, cost [Q] and normal matrices [Q, f, f] at the end.
+
+    normal: cost, slope and normal matrices of some of them, by their numbers and their φ. near: a cost that is enough.
+    """
+    damping = torch.full_like(phi[:, 0], 1e-2)
+    active = torch.arange(len(phi), device=phi.device)
+    cost, slope, matrix = normal(active, phi)
+    phi, stuck = phi.clone(), torch.zeros_like(active)
+    least = 8 * torch.finfo(phi.dtype).eps
+    for _ in range(steps):
+        if stop() or not len(active):
+            break
+        part = matrix[active]
+        diagonal = part.diagonal(dim1=1, dim2=2)
+        bend = damping[active].unsqueeze(-1) * (diagonal + 1e-3 * diagonal.mean(dim=1, keepdim=True))
+        bend = bend + least * diagonal.amax(dim=1, keepdim=True) + 1e-30
+        factor, failed = torch.linalg.cholesky_ex(part + torch.diag_embed(bend))
+        step = torch.cholesky_solve(slope[active].unsqueeze(-1), factor).squeeze(-1)
+        step = torch.where((failed == 0).unsqueeze(1), step, 0.0).nan_to_num(0.0, 0.0, 0.0)
+        moved = phi[active] - step
+        after = normal(active, moved)
+        better = after[0] < cost[active]
+        kept = active[better]
+        gain = 1 - after[0][better] / cost[kept].clamp(min=1e-30)
+        phi[kept], cost[kept] = moved[better], after[0][better]
+        slope[kept], matrix[kept] = after[1][better], after[2][better]
+        damping[active] = torch.where(better, damping[active] * 0.2, damping[active] * 5).clamp(1e-12, 1e6)
+        stuck[active] += 1
+        stuck[kept] = torch.where(gain > PROGRESS, 0, stuck[kept])
+        active = active[(stuck[active] < STUCK) & (cost[active] > near)]
+    return phi, cost, matrix
+
+
+def blur(normal: Tensor, along: Tensor, span: Span) -> Tensor:
+    """How far noise moves along [f, ·] for each share of a token that it makes stick out, [Q]: the deviation of least
+    squares, of all numbers together."""
+    values, vectors = torch.linalg.eigh(normal.nan_to_num())
+    values = values.clamp(min=1e-14 * values.amax(dim=1, keepdim=True)).clamp(min=1e-300)
+    spread = (vectors.mT @ along).square().sum(dim=-1) / values
+    return (spread.sum(dim=-1) / (span.column.shape[0] - span.rank)).sqrt()

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from situs.audit.attacks.spans import SOLVED, TELLING, Span
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.count import Counts, table_rank
-from situs.audit.attacks.tokens.descent import Activation, Descent, Range
+from situs.audit.attacks.tokens.descent import Activation, Descent, Range, blur
 from situs.audit.attacks.tokens.linear import Spans, Tokens, family_of, misfit
 from situs.audit.attacks.tokens.peel import Peel
 from situs.audit.defences import Gradients
@@ -112,16 +112,10 @@ class Search:
         fit = (residual / expected).nan_to_num(torch.inf)
         over = torch.maximum(tokens.x - self.pixels.high, self.pixels.low - tokens.x).amax(dim=1)
         span = self.pixels.width
-        proves = (residual <= TELLING) & (over <= span / 4) & (self._blur(expected, normal) <= SHARP * span)
+        along = self.family.along.x
+        moved = expected * blur(normal, along, self.span) / along.shape[1] ** 0.5
+        proves = (residual <= TELLING) & (over <= span / 4) & (moved <= SHARP * span)
         return torch.where(proves, fit, SOLVED * (2 + fit))
-
-    def _blur(self, expected: Tensor, normal: Tensor) -> Tensor:
-        """How far noise moves a pixel of a token, [Q]: the deviation of least squares."""
-        values, vectors = torch.linalg.eigh(normal.nan_to_num())
-        values = values.clamp(min=1e-14 * values.amax(dim=1, keepdim=True)).clamp(min=1e-300)
-        spread = (vectors.mT @ self.family.along.x).square().sum(dim=-1)
-        outside = self.span.column.shape[0] - self.span.rank
-        return expected * ((spread / values).sum(dim=-1) / (outside * self.family.along.x.shape[1])).sqrt()
 
     def _bends(self) -> Tensor:
         """How much each of the MLP's units bends over what tokens of pictures can be, [H]; 0 where it is not plain."""
