@@ -73,5 +73,12 @@ def missing_extra(package: str, extra: str, purpose: str) -> SitusError:
 
 
 def counted(count: int, things: str) -> str:
-    """So many of some things, for a sentence: 1,200 images, 1 image."""
-    return f"{count:,} {things.removesuffix('s') if count == 1 else things}"
+    """So many of some things, for a sentence: 1,200 images, 1 image, 1 class."""
+    one = things.removesuffix("es" if things.endswith(("sses", "xes", "ches")) else "s")
+    return f"{count:,} {one if count == 1 else things}"
+
+
+def none_read(name: str, count: int, things: str) -> str:
+    """A set's name, and that none of its samples can be read."""
+    several = f"none of its {count:,} {things} can be read"
+    return f"{name}: " + (several if count > 1 else f"its only {things[:-1]} cannot be read")

@@ -24,7 +24,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _parse(loads: Callable[[str], Any], failure: type[ValueError], format_name: str, path: Path) -> Any:
     try:
-        tables = loads(path.read_text(encoding="utf-8"))
+        tables = loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SitusError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
     except (failure, UnicodeDecodeError) as error:

@@ -24,7 +24,8 @@ def test_every_number_has_its_class_or_none(first: int, void: set[int], count: i
     file = torch.tensor([[*known, *sorted(void)]])
     assert to_classes(file, config, count, "x")[0].tolist() == [*range(count), *[VOID] * len(void)]
     strange = next(each for each in range(20) if each not in known and each not in void)
-    with pytest.raises(BrokenSampleError, match=f"x: its mask holds the class number {strange}, and the {count} "):
+    have = f"{count} classes have " if count > 1 else "class has "
+    with pytest.raises(BrokenSampleError, match=f"x: its mask holds the class number {strange}, and the {have}"):
         to_classes(torch.tensor([[first, strange]]), config, count, "x")
 
 
@@ -32,6 +33,13 @@ def test_every_number_has_its_class_or_none(first: int, void: set[int], count: i
 def test_a_number_beyond_all_tables_is_no_class(number: int) -> None:
     with pytest.raises(BrokenSampleError, match=f"class number {number:,}, and the 2 classes have 0 to 1, and 255 for"):
         to_classes(torch.tensor([[0, number]]), MaskConfig(), 2, "x")
+
+
+def test_255_is_asked_about_where_it_is_no_class() -> None:
+    with pytest.raises(
+        BrokenSampleError, match="classes have 1 to 2, and 0 for none; where 255 means no class, name it"
+    ):
+        to_classes(torch.tensor([[1, 255]]), MaskConfig(1, (0,)), 2, "x")
 
 
 def test_a_mask_of_no_class_is_empty() -> None:
@@ -53,8 +61,9 @@ def test_names_come_from_a_list_or_are_the_numbers(tmp_path: Path) -> None:
     assert numbered([4, 2], MaskConfig(1, (3,)), "x") == ("1", "2", "4")
     assert numbered([0, 1, 255], MaskConfig(), "x") == ("0", "1")  # which means none by default
     assert len(numbered(range(256), MaskConfig(0, ()), "x")) == 256
-    with pytest.raises(SitusError, match="x: its masks hold 255 and none from 3 to 254, which would make 255 a class"):
-        numbered([0, 2, 255], MaskConfig(1, (0,)), "x")
+    for found, missing in (([0, 2, 255], 253), ([0, 2, 254, 255], 252), ([0, 255], 254)):
+        with pytest.raises(SitusError, match=f"hold 255, and {missing} of the 254 numbers before it are in none"):
+            numbered(found, MaskConfig(1, (0,)), "x")
     with pytest.raises(SitusError, match="x: its masks hold no class, numbers from 5 on"):
         numbered([4], MaskConfig(5), "x")
     with pytest.raises(SitusError, match="names that differ"):

@@ -59,7 +59,7 @@ def test_broken_images_are_skipped_counted_and_reported(folder):
 
 def test_nothing_readable_is_an_error(tmp_path):
     (tmp_path / "a.png").write_bytes(b"no")
-    with pytest.raises(SitusError, match="none of its 1 images can be read"):
+    with pytest.raises(SitusError, match="its only image cannot be read"):
         load_resident(open_source(tmp_path))
 
 

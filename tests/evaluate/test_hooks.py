@@ -181,4 +181,4 @@ def test_what_validation_skips_is_told_once() -> None:
     method = make_method(own, CLASSES)
     for step in (1, 2):
         hook.after_epoch(RunState(method, None, step, step - 1, 2, 1, lambda _: None, said.append))
-    assert len(said) == 1 and said[0].endswith("could not be read and were skipped; the first: broken")
+    assert len(said) == 1 and said[0].endswith("could not be read and was skipped; the first: broken")

@@ -18,6 +18,7 @@ from situs.api import NAMED, SHORT, train_pretraining
 from situs.cli.parser.arguments import Recipe, configured
 from situs.cli.result import INTERRUPTED
 from situs.cli.shell import answer
+from situs.errors import counted
 from situs.methods import METHODS
 from situs.train.contract import TrainResult
 from situs.train.rehearse import Rehearsal
@@ -93,7 +94,7 @@ def tell(run: Path | None, config: RunConfig, result: TrainResult | Rehearsal) -
         facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())
         learned = next((each for each in METHODS[config.method_name].needs_targets if each in JUDGES), None)
         follow = f"evaluate {JUDGES[learned]} {run}" if learned else f"finetune --from {run} --data PATH --out DIR"
-        _say(f"done: {result.step} steps{facts}; the run is in {run}")
+        _say(f"done: {counted(result.step, 'steps')}{facts}; the run is in {run}")
         _say(f"next: situs {follow}, or situs export {run} --out DIR")
     return 0
 

@@ -30,7 +30,7 @@ from situs.data.sources.speech import part_of
 from situs.data.sources.subset import PerClass, Subset
 from situs.data.streaming import WorkerStream
 from situs.data.text_pipeline import TextPipeline, check_augment, lengths_of
-from situs.errors import BrokenSampleError, SitusError, counted
+from situs.errors import BrokenSampleError, SitusError, counted, none_read
 from situs.progress import tracked
 
 # On a GPU smaller batches, counted in numbers, are augmented several at a time: they cost launches, not work.
@@ -196,12 +196,13 @@ class StreamLoader(Loader):
             ids = torch.cat([part.ids.to(self.device, non_blocking=True) for part in parts])
             yield self.pipeline.finish(self.pipeline.join(moved), ids, self.pipeline.noise(ids, epoch))
         if not self.pipeline.training and (broken := self.source.skipped) and len(broken) == len(self.source):
-            said = f"{self.source.name}: none of its {len(broken)} {self.source.things} can be read; the first"
-            raise SitusError(f"{said}: {broken[0].reason}", field="data")
+            said = none_read(self.source.name, len(broken), self.source.things)
+            raise SitusError(f"{said}; the first: {broken[0].reason}", field="data")
 
     def describe(self) -> str:
-        """Count, and workers or memory."""
+        """Count, of masks and objects their classes, and workers or memory."""
         many, how = counted(len(self.source), self.source.things), self.stream.describe()
+        many += f" of {counted(len(self.source.classes or ()), 'classes')}," if self.source.target in _DENSE else ""
         return "\n".join([f"{self.source.name}: {many} {how}{self.order}", *self.source.notes])
 
 
@@ -290,9 +291,8 @@ def _text_loader(
     training, words = augment is not None, config.target == "words"
     if augment is not None:
         check_augment(augment)
-    count = len(source)
-    batch = config.batch or default_batch(count, world, training=training)
-    plan = BatchPlan(count, batch, config.seed, rank, world, shuffle=training, drop_last=training, drawn=drawn)
+    batch = config.batch or default_batch(len(source), world, training=training)
+    plan = BatchPlan(len(source), batch, config.seed, rank, world, shuffle=training, drop_last=training, drawn=drawn)
     said = ""
     if training and not words and drawn is None:
         plan, said = replace(plan, order=LengthBuckets(lengths_of(source), batch)), ", like lengths together"

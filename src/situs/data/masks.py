@@ -69,7 +69,10 @@ def to_classes(numbers: Tensor, config: MaskConfig, count: int, name: str) -> Te
     if bool(strange.any()):
         number, last = int(numbers[strange][0]), class_numbers(config, count)[-1]
         void = f", and {', '.join(map(str, config.void))} for none" if config.void else ""
-        said = f"holds the class number {number:,}, and the {count} classes have {config.first} to {last}{void}"
+        have = f"the class has {last}" if count == 1 else f"the {count} classes have {config.first} to {last}"
+        said = f"holds the class number {number:,}, and {have}{void}"
+        if number == _OFTEN_VOID:
+            said += "; where 255 means no class, name it among those that do"
         raise BrokenSampleError(f"{name}: its mask {said}", field=("data.masks.first", "data.masks.void"))
     if not bool((classes != VOID).any()):
         raise BrokenSampleError(f"{name}: its mask is empty, every pixel is void")
@@ -109,15 +112,15 @@ def names_beside(path: Path) -> tuple[str, ...]:
 def numbered(found: Iterable[int], config: MaskConfig, where: str) -> tuple[str, ...]:
     """The class numbers up to the largest of all that are found in masks as names, where nobody names any.
 
-    255 behind a gap is asked about: nearly everywhere it means no class.
+    255 is asked about where a number before it is in no mask: nearly everywhere it means no class.
     """
     numbers = sorted({*found} - {*config.void})
     most = numbers[-1] if numbers else -1
-    if most == _OFTEN_VOID and numbers[-2:-1] != [most - 1]:
-        rest = f"and none from {numbers[-2] + 1} to 254" if len(numbers) > 1 else "alone"
+    before = {*range(config.first, _OFTEN_VOID)} - {*config.void}
+    if most == _OFTEN_VOID and (missing := before - {*numbers}):
         raise SitusError(
-            f"{where}: its masks hold 255 {rest}, which would make 255 a class: name it among the numbers that mean no "
-            "class, or name the classes",
+            f"{where}: its masks hold 255, and {len(missing)} of the {len(before)} numbers before it are in none, so "
+            "that 255 would be a class: name it among the numbers that mean no class, or name the classes",
             field=("data.masks.void", "data.masks.classes"),
         )
     if most < config.first:

@@ -18,7 +18,7 @@ from torch import Tensor
 from situs.data.batch import Batch
 from situs.data.sampler import sample_of
 from situs.data.sources.base import Source
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, SitusError, none_read
 
 Noise = dict[str, Tensor]
 
@@ -78,6 +78,7 @@ class Pipeline(ABC):
 
     def _sample(self, epoch: int, draw: int, broken: list[tuple[int, str]], blocks: bool) -> dict[str, Any] | None:
         row, count = sample_of(draw), len(self.source)
+        fields: tuple[str, ...] = ()
         for offset in range(count if self.training else 1):
             index = (row + offset) % count
             try:
@@ -86,13 +87,13 @@ class Pipeline(ABC):
                 if self.source.strict:
                     raise
                 broken.append((index, str(error)))
+                fields = error.fields
             finally:
                 if blocks and offset:
                     self._release_other(row, index)
         if self.training:
-            raise SitusError(
-                f"{self.source.name}: none of its {count} {self.source.things} can be read; {broken[-1][1]}"
-            )
+            said = none_read(self.source.name, count, self.source.things)
+            raise SitusError(f"{said}; {broken[-1][1]}", field=fields)
         return None
 
     def _release_other(self, row: int, index: int) -> None:

@@ -15,7 +15,7 @@ from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.sampler import BatchPlan, batches_for, sample_of
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.images import centre_fit, to_channels
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, SitusError, none_read
 from situs.progress import tracked
 
 DEFAULT_BYTES = 4 << 30
@@ -172,7 +172,7 @@ def _first_readable(source: Source, size: tuple[int, int] | None) -> Tensor:
             if source.strict:
                 raise
             reason = str(error)
-    raise SitusError(f"{source.name}: none of its {len(source)} {source.things} can be read; the last: {reason}")
+    raise SitusError(f"{none_read(source.name, len(source), source.things)}; the last: {reason}")
 
 
 def _same_form(image: Tensor, images: Tensor, index: int, source: Source) -> Tensor:

@@ -213,12 +213,12 @@ def test_broken_images_are_said(photographs: Path, tmp_path: Path, capsys: pytes
     (folder / "broken.png").write_text("no picture")
     words = ["audit", "gradients", NAME, "--data", str(folder), "--img-size", "64", "--out", str(tmp_path / "audit")]
     assert main(words) == 2
-    assert "none of its 1 images can be read" in capsys.readouterr().err
+    assert "its only image cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "audit").exists()
     (folder / "whole.png").write_bytes((photographs / "0.png").read_bytes())
     assert main([*words, "--attack", "patchembed", "--defence", "none"]) == 0
     shown = capsys.readouterr()
-    assert "1 of 2 images of images could not be read and were skipped" in shown.err
+    assert "1 of 2 images of images could not be read and was skipped" in shown.err
     assert "1 of 1 images recovered exactly" in shown.out
 
 

@@ -54,7 +54,7 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
 ) -> None:
     assert tune(data, tmp_path, "--from", str(trained.mp3), "--data.resident", "always") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("coco (train): 4 images streamed")
+    assert lines[0].startswith("coco (train): 4 images of 3 classes, streamed")
     assert lines[1] == "coco (train): is streamed whatever resident says, as images with objects are"
     assert "val ap" in lines[-2]
     assert lines[-1].startswith(f"next: situs evaluate objects {tmp_path / 'ft'}, or situs export")
@@ -117,7 +117,7 @@ def test_what_is_no_object_or_cannot_be_read_is_left_out_and_told(
     assert tune(data, tmp_path, "--from", str(trained.mp3)) == 0
     told = capsys.readouterr().out
     assert "left out 1 object with a box that has no area within its image, the first annotation 1" in told
-    assert "1 of 4 images of coco (train) could not be read and were skipped; the first: " in told
+    assert "1 of 4 images of coco (train) could not be read and was skipped; the first: " in told
     assert "1.png: is 7 × 7, and its annotations are of 46 × 50" in told
     words = ["--from", str(trained.mp3), "--data", str(data / "train2017"), "--method", "detection", *QUICK]
     assert main(["finetune", *words, "--out", str(tmp_path / "x")]) == 2

@@ -46,7 +46,7 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
 ) -> None:
     assert tune(data, tmp_path, "--from", str(trained.mp3)) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("ade (training): 4 images streamed")
+    assert lines[0].startswith("ade (training): 4 images of 2 classes, streamed")
     assert "val miou" in lines[-2]
     assert lines[-1].startswith(f"next: situs evaluate segments {tmp_path / 'ft'}, or situs export")
     config = json.loads((tmp_path / "ft" / "config.json").read_text())
@@ -105,7 +105,7 @@ def test_one_fault_is_skipped_and_nothing_but_faults_is_refused(
     first.unlink()
     assert tune(data, tmp_path, "--from", str(trained.mp3)) == 0
     told = capsys.readouterr().out
-    assert "1 of 4 images of ade (training) could not be read and were skipped; the first: " in told
+    assert "1 of 4 images of ade (training) could not be read and was skipped; the first: " in told
     assert f"{first.name}: has no mask of its name in" in told
     for file in others:
         file.unlink()

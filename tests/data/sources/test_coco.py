@@ -15,9 +15,13 @@ import torch
 from figures import CROWD, DISC, NUMPY, RECTANGLE, dots, write_coco
 from PIL import Image
 
+from situs.data.augment.recipes import AugmentConfig
+from situs.data.config import DataConfig
+from situs.data.loader import make_loader
 from situs.data.objects import ObjectConfig, unpack_masks
-from situs.data.sources import judged_split, open_source, splits_at
+from situs.data.sources import coco, judged_split, open_source, splits_at
 from situs.errors import BrokenSampleError, SitusError
+from situs.files import read_json
 
 
 def opened(path: Path, split: str | None = None, classes: tuple[str, ...] = ()) -> Any:
@@ -78,6 +82,21 @@ def test_categories_are_known_by_their_names(tmp_path: Path) -> None:
         opened(tmp_path, classes=("disc", "crowd of dots"))
 
 
+def test_a_json_is_read_once_for_its_classes_and_its_objects_and_anew_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_coco(tmp_path, {"train": 2})
+    read = []
+    monkeypatch.setattr(coco, "read_json", lambda file: (read.append(file), read_json(file))[1])
+    config = DataConfig(str(tmp_path), target="objects", img_size=32, batch=2, workers=0)
+    loader = make_loader(config, AugmentConfig(crop="fitted"), "cpu")
+    assert loader.classes == ("rectangle", "disc", "crowd of dots") and len(read) == 1
+    assert opened(tmp_path, classes=("disc", "crowd of dots", "rectangle")).read(0)["classes"].tolist() == [0, 2, 1]
+    assert loader.source.read(0)["classes"].tolist() == [1, 0, 2] and len(read) == 1
+    write_coco(tmp_path, {"train": 2}, lambda told: told["annotations"].pop(0) and None)
+    assert opened(tmp_path).read(0)["classes"].tolist() == [0, 2] and len(read) == 2
+
+
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -104,7 +123,8 @@ WRONG: dict[str, tuple[Change, str]] = {
     "list for a category": (edit("annotations", 0, category_id=[2]), r"is of the category \[2\], and the categories"),
     "number for a file": (edit("images", 0, file_name=5), "has not an id, a file_name, and a height"),
     "list for an id": (edit("images", 0, id=[5]), "has not an id, a file_name, and a height"),
-    "list for a name": (edit("categories", 0, name=["a"]), "has not an id and a name"),
+    "list for a name": (edit("categories", 0, name=["a"]), "has not a number for an id, and a name"),
+    "word for an id": (edit("categories", 0, id="7"), "'name': 'disc'} has not a number for an id, and a name"),
     "word for a crowd": (edit("annotations", 0, iscrowd="0"), "annotation 1 has the iscrowd '0', and not 0 or 1"),
     "outline": (edit("annotations", 0, segmentation=3), "has no outline: it is neither a list of polygons nor run"),
 }  # fmt: skip
@@ -130,7 +150,7 @@ def test_broken_json_and_a_folder_without_any_are_one_sentence(tmp_path: Path) -
     file.write_text(file.read_text()[:-20])
     with pytest.raises(SitusError, match=r"instances_train2017\.json: no valid JSON: "):
         opened(tmp_path)
-    file.write_text("[1]")
+    file.write_text("[1]", encoding="utf-8-sig")  # with a mark of Windows in front
     with pytest.raises(SitusError, match="must hold a table, not a list"):
         opened(tmp_path)
     with pytest.raises(SitusError, match="holds no json with objects, such as "):

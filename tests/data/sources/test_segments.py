@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,7 @@ def test_pairs_of_folders_need_no_splits_and_no_names(tmp_path: Path, layout: st
     source = open_source(tmp_path, channels=3, masks=MaskConfig())
     assert source.classes == ("0", "1", "2", "3") and [source.key(row) for row in (0, 1)] == ["a.b.jpg", "more/c.jpg"]
     assert source.read(0)["mask"].unique().tolist() == [0, 3]
-    assert "1 masks have no image, the first lonely.png" in source.notes[0]
+    assert "left out 1 mask without an image, the first lonely.png" in source.notes[0]
     named = open_source(tmp_path, channels=3, masks=MaskConfig(0, (1, 2), ("off", "on")))
     assert named.classes == ("off", "on") and named.read(0)["mask"].unique().tolist() == [0, 1]
 
@@ -77,6 +78,7 @@ def test_a_palette_and_16_bits_hold_class_numbers_too(tmp_path: Path) -> None:
 FAULTS = {
     "missing": r"ADE_00000001\.png: has no mask of its name in .*annotations/training$",
     "size": r"ADE_00000001\.png: is 40 × 36 and its mask 10 × 12$",
+    "turned": r"ADE_00000001\.png: is 36 × 40 as its EXIF tag turns it and its mask 40 × 36$",
     "range": r"ADE_00000001\.png: its mask holds the class number 9, and the 2 classes have 1 to 2, and 0 for none$",
     "empty": r"ADE_00000001\.png: its mask is empty, every pixel is void$",
     "bytes": r"ADE_00000001\.png, its mask: cannot be decoded as an image \(no known format\)$",
@@ -87,6 +89,10 @@ def spoil(root: Path, fault: str) -> None:
     file = root / "annotations" / "training" / "ADE_00000001.png"
     if fault == "missing":
         file.unlink()
+    elif fault == "turned":
+        exif, photograph = Image.Exif(), root / "images" / "training" / file.name
+        exif[0x0112] = 6
+        Image.open(photograph).save(photograph, exif=exif)
     elif fault == "bytes":
         file.write_bytes(b"")
     else:
@@ -103,7 +109,17 @@ def test_a_fault_is_one_sentence(tmp_path: Path, fault: str) -> None:
     assert source.read(0).keys() == {"image", "mask"}
 
 
+def test_a_list_of_other_classes_than_those_given_is_told(tmp_path: Path) -> None:
+    write_ade(tmp_path, {"training": 1})
+    assert open_source(tmp_path, masks=replace(ADE, classes=("ground", "disc"))).notes == []
+    [said] = open_source(tmp_path, masks=replace(ADE, classes=("disc", "ground"))).notes
+    assert said.endswith("the list beside its images names other classes, ground, disc; those given are taken")
+
+
 def test_folders_that_are_no_such_set_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "told.json").write_text("{}")
+    with pytest.raises(SitusError, match=r"told\.json: must be a folder or a \.parquet file, with images and masks"):
+        open_source(tmp_path / "told.json", masks=ADE)
     with pytest.raises(SitusError, match="holds no images with masks: a folder of images"):
         open_source(tmp_path, masks=ADE)
     write_ade(tmp_path, {"training": 1, "validation": 1})
@@ -156,7 +172,5 @@ def test_masks_of_which_none_can_be_read_are_not_called_masks_without_a_class(tm
         (tmp_path / folder).mkdir()
     Image.fromarray(disc(20, 20, 0)[0]).save(tmp_path / "images" / "a.png")
     Image.fromarray(disc(20, 20, 0)[1]).save(tmp_path / "masks" / "b.png")
-    with pytest.raises(
-        SitusError, match=r"none of its 1 masks can be read; the first: .*a\.png: has no mask of its name"
-    ):
+    with pytest.raises(SitusError, match=r"its only mask cannot be read; the first: .*a\.png: has no mask of its name"):
         open_source(tmp_path, masks=MaskConfig())

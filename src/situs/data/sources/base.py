@@ -16,7 +16,7 @@ from torch import Tensor
 from situs.data.masks import MaskConfig
 from situs.data.objects import ObjectConfig
 from situs.data.sources.images import decode, to_channels
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 
 # A split by any of its names; where the first is absent the next serves (ImageNet has no labelled test split,
 # CIFAR no validation split).
@@ -147,8 +147,8 @@ class Source(ABC):
         """One sentence on what was left out, or None."""
         if not self.skipped:
             return None
-        count = f"{len(self.skipped)} of {len(self)} {self.things} of {self.name} could not be read and were skipped"
-        return f"{count}; the first: {self.skipped[0].reason}"
+        found = f"{len(self.skipped)} of {counted(len(self), self.things)} of {self.name} could not be read and "
+        return f"{found}{'was' if len(self.skipped) == 1 else 'were'} skipped; the first: {self.skipped[0].reason}"
 
     def label_known(self) -> bool:
         """Whether any label of a multi-label set is known; looks for the first that is."""

@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from situs.data.objects import pack_masks
 from situs.data.sources.base import SPLIT_WORDS, Wanted, choose_split
 from situs.data.sources.folder import FileSource
-from situs.data.sources.images import decode, read_header
+from situs.data.sources.images import decode, said_size
 from situs.data.sources.outlines import Outlines, Rle, decode_rles, is_number, mask_api
 from situs.data.sources.walk import plain
 from situs.errors import BrokenSampleError, SitusError, counted
@@ -61,54 +62,57 @@ class CocoSource(FileSource):
         assert wanted.objects is not None
         mask_api()  # which says at once that it is missing
         file, chosen = _file_of(path, wanted.split)
-        told = _tables(file)
-        numbers, classes = _classes(told["categories"], wanted.objects.classes, file)
-        images = _Images(told["images"], file)
-        self._labels, self._files, self._ids, self._sides = None, images.names, images.ids, images.sides
-        self.root = _folder_of(images.names, path, file, chosen)
-        found = _Annotations(told["annotations"], images, numbers, file)
-        order = np.argsort(np.array(found.rows), kind="stable")
-        self._starts = np.searchsorted(np.array(found.rows)[order], np.arange(len(self._files) + 1)).tolist()
-        self._numbers, self._outlines = order.tolist(), found.outlines
-        self._boxes, self._areas = np.array(found.boxes)[order], np.array(found.areas)[order]
-        self._classes, self._crowd = np.array(found.classes)[order], np.array(found.crowd)[order]
-        self._own = np.array(found.ids, dtype=object)[order].tolist()
-        self.categories = tuple(
-            next((own for own, to in numbers.items() if to == k), None) for k in range(len(classes))
-        )
+        state = file.stat()
+        told = _read(file, state.st_mtime_ns, state.st_size)
+        classes = wanted.objects.classes or tuple(told.names)
+        places = _places(told.names, classes, file)
+        self.root = _folder_of(told.images.names, path, file, chosen)
+        self._labels, self._told, self._files = None, told, told.images.names
+        self._classes = places[told.kinds]
+        own = dict(zip(places.tolist(), told.categories, strict=True))
+        self.categories = tuple(own.get(number) for number in range(len(classes)))
         name = (path.parent.parent if path.parent.name == "annotations" else path.parent) if path.is_file() else path
         super().__init__(name.name + (f" ({chosen})" if chosen else ""), classes, wanted.channels, wanted.strict)
-        self.notes, self.left = found.notes(self.name), found.left
+        self.left = told.left
+        self.notes = [
+            f"{self.name}: left out {counted(len(found), 'objects')} {why}, the first annotation {found[0]}"
+            for why, found in told.left.items()
+            if found
+        ]
 
     def truth(self, index: int) -> Truth:
         """What the annotations say of an image."""
-        span = slice(self._starts[index], self._starts[index + 1])
-        sides, boxes = self._sides[index], torch.from_numpy(self._boxes[span])
+        told = self._told
+        span = slice(told.starts[index], told.starts[index + 1])
+        sides, boxes = told.images.sides[index], torch.from_numpy(told.boxes[span])
         rles = []
         for place in range(span.start, span.stop):
             try:
-                rles.append(self._outlines.rle(self._numbers[place], sides))
+                rles.append(told.outlines.rle(told.order[place], sides))
             except SitusError as error:
-                said = f"the outline of annotation {self._own[place]} {error}"
+                said = f"the outline of annotation {told.ids[place]} {error}"
                 raise BrokenSampleError(f"{self.entry(index)}: {said}") from error
         corners = torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], dim=1)
-        classes, crowd, areas = (torch.from_numpy(each[span]) for each in (self._classes, self._crowd, self._areas))
+        classes, crowd, areas = (torch.from_numpy(each[span]) for each in (self._classes, told.crowd, told.areas))
         drawn = torch.tensor([float(mask_api().area(rle)) for rle in rles], dtype=areas.dtype)
-        return Truth(self._ids[index], sides, corners, classes, crowd, torch.where(areas.isnan(), drawn, areas), rles)
+        number = told.images.ids[index]
+        return Truth(number, sides, corners, classes, crowd, torch.where(areas.isnan(), drawn, areas), rles)
 
     def undrawn(self, index: int) -> list[str]:
         """A sentence on each object whose outline encloses no pixel of the image, as one that lies outside."""
         areas = (mask_api().area(rle) for rle in self.truth(index).rles)
         said = "the outline of annotation {} encloses no pixel"
-        return [said.format(self._own[self._starts[index] + each]) for each, area in enumerate(areas) if not area]
+        return [
+            said.format(self._told.ids[self._told.starts[index] + each]) for each, area in enumerate(areas) if not area
+        ]
 
     def read(self, index: int) -> dict[str, Any]:
         image = decode(self.payload(index), self.entry(index), self.channels)
         truth = self.truth(index)
         if truth.sides != tuple(image.shape[1:]):
-            own, there = (f"{height} × {width}" for height, width in (image.shape[1:], truth.sides))
-            turned = " as its EXIF tag turns it" if read_header(self.payload(index), self.entry(index)).turned else ""
-            raise BrokenSampleError(f"{self.entry(index)}: is {own}{turned}, and its annotations are of {there}")
+            own = said_size(image, self.payload(index), self.entry(index))
+            there = " × ".join(map(str, truth.sides))
+            raise BrokenSampleError(f"{self.entry(index)}: is {own}, and its annotations are of {there}")
         high, wide = truth.sides
         within = truth.boxes.clamp(min=0).minimum(torch.tensor([wide, high, wide, high]))
         masks = pack_masks(decode_rles(truth.rles, truth.sides))
@@ -164,25 +168,26 @@ def _tables(file: Path) -> dict[str, list[dict[str, Any]]]:
     return told
 
 
-def _classes(
-    categories: list[dict[str, Any]], wanted: tuple[str, ...], file: Path
-) -> tuple[dict[Any, int], tuple[str, ...]]:
-    """The class of each category's id, and the names of the classes."""
+def _kinds(categories: list[dict[str, Any]], file: Path) -> dict[Any, str]:
+    """The categories' ids, in their order, with their names."""
     if strange := next(
         (row for row in categories if not is_number(row.get("id")) or not _is_name(row.get("name"))), None
     ):
-        raise SitusError(f"{file}: the category {strange} has not an id and a name", field="data")
+        raise SitusError(f"{file}: the category {strange} has not a number for an id, and a name", field="data")
     for key in ("id", "name"):
         counts = Counter(row[key] for row in categories)
         if twice := next((value for value, count in counts.items() if count > 1), None):
             raise SitusError(f"{file}: has two categories of the {key} {twice!r}", field="data")
-    rows = sorted(categories, key=lambda row: row["id"])
-    classes = wanted or tuple(str(row["name"]) for row in rows)
+    return {row["id"]: str(row["name"]) for row in sorted(categories, key=lambda row: row["id"])}
+
+
+def _places(names: list[str], classes: tuple[str, ...], file: Path) -> np.ndarray:
+    """The class of each category, by its name."""
     place = {name: number for number, name in enumerate(classes)}
-    if strange := next((row for row in rows if str(row["name"]) not in place), None):
-        said = f"its category {strange['name']!r} is not among the {len(classes)} classes"
+    if strange := next((name for name in names if name not in place), None):
+        said = f"its category {strange!r} is not among the {counted(len(classes), 'classes')}"
         raise SitusError(f"{file}: {said} {', '.join(classes[:3])}{' …' * (len(classes) > 3)}", field="data")
-    return {row["id"]: place[str(row["name"])] for row in rows}, classes
+    return np.array([place[name] for name in names])
 
 
 class _Images:
@@ -233,24 +238,34 @@ def _folder_of(names: list[str], path: Path, file: Path, split: str | None) -> P
     return root
 
 
-class _Annotations:
-    """The objects of a json, a row each; those that are none are counted."""
+class _Told:
+    """What a json tells, whatever its classes are called later: of its objects a row each, in the order of their
+    images; those that are none are counted."""
 
-    def __init__(self, rows: list[dict[str, Any]], images: _Images, numbers: dict[Any, int], file: Path) -> None:
-        self.ids: list[Any] = []
-        self.rows: list[int] = []
-        self.classes: list[int] = []
-        self.crowd: list[bool] = []
-        self.boxes: list[list[float]] = []
-        self.areas: list[float] = []
+    def __init__(self, tables: dict[str, list[dict[str, Any]]], file: Path) -> None:
+        own = _kinds(tables["categories"], file)
+        self.categories, self.names = [*own], [*own.values()]
+        self.images = _Images(tables["images"], file)
         self.outlines, self.left = Outlines(), {_FLAT: [], _BARE: []}
-        for row in rows:
+        self._rows: list[tuple[Any, ...]] = []
+        numbers = {number: kind for kind, number in enumerate(own)}
+        for row in tables["annotations"]:
             try:
-                self._add(row, images, numbers)
+                self._add(row, self.images, numbers)
             except SitusError as error:
                 raise SitusError(f"{file}: annotation {row.get('id')} {error}", field="data") from error
-        if not self.rows:
-            raise SitusError(f"{file}: none of its {len(rows)} annotations has a box and an outline", field="data")
+        if not self._rows:
+            said = f"none of its {counted(len(tables['annotations']), 'annotations')} has a box and an outline"
+            raise SitusError(f"{file}: {said}", field="data")
+        images, kinds, crowd, boxes, areas, ids = zip(*self._rows, strict=True)
+        del self._rows
+        order = np.argsort(np.array(images), kind="stable")
+        self.starts = np.searchsorted(np.array(images)[order], np.arange(len(self.images.ids) + 1)).tolist()
+        self.order = order.tolist()
+        self.kinds, self.crowd, self.boxes, self.areas = (
+            np.array(each)[order] for each in (kinds, crowd, boxes, areas)
+        )
+        self.ids = np.array(ids, dtype=object)[order].tolist()
 
     def _add(self, row: dict[str, Any], images: _Images, numbers: dict[Any, int]) -> None:
         image, category, box, area = (row.get(name) for name in ("image_id", "category_id", "bbox", "area"))
@@ -274,20 +289,14 @@ class _Annotations:
                 return
         except SitusError as error:
             raise SitusError(f"has no outline: it {error}") from error
-        self.ids.append(row.get("id"))
-        self.rows.append(number)
-        self.classes.append(numbers[category])
-        self.crowd.append(bool(crowd))
-        self.boxes.append([float(each) for each in box])
-        self.areas.append(area if area is not None and is_number(area) else math.nan)
+        area = float(area) if area is not None and is_number(area) else math.nan
+        self._rows.append((number, numbers[category], bool(crowd), [float(each) for each in box], area, row.get("id")))
 
-    def notes(self, name: str) -> list[str]:
-        """What was left out, a sentence each."""
-        return [
-            f"{name}: left out {counted(len(found), 'objects')} {why}, the first annotation {found[0]}"
-            for why, found in self.left.items()
-            if found
-        ]
+
+@lru_cache(maxsize=2)
+def _read(file: Path, changed: int, size: int) -> _Told:  # noqa: ARG001
+    """What a json tells; read once for one who asks for its classes and then for its objects."""
+    return _Told(_tables(file), file)
 
 
 def _is_name(value: Any) -> bool:

@@ -101,6 +101,12 @@ def decode_numbers(data: bytes, name: str) -> Tensor:
         return numbers.clamp(max=1) if binary else numbers
 
 
+def said_size(image: Tensor, data: bytes, name: str) -> str:
+    """The height and width of an image [C, H, W] that was decoded from `data`, for a sentence."""
+    turned = " as its EXIF tag turns it" if read_header(data, name).turned else ""
+    return f"{image.shape[1]} × {image.shape[2]}{turned}"
+
+
 def read_header(data: bytes, name: str) -> Header:
     """The size and kind of the image in `data`, without decoding it."""
     with _broken(name):

@@ -17,10 +17,10 @@ from torch import Tensor
 from situs.data.masks import MaskConfig, names_beside, numbered, to_classes
 from situs.data.sources.base import EncodedSource, Source, Wanted, choose_split, list_shards, splits_of
 from situs.data.sources.folder import FileSource, split_folders
-from situs.data.sources.images import check_bytes, decode, decode_numbers
+from situs.data.sources.images import check_bytes, decode, decode_numbers, said_size
 from situs.data.sources.parquet import ParquetSource
 from situs.data.sources.walk import plain, walk
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, SitusError, counted, none_read
 
 IMAGES = ("images", "image", "imgs")
 MASKS = ("annotations", "masks", "mask", "labels")
@@ -49,8 +49,8 @@ class MaskReader(EncodedSource):
         image = decode(self.payload(index), self.entry(index), self.channels)
         mask = self.label(index)
         if mask.shape != image.shape[1:]:
-            sides = " and its mask ".join(f"{height} × {width}" for height, width in (image.shape[1:], mask.shape))
-            raise BrokenSampleError(f"{self.entry(index)}: is {sides}")
+            own = said_size(image, self.payload(index), self.entry(index))
+            raise BrokenSampleError(f"{self.entry(index)}: is {own} and its mask {' × '.join(map(str, mask.shape))}")
         return {"image": image, "mask": mask}
 
     def all_numbers(self) -> set[int]:
@@ -62,9 +62,7 @@ class MaskReader(EncodedSource):
             except BrokenSampleError as error:
                 broken.append(str(error))
         if len(self) == len(broken):
-            raise SitusError(
-                f"{self.name}: none of its {len(self)} masks can be read; the first: {broken[0]}", field="data"
-            )
+            raise SitusError(f"{none_read(self.name, len(self), 'masks')}; the first: {broken[0]}", field="data")
         return found
 
 
@@ -85,7 +83,8 @@ class MaskFiles(MaskReader, FileSource):
         super().__init__(name, wanted.masks.classes or None, wanted.channels, wanted.strict)
         self.notes = found.notes(name)
         if masks:
-            self.notes.append(f"{name}: {len(masks):,} masks have no image, the first {min(masks.values())}")
+            more = f"{counted(len(masks), 'masks')} without an image, the first {min(masks.values())}"
+            self.notes.append(f"{name}: left out {more}")
 
     def mask_payload(self, index: int) -> bytes:
         name = self._masks[index]
@@ -120,14 +119,26 @@ def open_masks(path: Path, wanted: Wanted) -> Source:
     """Images with masks at `path`. Classes that nobody names are those of a list beside the data, or are counted."""
     masks = wanted.masks
     assert masks is not None
-    kind = MaskRows if path.suffix == ".parquet" or list_shards(path, ".parquet") else MaskFiles
-    if not masks.classes:
-        names = names_beside(path)
-        if not names:
-            bare = kind(path, wanted._replace(split=_learned(path)))
-            names = numbered(bare.all_numbers(), masks, bare.name)
-        wanted = wanted._replace(masks=MaskConfig(masks.first, masks.void, names))
-    return kind(path, wanted)
+    kind = MaskRows if path.suffix == ".parquet" or (path.is_dir() and list_shards(path, ".parquet")) else MaskFiles
+    if masks.classes:
+        source = kind(path, wanted)
+        if (others := _listed(path)) and others != masks.classes:
+            said = f"names other classes, {', '.join(others[:3])}{' …' * (len(others) > 3)}; those given are taken"
+            source.notes.append(f"{source.name}: the list beside its images {said}")
+        return source
+    names = names_beside(path)
+    if not names:
+        bare = kind(path, wanted._replace(split=_learned(path)))
+        names = numbered(bare.all_numbers(), masks, bare.name)
+    return kind(path, wanted._replace(masks=MaskConfig(masks.first, masks.void, names)))
+
+
+def _listed(path: Path) -> tuple[str, ...]:
+    """The names beside the data; none where the list cannot be used, which is for whom it is asked to name them."""
+    try:
+        return names_beside(path)
+    except SitusError:
+        return ()
 
 
 def mask_splits(path: Path) -> set[str]:
