@@ -90,6 +90,16 @@ def test_sentences_of_one_length_need_no_mask(name: str, bert: Backbone) -> None
     assert torch.equal(one.loss, two.loss) and torch.equal(one.extras["logits"], two.extras["logits"])
 
 
+def test_a_pair_is_a_sentence_that_tells_its_halves_apart(bert: Backbone) -> None:
+    method, one = made("mjp", bert), sentences((9, 9), 9)._replace(mask=None)
+    types = torch.zeros_like(one.inputs)
+    first, second = (torch.stack([one.inputs, kind], 1) for kind in (types, (types + (torch.arange(9) > 4))))
+    found = [method(each, method.draw(each, seed=3, epoch=1)) for each in (one, one._replace(inputs=first))]
+    assert torch.equal(found[0].loss, found[1].loss)
+    other = one._replace(inputs=second)
+    assert not torch.isclose(found[0].loss, method(other, method.draw(other, seed=3, epoch=1)).loss, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["mp3", "hints", "window", "droppos", "visible"])
 def test_a_batch_of_cls_alone_asks_nothing(name: str, bert: Backbone) -> None:
     method = made(name, bert)

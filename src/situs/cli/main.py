@@ -29,7 +29,10 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "data pack": ("situs.cli.data.pack", "any set as shards of shrunk images: parquet or WebDataset"),
     },
     "Evaluate": {
-        "features": ("situs.cli.evaluate.features", "features of every image, pooled or by patch, as one safetensors file"),
+        "features": (
+            "situs.cli.evaluate.features",
+            "features of every image, pooled or by patch, as one safetensors file",
+        ),
         "evaluate accuracy": ("situs.cli.evaluate.accuracy", "top-1 and top-5 of a fine-tuned run"),
         "evaluate consistency": ("situs.cli.evaluate.consistency", "what shuffled patches do to a classifier, over γ"),
         "evaluate position": (

@@ -24,6 +24,9 @@ from situs.train.run import make_method
 
 pytest.importorskip("transformers")
 
+THEFT = 5
+"""Steps that show that training without the key is another one."""
+
 SHORT = TuningConfig(count=24, test=12, epochs=50, batch=6, lr=1e-3, looks=2)
 
 
@@ -50,7 +53,7 @@ def two_trainings(begun: Pretrained, steps: int) -> dict[str, tuple[list[float],
     for way in WAYS[:3]:
         method = make_way(way, config, classes, begun.state, groups, keys).double().train()
         optimiser, losses = torch.optim.AdamW(method.parameters(), lr=1e-3, weight_decay=0.05), []
-        for batch in islice(cycle(batches), steps):
+        for batch in islice(cycle(batches), steps if way != "unauthorised" else THEFT):
             loss = method(batch, {}).loss
             assert loss.dtype == torch.float64
             optimiser.zero_grad()
@@ -66,7 +69,7 @@ def check_equal(found: dict[str, tuple[list[float], dict[str, Any]]]) -> None:
     (losses, open_state), (same, back), (stolen, _) = found.values()
     assert max(abs(a - b) for a, b in zip(losses, same, strict=True)) <= 1e-9
     assert min(losses) < losses[0] - 0.05  # it learned
-    assert max(abs(a - b) for a, b in zip(losses, stolen, strict=True)) > 1e-2
+    assert max(abs(a - b) for a, b in zip(losses[:THEFT], stolen, strict=True)) > 1e-2
     for name in back:
         assert torch.allclose(open_state[name], back[name], atol=1e-8, rtol=0), name
 
