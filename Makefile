@@ -7,6 +7,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
+# Else every process compiles anew what it imports: two seconds of each that runs tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The first of the interpreters named that is new enough and really runs: as named, or among pyenv's, whose shims need not.
 find_python = for name in $(1); do for p in "$$name" "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/*/bin/"$$name"; do \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import logging
 import os
 import re
 import sys
@@ -16,15 +17,15 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Every process that a test starts, and each of two workers, would else compile Situs and the tests anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Figures are files here, never windows.
 os.environ.setdefault("MPLBACKEND", "Agg")
 # A test that would fetch a model from the network is wrong; let it fail at once and say so.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import pytest
-from hypothesis import settings
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
-sys.dont_write_bytecode = False
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
@@ -46,6 +47,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("shared_data"):
             item.add_marker(skip)
+
+
+def pytest_configure() -> None:
+    """What libraries log stays out of the streams that tests look at."""
+    logging.getLogger().addHandler(logging.NullHandler())
 
 
 @pytest.hookimpl(wrapper=True)
