@@ -67,6 +67,21 @@ class World(NamedTuple):
         }.get(kind, [])
 
 
+def tables_of(base: Path) -> dict[str, Any]:
+    """The config of a run over the images."""
+    return {
+        "method": {"name": "supervised"},
+        "backbone": {
+            "name": NAME,
+            "patch_size": 4,
+            "model_args": {"depth": 2, "embed_dim": 16, "num_heads": 2},
+        },
+        "data": {"path": str(base / "data"), "img_size": 8, "batch": 12, "workers": 0},
+        "optim": {"lr": 1e-2, "warmup_epochs": 0},
+        "train": {"epochs": 1, "precision": "fp32"},
+    }
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     import numpy as np
@@ -86,20 +101,27 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
             for number in range(each):
                 pixels = np.clip(chance.normal(grey, 30, (8, 8, 3)), 0, 255).astype("uint8")
                 Image.fromarray(pixels).save(base / "data" / split / name / f"{number}.png")
-    tables: dict[str, Any] = {
-        "method": {"name": "supervised"},
-        "backbone": {
-            "name": NAME,
-            "patch_size": 4,
-            "model_args": {"depth": 2, "embed_dim": 16, "num_heads": 2},
-        },
-        "data": {"path": str(base / "data"), "img_size": 8, "batch": 12, "workers": 0},
-        "optim": {"lr": 1e-2, "warmup_epochs": 0},
-        "train": {"epochs": 1, "precision": "fp32"},
-    }
+    tables = tables_of(base)
     train_run(from_dict(RunConfig, tables), out=base / "run", device="cpu")
-    train_run(from_dict(RunConfig, {**tables, "method": {"name": "mp3"}}), out=base / "mp3", device="cpu")
     export_run(base / "run", base / "export")
+    lock(base / "export", new_key(base / "owner.key"), base / "locked")
+    torch.save(load_run(base / "run").method.backbone.model.state_dict(), base / "w.pt")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    named = {"id2label": dict(enumerate(CLASSES)), "label2id": {name: n for n, name in enumerate(CLASSES)}}
+    ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, **named)).save_pretrained(base / "hf")
+    (base / "table_net.py").write_text(OWN)
+    return World(base)
+
+
+@pytest.fixture(scope="module")
+def trained(world: World) -> World:
+    """With the runs that only some verbs take: of MP3, of segmentation and of detection."""
+    from situs.config import from_dict
+    from situs.models.export import export_run
+    from situs.train.run import RunConfig, train_run
+
+    base, tables = world.base, tables_of(world.base)
+    train_run(from_dict(RunConfig, {**tables, "method": {"name": "mp3"}}), out=base / "mp3", device="cpu")
     masked = {**tables["data"], "path": str(write_ade(base / "ade", {"training": 2, "validation": 2})), "batch": 2}
     method = {"name": "segmentation", "width": 8, "auxiliary_width": 8}
     segments = {**tables, "method": method, "data": {**masked, "masks": {"first": 1, "void": [0]}}}
@@ -109,13 +131,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     found = {**tables, "method": TINY_DETECTION, "data": told, "augment": {"crop": "fitted"}}
     train_run(from_dict(RunConfig, found), out=base / "objects-run", device="cpu")
     export_run(base / "objects-run", base / "objects-export")
-    lock(base / "export", new_key(base / "owner.key"), base / "locked")
-    torch.save(load_run(base / "run").method.backbone.model.state_dict(), base / "w.pt")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    named = {"id2label": dict(enumerate(CLASSES)), "label2id": {name: n for n, name in enumerate(CLASSES)}}
-    ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, **named)).save_pretrained(base / "hf")
-    (base / "table_net.py").write_text(OWN)
-    return World(base)
+    return world
 
 
 DENSE = {"evaluate segments": ("segments", "ade"), "evaluate objects": ("objects", "coco")}
@@ -271,13 +287,13 @@ def test_a_verb_that_takes_a_model_is_in_the_table() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_table_through_the_command_line(
-    verb: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    verb: str, trained: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     for kind in KINDS:
         (tmp_path / kind).mkdir()
         capsys.readouterr()
-        status = main(words(verb, kind, world, tmp_path / kind / "out"))
+        status = main(words(verb, kind, trained, tmp_path / kind / "out"))
         said = capsys.readouterr().err
         reason = REFUSED.get(verb, {}).get(kind)
         if reason is None:

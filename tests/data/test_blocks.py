@@ -130,9 +130,10 @@ def test_ranks_workers_and_resume_change_nothing(sizes, world, share, parts, rep
         assert len(set(chain.from_iterable(whole))) == (len(source) // batch * batch if drop_last else len(source))
 
 
-@pytest.mark.parametrize(("world", "parts"), [(1, 1), (1, 4), (2, 2), (2, 3), (8, 1)])
-@pytest.mark.parametrize("size", [12, 40])
-def test_each_block_is_read_once_and_few_are_open(world, parts, size):
+@pytest.mark.parametrize(
+    ("size", "world", "parts"), [(12, 1, 1), (12, 1, 4), (12, 2, 2), (12, 2, 3), (12, 8, 1), (40, 1, 4), (40, 2, 3)]
+)
+def test_each_block_is_read_once_and_few_are_open(size, world, parts):
     count, batch, open_ = 130, 64, 16
     sizes = [size - number % 3 for number in range(count)]
     plan = planned(Runs(sizes), batch, window=10.0 * open_)
@@ -243,14 +244,13 @@ def test_a_stream_over_epochs_is_that_of_one_process(workers, by_rows):
     pipeline = Numbers(source, training=True)
     pipeline.by_rows = by_rows
     stream = WorkerStream(pipeline, plan, workers, pin=False)
-    for epoch, start in ((0, 3), (1, 0), (2, 0), (5, 1)):
-        found = [torch.cat([part.ids for part in parts]) for parts in stream.batches(epoch, start)]
-        values = [torch.cat([part.values["number"] for part in parts]) for parts in stream.batches(epoch, start)]
-        expected = list(batches_for(plan, epoch, start))
-        assert [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
-        assert [ids.tolist() for ids in values] == [ids.tolist() for ids in expected]
+    for epoch, start in ((0, 3), (1, 0), (1, 0), (2, 0), (5, 1)):  # what comes next, the same again, and later
+        batches = list(stream.batches(epoch, start))
+        expected = [ids.tolist() for ids in batches_for(plan, epoch, start)]
+        assert [torch.cat([part.ids for part in parts]).tolist() for parts in batches] == expected
+        assert [torch.cat([part.values["number"] for part in parts]).tolist() for parts in batches] == expected
         if not by_rows:
-            parts = [part for parts in stream.batches(epoch, start) for part in parts]
+            parts = chain.from_iterable(batches)
             assert all(part.values["twice"].tolist() == part.ids.tolist() * 2 for part in parts)
 
 
