@@ -167,8 +167,7 @@ running.run_study({str(study)!r}, "samples", out={str(tmp_path / "out")!r}, how=
         run(study, tmp_path / "out")
     study.write_text(STUDY)
     moved = tmp_path / "moved"
-    time.sleep(1)  # its jobs are told by the system, and save themselves
-    assert not list(tmp_path.glob("out/jobs/*/.lock"))
+    _until(lambda: not list(tmp_path.glob("out/jobs/*/.lock")))  # its jobs are told by the system, and save themselves
     shutil.copytree(tmp_path / "out", moved, ignore=shutil.ignore_patterns(".lock"))
     assert same(run(study, moved)) == same(peace), "in another place"
     assert same(run(study, tmp_path / "out")) == same(peace)

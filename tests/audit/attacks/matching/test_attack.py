@@ -36,7 +36,7 @@ NORMALISATION = ((0.5,), (0.25,))
 def backbone() -> Any:
     """torch's own initialisation and places of unit spread, as the published MJP begins: gradients that tell much."""
     torch.manual_seed(0)
-    made = small_vit(8, width=32, in_chans=1, num_classes=10).eval()
+    made = small_vit(8, depth=1, width=32, in_chans=1, num_classes=10).eval()
     for module in made.modules():
         if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
             module.reset_parameters()
