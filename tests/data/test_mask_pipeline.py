@@ -183,7 +183,7 @@ def test_a_set_that_is_held_gives_the_batches_of_one_that_is_streamed(tmp_path: 
     (tmp_path / "annotations/training/ADE_00000004.png").write_bytes(b"no png")
     for told in ({}, {"rank": 1, "world": 2}):
         streamed, held = (loader(tmp_path, AUGMENT, resident=each, **told) for each in ("never", "always"))
-        assert "streamed" in streamed.describe() and "9 images on cpu, 0 MiB" in held.describe()
+        assert "streamed" in streamed.describe() and "9 images of 2 classes, on cpu, 0 MiB" in held.describe()
         for epoch, start in ((0, 0), (3, 1)):
             pairs = list(zip(streamed.iterate(epoch, start), held.iterate(epoch, start), strict=True))
             assert len(pairs) == 2 - start

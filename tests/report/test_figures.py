@@ -158,6 +158,11 @@ def test_however_many_bars_there_are_their_names_and_numbers_stand_apart(count: 
         assert all(low.y1 < high.y0 for low, high in pairwise(boxes))
 
 
+def test_bars_of_nothing_begin_at_0() -> None:
+    (axis,) = figures.bars({"a": 0.0, "b": 0.0}, "AP").axes
+    assert axis.get_xlim() == (0, 1)
+
+
 def test_heatmaps_share_one_scale() -> None:
     panels = {"a": np.array([[0.0, 1.0]]), "b": np.array([[-3.0, 2.0]])}
     plain = figures.heatmaps(panels, "x", "y", "v")

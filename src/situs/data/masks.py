@@ -109,6 +109,11 @@ def names_beside(path: Path) -> tuple[str, ...]:
     return names
 
 
+def usual_beside(path: Path) -> MaskConfig:
+    """How the masks at a path are read where nobody says: ADE20K's list of names tells of its own way."""
+    return MaskConfig(1, (0,)) if (path / _LISTS[0]).is_file() else MASKS
+
+
 def numbered(found: Iterable[int], config: MaskConfig, where: str) -> tuple[str, ...]:
     """The class numbers up to the largest of all that are found in masks as names, where nobody names any.
 

@@ -70,7 +70,7 @@ def _classes(section: Section, found: Detections) -> None:
 def _confusion(section: Section, found: Detections) -> None:
     table, names = found.answers.table, [*found.classes, "none"]
     if len(found.classes) <= _CROSSED:
-        shares = 100 * table.double() / table.sum(dim=1, keepdim=True).clamp(min=1)
+        shares = 100 * table.double() / table.sum(dim=1, keepdim=True)
         grid = {"": (shares.numpy(), "% of the row")}
         drawn = figures.value_grids(grid, names, names, "said", "true", limits=(0, 100))
         caption = "Of each class's objects the share that is said to be of each class, or missed (none). The last row: "

@@ -284,8 +284,10 @@ def bars(values: Mapping[str, float], x_label: str, *, log: bool = False, digits
         positive = numbers[numbers > 0]
         if positive.size:
             axis.set_xlim(positive.min() / 10, positive.max() * 10)
-    else:
+    elif numbers.any():
         axis.margins(x=0.15)
+    else:
+        axis.set_xlim(0, 1)
     label(axis, "", x_label, "")
     axis.tick_params(axis="y", labelsize=LABEL, length=0)
     axis.grid(axis="x", color=FAINT, linewidth=0.6)

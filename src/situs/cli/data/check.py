@@ -41,11 +41,11 @@ class Args:
     target: Literal["class", "mask", "objects"] | None = None
     """What is known of an image: its class, a mask beside it, or objects in COCO's json; by default what lies there."""
 
-    first: Annotated[int, Parameter(metavar="NUMBER")] = 0
-    """mask: number of the first class in the mask files (ADE20K: 1)."""
+    first: Annotated[int | None, Parameter(metavar="NUMBER")] = None
+    """mask: number of the first class in the mask files; by default 0, and 1 where ADE20K's list lies beside them."""
 
-    void: Annotated[tuple[int, ...], Parameter(metavar="NUMBER,…")] = (255,)
-    """mask: numbers that mean no class (ADE20K: 0)."""
+    void: Annotated[tuple[int, ...] | None, Parameter(metavar="NUMBER,…")] = None
+    """mask: numbers that mean no class; by default 255, and 0 where ADE20K's list lies beside the masks."""
 
     fail_on: Annotated[tuple[str, ...], Parameter(metavar="KINDS")] = FAILING
     """Apart by commas: what makes the exit status 3. "none": nothing does."""
@@ -66,7 +66,7 @@ class Args:
 def run(args: Args) -> int:
     """Looks, prints the table, and says by its status whether something was found that must not be there."""
     from situs.data.check import check
-    from situs.data.masks import MaskConfig
+    from situs.data.masks import MaskConfig, usual_beside
 
     kinds = () if args.fail_on == ("none",) else args.fail_on
     for kind in kinds:
@@ -74,13 +74,15 @@ def run(args: Args) -> int:
             raise unknown_name("kind of finding", kind, KINDS, field="fail_on")
     if args.out is not None:
         check_folder(args.out)
+    usual = usual_beside(Path(args.data).expanduser())
+    first, void = usual.first if args.first is None else args.first, usual.void if args.void is None else args.void
     with task() as told:
         found = check(
             args.data,
             splits=args.split or None,
             multi_label=args.multi_label,
             target=args.target,
-            masks=MaskConfig(args.first, args.void),
+            masks=MaskConfig(first, void),
             decode_pixels=args.decode,
             huge_mpx=args.huge_mpx,
             workers=args.workers,
