@@ -17,6 +17,7 @@ from situs.presets import laid
 
 MODULES = {verb: module for verb, (module, _) in VERBS.items()}
 
+
 @pytest.mark.parametrize("verb", sorted(VERBS))
 def test_the_example_of_a_verb_is_a_command_of_it(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     command = own_example(MODULES[verb])

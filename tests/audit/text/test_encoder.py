@@ -65,5 +65,8 @@ def test_an_order_that_does_not_settle_is_no_sentence(tmp_path: Path, monkeypatc
         raise RuntimeError("Maximum number of iterations reached.")
 
     monkeypatch.setattr("situs.audit.text.encoder.nnls", unsettled)
-    found = attack(victim(tmp_path, "bert", width=64), *HARD[:1])
-    assert found.sentences == () and "0 of 1 sentences were found" in str(found.reason)
+    made = victim(tmp_path, "bert", width=64)
+    found = attack(made, *HARD[:2])
+    assert found.sentences == () and "0 of 2 sentences were found" in str(found.reason)
+    alone = attack(made, *HARD[:1])  # whose words have places all the same
+    assert list(alone.sentences) == sentences(made, *HARD[:1]) and "words at places" in str(alone.reason)

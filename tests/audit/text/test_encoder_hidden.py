@@ -12,7 +12,7 @@ from tiny_texts import WORDS, sentences, victim
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Clip
 from situs.audit.text.encoder import encoder_sentences
-from situs.audit.text.found import Found
+from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.victim import TextVictim, text_gradients
 from situs.backbones.hf.text import BertBackbone
 from situs.data.batch import Batch
@@ -85,6 +85,14 @@ def test_who_does_not_know_gets_no_whole_sentence(hiding: TextVictim) -> None:
     known = {sentence[place] for sentence, gaps in zip(truth, hidden_of(hiding, *TEXTS), strict=True)
              for place in range(len(sentence)) if place not in gaps}  # fmt: skip
     assert known <= found.words  # words behind a hidden place are found all the same
+
+
+def test_who_does_not_know_gets_the_other_words_of_one_sentence_at_their_places(hiding: TextVictim) -> None:
+    found, text = attack(hiding, TEXTS[0], aware=False), TEXTS[0]
+    [truth], [gaps], [own] = sentences(hiding, text), hidden_of(hiding, text), found.sentences
+    last = max(place for place in range(len(truth)) if place not in gaps)
+    assert own == tuple(UNNAMED if place in gaps else truth[place] for place in range(last + 1))
+    assert gaps and "no whole sentence" in str(found.reason)
 
 
 def test_who_knows_looks_behind_a_long_hidden_span(tmp_path: Path) -> None:

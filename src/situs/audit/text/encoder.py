@@ -26,7 +26,7 @@ from situs.audit.attacks.spans import Span
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.text.causal import full
-from situs.audit.text.found import Found
+from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.layers import entering, qkv_weights, span_of, word_inputs, words_at
 from situs.audit.text.roots import FirstBlock
 from situs.audit.text.victim import Sentence
@@ -85,8 +85,20 @@ def encoder_sentences(
     found, reason = tuple(search.sentences), None
     if partial is None and len(found) < batch:
         reason = f"{len(found)} of {batch} sentences were found; equal ones cannot be told apart"
+        if batch == 1:
+            reason = "no whole sentence was put together; shown are the words at places where no other word passes"
     facts |= {"searched": len(search.tried), "roots": search.roots}
-    return Found(named, found, facts, reason, partial)
+    return Found(named, found or (() if batch > 1 else (at_places(able),)), facts, reason, partial)
+
+
+def at_places(able: Candidates) -> Sentence:
+    """The words of one sentence where only one of them passes at a place, `UNNAMED` between them: what a batch of one
+    gives away of its places even where no whole sentence comes of it."""
+    found: dict[int, set[int]] = {}
+    for word, place in zip(able.words.tolist(), able.places.tolist(), strict=True):
+        found.setdefault(place, set()).add(word)
+    sure = {place: next(iter(words)) for place, words in found.items() if len(words) == 1 and place != HIDDEN}
+    return tuple(sure.get(place, UNNAMED) for place in range(max(sure, default=-1) + 1))
 
 
 def candidates(

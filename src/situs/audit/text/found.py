@@ -15,7 +15,8 @@ UNNAMED = -1
 @dataclass(frozen=True)
 class Found:
     """words: those that are in the batch, wherever they stand. sentences: put together, each held against the gradients
-    of the second block. facts: ranks and counts. reason: why nothing, or not all, was found; partial: how far the
+    of the second block; of a batch of one at least its words at places that no other word passes at, `UNNAMED` between
+    them. facts: ranks and counts. reason: why nothing, or not all, was found; partial: how far the
     attack came where it was stopped.
     """
 
