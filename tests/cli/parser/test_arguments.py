@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import pytest
 
 import situs.presets
+from situs.cli.parser import arguments
 from situs.cli.parser.arguments import Recipe, configured, parse
 from situs.config import Checked, choice, to_dict
 from situs.errors import SitusError
@@ -172,6 +173,20 @@ def test_a_free_table_takes_any_key_from_flags(tmp_path: Path) -> None:
     assert held == {"embed_dim": 48, "kept": True, "rate": 0.1, "pool": "avg", "init_values": 1e-5}
     off = parse(FreeArgs, [*line.split(), "--model.model-args.kept", "false"], prog="situs test")
     assert off.config.model.model_args["kept"] is False
+
+
+def test_the_parser_is_made_of_the_flags_that_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[list[str]] = []
+    app_of = arguments.app_of
+    monkeypatch.setattr(
+        arguments, "app_of", lambda flags, *more: made.append([flag.name for flag in flags]) or app_of(flags, *more)
+    )
+    line = "--print-config --model.model-args.rate=.1 --model.model-args.pool avg"
+    with pytest.raises(SystemExit):
+        parse(FreeArgs, line.split(), prog="situs test")
+    with pytest.raises(SitusError, match=r"--model\.model-arg"):
+        parse(FreeArgs, ["--model.model-arg.rate", "1"], prog="situs test")  # all, to say which was meant
+    assert made[0] == ["--print-config", "--model.model-args"] and {*made[0]} < {*made[1]}
 
 
 def test_method_by_name_takes_its_own_flags() -> None:

@@ -125,8 +125,13 @@ def words_of(flags: Sequence[Flag], argv: Sequence[str], prog: str) -> list[Give
 def _asked(flags: Sequence[Flag], argv: Sequence[str]) -> Sequence[Flag]:
     """The flags that a parser of these words needs: a hundred cost most of a start. All, where one is not known."""
     named = {word.partition("=")[0] for word in argv if word.startswith("-")}
-    few = [flag for flag in flags if flag.positional or flag.required or flag.name in named]
-    return few if named <= {flag.name for flag in few} else flags
+    few = [flag for flag in flags if flag.positional or flag.required or any(_names(word, flag) for word in named)]
+    return few if all(any(_names(word, flag) for flag in few) for word in named) else flags
+
+
+def _names(word: str, flag: Flag) -> bool:
+    """Whether a word is the flag, or one key of the table that it takes: --backbone.model-args.depth."""
+    return word == flag.name or (get_origin(flag.kind) is dict and word.startswith(f"{flag.name}."))
 
 
 def _value(flag: Flag, given: Any) -> Any:
