@@ -109,9 +109,11 @@ def names_beside(path: Path) -> tuple[str, ...]:
     return names
 
 
-def usual_beside(path: Path) -> MaskConfig:
-    """How the masks at a path are read where nobody says: ADE20K's list of names tells of its own way."""
-    return MaskConfig(1, (0,)) if (path / _LISTS[0]).is_file() else MASKS
+def usual_masks(path: str | None, first: int | None, void: tuple[int, ...] | None) -> MaskConfig:
+    """How the masks at a path are read, where None says nothing: ADE20K's list of names tells of its own way."""
+    ade = path is not None and (Path(path).expanduser() / _LISTS[0]).is_file()
+    usual = MaskConfig(1, (0,)) if ade else MASKS
+    return MaskConfig(usual.first if first is None else first, usual.void if void is None else void)
 
 
 def numbered(found: Iterable[int], config: MaskConfig, where: str) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ class Segmentation(Method):
     def __init__(self, backbone: Backbone, config: SegmentationConfig, classes: int) -> None:
         super().__init__(backbone)
         if classes < 2:
-            raise SitusError(f"segmentation tells classes apart, and there are {classes}", field="data.masks.classes")
+            raise SitusError("segmentation tells classes apart, and there are not two", field="data.masks.classes")
         self.config, self.classes, self.levels = config, classes, backbone.levels()
         widths = [level.dim for level in self.levels]
         flat = not any(level.halved for level in self.levels)

@@ -66,7 +66,7 @@ class Args:
 def run(args: Args) -> int:
     """Looks, prints the table, and says by its status whether something was found that must not be there."""
     from situs.data.check import check
-    from situs.data.masks import MaskConfig, usual_beside
+    from situs.data.masks import usual_masks
 
     kinds = () if args.fail_on == ("none",) else args.fail_on
     for kind in kinds:
@@ -74,15 +74,13 @@ def run(args: Args) -> int:
             raise unknown_name("kind of finding", kind, KINDS, field="fail_on")
     if args.out is not None:
         check_folder(args.out)
-    usual = usual_beside(Path(args.data).expanduser())
-    first, void = usual.first if args.first is None else args.first, usual.void if args.void is None else args.void
     with task() as told:
         found = check(
             args.data,
             splits=args.split or None,
             multi_label=args.multi_label,
             target=args.target,
-            masks=MaskConfig(first, void),
+            masks=usual_masks(args.data, args.first, args.void),
             decode_pixels=args.decode,
             huge_mpx=args.huge_mpx,
             workers=args.workers,

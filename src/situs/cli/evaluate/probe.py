@@ -6,7 +6,7 @@ For example: situs evaluate probe runs/mp3 --kind position --after runs/ft --out
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -38,11 +38,11 @@ class Args(MeasureArgs):
     weight_decays: Annotated[tuple[float, ...], Parameter(metavar="λ,λ,…")] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
     """Weight decays to choose from, on a part of the training split."""
 
-    first: Annotated[int, Parameter(metavar="NUMBER")] = 0
-    """segments: number of the first class in the mask files (ADE20K: 1)."""
+    first: Annotated[int | None, Parameter(metavar="NUMBER")] = None
+    """segments: number of the first class in the mask files; by default 0, and 1 where ADE20K's list lies beside."""
 
-    void: Annotated[tuple[int, ...], Parameter(metavar="NUMBER,…")] = (255,)
-    """segments: numbers that mean no class (ADE20K: 0)."""
+    void: Annotated[tuple[int, ...] | None, Parameter(metavar="NUMBER,…")] = None
+    """segments: numbers that mean no class; by default 255, and 0 where ADE20K's list lies beside the masks."""
 
     classes: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ()
     """segments: names of the classes; by default those of a list beside the data, else their numbers."""
@@ -50,11 +50,12 @@ class Args(MeasureArgs):
 
 def run(args: Args) -> None:
     """Fits, scores, prints the table and writes the page."""
-    from situs.data.masks import MaskConfig
+    from situs.data.masks import usual_masks
     from situs.evaluate.probe.classes import evaluate_probe
 
     model = open_from(args)
     after = None if args.after is None else open_one_of(args.after, args)
     words = asked(args, after=after)
-    words["masks"] = MaskConfig(words.pop("first"), words.pop("void"), words.pop("classes"))
+    read = usual_masks(args.data, words.pop("first"), words.pop("void"))
+    words["masks"] = replace(read, classes=words.pop("classes"))
     present(evaluate_probe(model, **words), args.out)
