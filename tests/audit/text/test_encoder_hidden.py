@@ -135,4 +135,5 @@ def test_a_run_of_text_mjp_is_audited_by_both_attackers(tmp_path: Path) -> None:
     ]
     aware, naive = (rows[f"MJP {known}, word gradient withheld"] for known in ("known", "not known"))
     assert aware.shares["words"] == 1 and naive.whole == 0 and "mjp" in audit.notes
+    assert naive.shares["words"] < 1 == rows["MJP not known, word gradient sent"].shares["words"]  # its rows name them
     assert aware.shares["tokens"] >= naive.shares["tokens"]

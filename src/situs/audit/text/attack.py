@@ -38,7 +38,8 @@ def find_sentences(
     unknown: torch.Tensor | None = None,
     deadline: Deadline | None = None,
 ) -> Found:
-    """What one who knows the weights and the size of the batch reads off an upload.
+    """What one who knows the weights and the size of the batch reads off an upload. Words whose rows of the embedding's
+    gradient are not zero are in the batch, whatever else comes of the search.
 
     noise: deviation of the noise that was added, which he knows. hidden: the id that stands for masked words. unknown:
     [D], the vector that he knows MJP to give words in the stead of their places.
@@ -47,10 +48,13 @@ def find_sentences(
     if said := refusal(backbone, set(upload)):
         return Found(reason=said)
     words = usable_words(backbone, upload, noise)
+    sure = frozenset(words.tolist()) if reads_embedding(backbone, upload) and not noise else frozenset[int]()
     if isinstance(backbone, DecoderBackbone):
-        return causal_sentences(backbone, upload, batch, words, deadline, even=noise > 0)
+        found = causal_sentences(backbone, upload, batch, words, deadline, even=noise > 0)
+        return replace(found, words=found.words | sure)
     assert isinstance(backbone, BertBackbone)
     found = encoder_sentences(backbone, upload, batch, words, deadline, noise > 0, unknown)
+    found = replace(found, words=found.words | sure)
     if hidden is None:
         return found
     named = masked_words(backbone, upload, found.sentences, hidden)
