@@ -106,12 +106,31 @@ def run_python_blocks() -> Callable[[Path], dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def undrawing() -> Callable[[pytest.MonkeyPatch], None]:
-    """Lets figures be made and not drawn, which takes most of a page's time: for tests of something else on it."""
+    """Lets figures be made and not drawn, which takes most of a page's time: for tests of something else on it.
+
+    All panels of a grid of images are one: to make a panel takes as long as a small test.
+    """
     from PIL import Image
 
-    dot = io.BytesIO()
+    from situs.report import figures
+
+    dot, image_grid, canvas = io.BytesIO(), figures.image_grid, figures.canvas
     Image.new("L", (2, 2)).save(dot, "PNG")
-    return lambda patch: patch.setattr("situs.report.figures.png", lambda _: dot.getvalue())
+
+    def one_panel(rows: int, columns: int, *size: float) -> Any:
+        figure, axes = canvas(1, 1, *size)
+        return figure, axes * (rows * columns)
+
+    def on_one_panel(*given: Any, **more: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(figures, "canvas", one_panel)
+            return image_grid(*given, **more)
+
+    def undraw(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(figures, "png", lambda _: dot.getvalue())
+        patch.setattr(figures, "image_grid", on_one_panel)
+
+    return undraw
 
 
 @pytest.fixture
