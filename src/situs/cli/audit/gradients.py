@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from situs.audit import ATTACKS, AuditConfig, Deadline, audit_gradients, audit_settings, find_defences
 from situs.audit.deadline import first_ctrl_c
-from situs.audit.judge.gate import ABOVE, NOT_JUDGED
+from situs.audit.judge.gate import ABOVE, NOT_JUDGED, parse_limit
 from situs.audit.judge.record import junit
 from situs.audit.remedies.ladders import CostConfig
 from situs.audit.settings import Comparison
@@ -113,6 +113,7 @@ def _find(args: Args, data: str, given: dict[str, Any], deadline: Deadline) -> i
     The status is 0 where some setting is named, and that of "not judged" where none is.
     """
     assert args.find_defence is not None
+    parse_limit(args.find_defence, "find_defence")  # the audit would call it --fail-above
     costs = {each.name: getattr(args, each.name) for each in fields(CostConfig)}
     first = Deadline(deadline.say, None if args.time_limit is None else args.time_limit / 10)
     with first_ctrl_c(deadline):
