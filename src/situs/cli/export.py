@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
+from situs.errors import SitusError
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ def run(args: Args) -> None:
     from situs.models.export import export_model
     from situs.models.hub import check_login, push_folder
 
+    if args.public and args.push is None:
+        raise SitusError("public: says who may see an upload, and none is asked for", field=("public", "push"))
     if args.push is not None:
         check_login(args.push)  # before the work is done
     asked = {"form": args.form, "features": args.features, "ema": None if args.ema else False, "force": args.force}

@@ -146,4 +146,4 @@ def _instead(source: str) -> str:
         return "it is your own module, which no library makes again"
     if Path(source).exists():
         return "there is no config.json with checkpoints beside it"
-    return "a model's name is all that its library needs to make it"
+    return "there is no such folder, and a model's name is all that its library needs to make it"

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from situs.cli.parser.model_args import DataArgs, open_from
 from situs.cli.result import asked, tell_left_out
 from situs.cli.shell import answer
+from situs.errors import SitusError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ def run(args: Args) -> None:
     """Extracts and writes them, and says what was written."""
     from situs.evaluate.features import check_form, extract_features, write_features
 
+    if args.tokens == "patches" and args.pool != "mean":
+        raise SitusError(f"pool={args.pool}: of patches nothing is pooled; leave it out", field=("pool", "tokens"))
     check_form(args.out)
     found = extract_features(open_from(args), **asked(args))
     write_features(args.out, found)
