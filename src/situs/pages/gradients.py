@@ -92,9 +92,8 @@ def page(audit: Audit) -> Page:
     if ruling is not None:
         section.note(ruling.sentence).table(*judged(ruling), GATE)
     more = Section("").text(REMEDIES).text(NO_REMEDY)
-    _would_help(page.box("What would help"), audit.remedies).fold(
-        "What would reduce the leak, and what would not", more
-    )
+    box = _would_help(page.box("What would help"), audit.remedies)
+    box.fold("What would reduce the leak, and what would not", more)
     _tables(page, audit)
     _pictures(page, audit)
     searched = any("distance" in fact for pair in audit.pairs for fact in pair.facts)

@@ -1,7 +1,7 @@
 """What a linear classifier reads off frozen features: the place of patches without a position, the class of images, or
 the class of each pixel.
 
-For example: situs evaluate probe runs/mp3 --kind position --after runs/ft --out look
+For example: situs evaluate probe runs/mp3 --kind position --after runs/ft --train-count 200 --out look
 """
 
 from __future__ import annotations
