@@ -61,6 +61,7 @@ def test_order_of_the_page(outline: Any) -> None:
     ]
     assert "3 of 3 images recovered exactly from one step" in text
     assert "there is &lt;no&gt; table" in text
+    assert "The gate asked for psnr 20 or less on every image: failed.</p>" in text
     assert "The gate psnr=20 is not passed. none, above: 3 of 3 images above 20; the worst, a, has psnr 200" in text
     assert text.count("<img") == 2
     ruling = Ruling(Limit("psnr", 20), [Judgement("none", "above", "a leak", Worst("patchembed", "b", 200.0))])

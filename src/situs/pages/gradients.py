@@ -13,6 +13,7 @@ from situs.audit.cases import EXACT, Outcome
 from situs.audit.collect import Leak
 from situs.audit.defences import THREAT
 from situs.audit.gradients import Audit, findings, opening, seen, steps_of, strength
+from situs.audit.judge.gate import ABOVE, Ruling
 from situs.audit.remedies.result import Remedies, verdict
 from situs.audit.scores.metrics import BEST_PSNR
 from situs.audit.tables import REFUSED, alone, grid, judged, measured, reasons, table, unmeasured
@@ -137,8 +138,15 @@ def _lead(audit: Audit) -> str:
         best = f"the worst hidden one came back at {worst.worst_psnr:.1f} dB"
         first = f"No {things.removesuffix('s')} was rebuilt exactly from {step} of training; {best}."
     against = "no defence added" if worst.defence == "none" else f"against {worst.defence}"
-    said = [first, f"By {worst.attack}, {against}.", opening(audit), audit.ruling.sentence if audit.ruling else ""]
+    said = [first, f"By {worst.attack}, {against}.", opening(audit), _gate(audit.ruling)]
     return " ".join(filter(None, said))
+
+
+def _gate(ruling: Ruling | None) -> str:
+    """What the gate says; of one that failed the reasons stand further down."""
+    if ruling is None or ruling.status != ABOVE:
+        return "" if ruling is None else ruling.sentence
+    return f"The gate asked for {ruling.limit.metric} {ruling.limit.bound:g} or less on every image: failed."
 
 
 def _first_screen(page: Page, audit: Audit) -> None:

@@ -1,6 +1,6 @@
 """What a model's gradients give away of your images or texts: attacks against defences, a page, a gate for CI.
 
-For example: situs audit gradients runs/ft --data samples --count 2 --out look
+For example: situs audit gradients runs/ft --data samples --count 2 --out leak
 """
 
 from __future__ import annotations
