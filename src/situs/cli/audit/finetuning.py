@@ -2,7 +2,7 @@
 
 Without a model to start from, a small ViT is pretrained on the embedded images first; all of it takes minutes on a CPU.
 
-For example: situs audit finetuning --from runs/ft --out look
+For example: situs audit finetuning --from runs/ft --out tuned
 
 The paper's numbers beside: situs study run lock --out DIR
 """

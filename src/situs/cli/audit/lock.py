@@ -1,6 +1,6 @@
 """Attack a locked model as somebody without its key would, and say what is left of the lock.
 
-For example: situs audit lock locked --key owner.key --base exported --out look
+For example: situs audit lock locked --key owner.key --base exported --out strength
 
 With what the attacker may have: situs audit lock locked/ --attacker drifted-base --base MODEL --drift 0.3,1,3
 
