@@ -7,7 +7,7 @@ module as a whole, with the product of its patch embedding exchanged.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -127,10 +127,11 @@ class Runs(ABC):
     places: int
     grid: tuple[int, ...]
 
-    def __init__(self, backbone: Backbone) -> None:
-        """Raises `NoBlockError` with the reason where there is no patch embedding."""
+    def __init__(self, backbone: Backbone, names: Collection[str] | None = None) -> None:
+        """Raises `NoBlockError` with the reason where there is no patch embedding. names: of the matrices whose
+        products are noted; None for those of the first block."""
         self.backbone = backbone
-        names = set(first_linears(backbone))
+        names = set(first_linears(backbone) if names is None else names)
         self.names = {id(p): name for name, p in backbone.named_parameters() if name in names}
 
     def __call__(self, tokens: Tensor | None, **how: Any) -> list[Call]:
@@ -153,8 +154,8 @@ class Runs(ABC):
 class BackboneRuns(Runs):
     """A backbone, by its parts."""
 
-    def __init__(self, backbone: Backbone) -> None:
-        super().__init__(backbone)
+    def __init__(self, backbone: Backbone, names: Collection[str] | None = None) -> None:
+        super().__init__(backbone, names)
         stem = find_embedding(backbone)
         if isinstance(stem, str):
             raise NoBlockError(stem)
@@ -173,8 +174,8 @@ class BackboneRuns(Runs):
 class ModuleRuns(Runs):
     """A user's own module, as a whole: the image is nothing, and its patch embedding's product is exchanged."""
 
-    def __init__(self, backbone: StemBackbone) -> None:
-        super().__init__(backbone)
+    def __init__(self, backbone: StemBackbone, names: Collection[str] | None = None) -> None:
+        super().__init__(backbone, names)
         own = dict(backbone.named_parameters())
         self.stem = backbone.stem if isinstance(backbone.stem, Stem) else _embedding(backbone)
         self.weight = flat_weight(own[self.stem.weight].detach(), self.stem)
@@ -213,6 +214,7 @@ def _embedding(backbone: StemBackbone) -> Stem:
     raise NoBlockError("no layer was found that multiplies patches of the image with one of its weights")
 
 
-def runs_of(backbone: Backbone) -> Runs:
-    """How a model is run."""
-    return ModuleRuns(backbone) if isinstance(backbone, StemBackbone) else BackboneRuns(backbone)
+def runs_of(backbone: Backbone, names: Collection[str] | None = None) -> Runs:
+    """How a model is run; names: as in `Runs`."""
+    kind = ModuleRuns if isinstance(backbone, StemBackbone) else BackboneRuns
+    return kind(backbone, names)  # pyright: ignore[reportArgumentType]

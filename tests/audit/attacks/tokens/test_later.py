@@ -1,0 +1,91 @@
+"""Pixels through blocks of which nothing is sent, on images that nobody told the attack of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from victims import vit
+
+from situs.audit.attacks.base import Knowledge, Ready, Refused
+from situs.audit.attacks.tokens.attack import TokensConfig, TokenSpans
+from situs.audit.attacks.tokens.descent import Range
+from situs.audit.attacks.tokens.later import Through, derivable, later_block
+from situs.audit.client import victim_gradients
+from situs.audit.defences import Withhold
+from situs.audit.judge.gate import doubt_of
+
+IMAGE = 0.8 * torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+ATTACK = {"config": TokensConfig(seconds=600.0)}
+
+
+def deep(depth: int = 3) -> Any:
+    """4 patches of 48 values, 64 channels; matrices of gain 1/2, so that the first blocks say as much as the pixels."""
+    victim = vit(8, width=64, depth=depth).float()
+    with torch.no_grad():
+        for name, parameter in victim.named_parameters():
+            if parameter.dim() == 2 and "blocks" in name:
+                parameter.normal_(std=0.5 * parameter.shape[1] ** -0.5)
+            if "pos_embed" in name or "patch_embed.proj.weight" in name:
+                parameter.normal_(std=0.2)
+    return victim
+
+
+def test_nothing_of_the_embedding_and_the_first_block_and_the_pixels_all_the_same() -> None:
+    victim, defence = deep(), Withhold(1)
+    sent = victim_gradients(victim, IMAGE, torch.tensor([2]), defence=defence)
+    assert not any("blocks.0" in name or "embed" in name for name in sent)
+    attack, known = TokenSpans(**ATTACK), Knowledge(defence)
+    ready = attack.prepare(victim, sent, known)
+    assert isinstance(ready, Ready) and "nothing is sent of the first block" in str(ready.caveat)
+    assert ready.reads is not None and all("blocks.1" in name for name in ready.reads)
+    found = attack.recover(victim, [{name: sent[name] for name in ready.reads}], known)
+    assert float((found.images - IMAGE).abs().max()) < 1e-3
+    [fact] = found.facts
+    assert fact["fits"] is True and fact["blocks_before"] == 1 and fact["proof"] is None
+    assert "not exact here" in str(doubt_of(ready.caveat, found.facts, 0.0, None))  # no gate is passed by it
+
+
+@pytest.mark.parametrize(("depth", "withheld", "before"), [(3, 1, 1), (4, 2, 2), (3, 2, None), (2, 1, None)], ids=str)
+def test_a_block_needs_another_behind_it_and_all_of_its_matrices(depth: int, withheld: int, before: int | None) -> None:
+    victim = deep(depth)
+    gone = Withhold(withheld).withheld(victim)
+    sent = [name for name, _ in victim.named_parameters() if name not in gone]
+    found = later_block(victim, sent, 5)
+    assert (None if found is None else found.before) == before
+    if found is not None:
+        assert later_block(victim, [name for name in sent if name != found.names[0]], 5) != found
+        assert later_block(victim, sent, 64) is None  # as many tokens as channels
+    answer = TokenSpans().prepare(victim, sent, Knowledge(Withhold(withheld)))
+    assert isinstance(answer, Refused if before is None else Ready)
+    if isinstance(answer, Refused):
+        assert "--attack matching" in answer.reason
+    assert isinstance(TokenSpans().prepare(victim, sent, Knowledge(Withhold(withheld), batch=2)), Refused)
+
+
+def test_products_by_passes_are_those_of_the_whole_jacobian(monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = deep()
+    sent = victim_gradients(victim, IMAGE, torch.tensor([2]), defence=Withhold(1))
+    later = later_block(victim, sent, 5)
+    assert later is not None
+    ends = torch.full((48,), 2.0, dtype=torch.float64)
+    through = Through(victim.double(), later, sent, 48, Range(-ends, ends))
+    at = torch.randn(4, 48, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with derivable():
+        out = through.residual(at)
+        whole = through._turns(at, out)
+        monkeypatch.setattr("situs.audit.attacks.tokens.later.WHOLE", 0)
+        passed = through._turns(at, out)
+        for number, given in enumerate((at, out)):
+            assert torch.allclose(whole[number](given), passed[number](given), rtol=1e-9, atol=1e-12)
+        near = through.residual(at + 1e-6 * at) - through.residual(at - 1e-6 * at)
+        assert torch.allclose(passed[0](at), near / 2e-6, rtol=1e-5, atol=1e-7)
+
+
+def test_a_wrong_picture_does_not_fit() -> None:
+    victim = deep()
+    sent = victim_gradients(victim, IMAGE, torch.tensor([2]), defence=Withhold(1))
+    attack = TokenSpans(TokensConfig(seconds=1e-9))  # stopped at once: grey
+    found = attack.recover(victim, [sent], Knowledge(Withhold(1)))
+    assert found.facts[0]["fits"] is False and float((found.images - IMAGE).abs().max()) > 0.1
