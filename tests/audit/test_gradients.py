@@ -262,7 +262,7 @@ def test_openings() -> None:
     assert opening(said_of(undone("april", "noise"), stopped="Ctrl-C")) == nothing
     assert opening(said_of(refused)) == (
         "No attack of this audit applies to what this model sends: see the reasons. Not attacked does not mean "
-        "private; gradient matching applies to any model (--attack matching)."
+        "private; gradient matching applies to any model (the attack matching)."
     )
     assert opening(said_of(pair(3.0, 4.0))) == ""
     assert opening(said_of(pair(3.0), stopped="Ctrl-C, with 0 of 2 attacks finished")) == (

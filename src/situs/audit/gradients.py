@@ -183,7 +183,7 @@ def opening(audit: Audit) -> str:
             return f"Stopped by {audit.stopped}, before anything was attacked: this page says nothing about the model."
         return (
             "No attack of this audit applies to what this model sends: see the reasons. Not attacked does not mean "
-            "private; gradient matching applies to any model (--attack matching)."
+            "private; gradient matching applies to any model (the attack matching)."
         )
     return "" if audit.stopped is None else f"A partial result: stopped by {audit.stopped}."
 

@@ -64,3 +64,13 @@ def test_what_was_not_found_is_not_proved() -> None:
     torch.testing.assert_close(found[image, place], found[1 - image, place])  # for want of better: images may be alike
     same = (found[:, None] - patches[None]).norm(dim=-1) < 1e-9
     assert int(same.any(dim=1).sum()) == 32 and int(same.sum(dim=-1).amax(dim=1).sum()) == 31
+
+
+@torch.no_grad()
+def test_images_of_which_no_token_was_found_stay_empty() -> None:
+    block, roots, _ = scene(4)
+    for count in (1, 2, 6):
+        keep = torch.stack([roots.at(place)[0] for place in range(count)])  # one token of each place, where four are
+        fewer = Roots(roots.place[keep], roots.tokens.at(keep), roots.fit[keep], roots.wanted)
+        found, proved = make_images(block, fewer, 4)
+        assert int(proved.sum()) == count and bool(found.isfinite().all())

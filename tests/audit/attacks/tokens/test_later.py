@@ -60,7 +60,7 @@ def test_a_block_needs_another_behind_it_and_all_of_its_matrices(depth: int, wit
     answer = TokenSpans().prepare(victim, sent, Knowledge(Withhold(withheld)))
     assert isinstance(answer, Refused if before is None else Ready)
     if isinstance(answer, Refused):
-        assert "--attack matching" in answer.reason
+        assert "only a search tells (matching)" in answer.reason
     assert isinstance(TokenSpans().prepare(victim, sent, Knowledge(Withhold(withheld), batch=2)), Refused)
 
 

@@ -320,7 +320,7 @@ def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
     return (
         f"{held}; those of later blocks hold the {tokens} tokens there, no linear function of the pixels: one image "
         "is looked for in those where a block with another behind it sends all its matrices and has more channels than "
-        "tokens, and the positions tell every place apart. What else may be in them is not known (--attack matching)"
+        "tokens, and the positions tell every place apart. What else may be in them only a search tells (matching)"
     )
 
 

@@ -151,5 +151,7 @@ def _cluster(points: Tensor, roots: Roots, batch: int, seeds: Tensor) -> tuple[T
         if torch.equal(new, owner):
             break
         owner = new
-        centres = torch.stack([points[owner == image].mean(dim=0) for image in range(batch)])
+        owned = [points[owner == image] for image in range(len(centres))]
+        pairs = zip(owned, centres, strict=True)  # an image that no token is given stays where it is
+        centres = torch.stack([own.mean(dim=0) if len(own) else centre for own, centre in pairs])
     return owner, cost
