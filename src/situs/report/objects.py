@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from situs.report.canvas import LABEL
+from situs.report.canvas import INK, LABEL
 from situs.report.masks import MaskRow, class_colours, mask_rows
 
 
@@ -60,5 +60,5 @@ def object_rows(rows: Sequence[ObjectRow], classes: Sequence[str]) -> Figure:
                 if found.scores is not None:
                     said = f"{float(found.scores[each]):.2f}"
                     behind = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5}
-                    axis.text(*place, said, fontsize=LABEL - 2, color=colour, va="top", clip_on=True, bbox=behind)
+                    axis.text(*place, said, fontsize=LABEL - 2, color=INK, va="top", clip_on=True, bbox=behind)
     return figure
