@@ -142,7 +142,7 @@ class Through:
         for _ in range(STEPS):
             if stop():
                 break
-            step = self._step(at, out, factor, damping)
+            step = self._step(at, out, factor, damping, stop)
             after = self.residual(at - step)
             left = float(after.square().sum())
             if not left < cost:
@@ -170,7 +170,7 @@ class Through:
         least = 1e-12 * total.diagonal().max()
         return torch.linalg.cholesky(total + least * eye)
 
-    def _step(self, at: Tensor, out: Tensor, factor: Tensor, damping: float) -> Tensor:
+    def _step(self, at: Tensor, out: Tensor, factor: Tensor, damping: float, stop: Callable[[], bool]) -> Tensor:
         """(J^T J + damping L L^T) step = J^T out, by conjugate gradients in coordinates in which L is 1."""
         push, pull = self._turns(at, out)
 
@@ -184,7 +184,7 @@ class Through:
         y, rest, direction = torch.zeros_like(slope), slope, slope
         size = whole = float(slope.square().sum())
         for _ in range(INNER[0]):
-            if size <= INNER[1] ** 2 * whole:
+            if size <= INNER[1] ** 2 * whole or stop():
                 break
             turned = back(pull(push(into(direction)))) + damping * direction
             share = size / float((direction * turned).sum())
