@@ -42,9 +42,9 @@ def start(places: dict[str, Path], kind: str, config: TuningConfig) -> Pretraine
     return from_model(places[kind], str(places["words" if words else "sentences"]), None, config)
 
 
-def two_trainings(begun: Pretrained, steps: int) -> dict[str, tuple[list[float], dict[str, Any]]]:
+def two_trainings(begun: Pretrained, steps: int, batch: int = 6) -> dict[str, tuple[list[float], dict[str, Any]]]:
     """Losses of each step and last weights (in the clear order), by way, in float64 and with the method's own loss."""
-    config, classes = replace(begun.config, data=replace(begun.config.data, batch=6)), begun.train.classes
+    config, classes = replace(begun.config, data=replace(begun.config.data, batch=batch)), begun.train.classes
     groups = residual_only(make_method(config, classes).backbone.groups())
     keys = random_keys(groups, torch.Generator().manual_seed(3))
     batches = list(make_loader(config.data, config.augment, source=begun.train))
@@ -53,8 +53,8 @@ def two_trainings(begun: Pretrained, steps: int) -> dict[str, tuple[list[float],
     for way in WAYS[:3]:
         method = make_way(way, config, classes, begun.state, groups, keys).double().train()
         optimiser, losses = torch.optim.AdamW(method.parameters(), lr=1e-3, weight_decay=0.05), []
-        for batch in islice(cycle(batches), steps if way != "unauthorised" else THEFT):
-            loss = method(batch, {}).loss
+        for each in islice(cycle(batches), steps if way != "unauthorised" else THEFT):
+            loss = method(each, {}).loss
             assert loss.dtype == torch.float64
             optimiser.zero_grad()
             loss.backward()
@@ -87,8 +87,8 @@ def test_with_the_key_every_step_of_minilm_is_that_of_the_open_model(shared_data
     folder = os.environ.get("SITUS_MINILM")
     if folder is None:
         pytest.skip("SITUS_MINILM names no folder of all-MiniLM-L6-v2")
-    config = replace(SHORT, count=60, longest=32)
-    check_equal(two_trainings(from_model(folder, str(shared_data / "text"), None, config), 50))
+    config = replace(SHORT, count=12, longest=16)
+    check_equal(two_trainings(from_model(folder, str(shared_data / "text"), None, config), 50, batch=3))
 
 
 def test_only_what_the_folder_lacks_is_new(places: dict[str, Path]) -> None:
