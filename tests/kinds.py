@@ -177,7 +177,8 @@ def _outcomes() -> list[Outcome]:
 
 
 def _audit() -> Audit:
-    return Audit(_outcomes(), [NAME], IMAGE, NAME, Step(), {}, {"none": NAME}, notes={"lock": NAME})
+    notes = {"lock": NAME}
+    return Audit(_outcomes(), [NAME], IMAGE, NAME, Step(), {}, {"none": NAME}, notes=notes, remedies=_remedies())
 
 
 def _comparison() -> Comparison:
