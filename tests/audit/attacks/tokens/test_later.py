@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from victims import vit
+import transformers
+from victims import as_trained, vit
 
 from situs.audit.attacks.base import Knowledge, Ready, Refused
 from situs.audit.attacks.tokens.attack import TokensConfig, TokenSpans
@@ -15,6 +16,8 @@ from situs.audit.attacks.tokens.later import Through, derivable, later_block
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Withhold
 from situs.audit.judge.gate import doubt_of
+from situs.audit.stem import Stem, find_embedding, patches_of
+from situs.backbones import create_backbone
 
 IMAGE = 0.8 * torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(3))
 ATTACK = {"config": TokensConfig(seconds=600.0)}
@@ -81,6 +84,68 @@ def test_products_by_passes_are_those_of_the_whole_jacobian(monkeypatch: pytest.
             assert torch.allclose(whole[number](given), passed[number](given), rtol=1e-9, atol=1e-12)
         near = through.residual(at + 1e-6 * at) - through.residual(at - 1e-6 * at)
         assert torch.allclose(passed[0](at), near / 2e-6, rtol=1e-5, atol=1e-7)
+
+
+def hugging_face() -> Any:
+    """Queries, keys and values have a matrix each."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256}
+    config = transformers.ViTConfig(**shape, image_size=8, patch_size=4)
+    return as_trained(create_backbone(config, num_classes=5).eval())
+
+
+FAMILIES = {
+    "ViT": deep,
+    "Hugging Face": hugging_face,
+    "registers": lambda: vit(8, width=64, depth=3, name="vit_small_patch14_reg4_dinov2").float(),
+    "no CLS": lambda: vit(8, width=64, depth=3, model_args={"class_token": False, "global_pool": "avg"}).float(),
+}
+
+
+def at_the_truth(victim: Any, dtype: torch.dtype = torch.float32, lost: str = "") -> tuple[Through, torch.Tensor]:
+    """What is looked for in an upload, and where the truth is. lost: a matrix whose gradient overflowed its type."""
+    sent = victim_gradients(victim.to(dtype), IMAGE.to(dtype), torch.tensor([2]), defence=Withhold(1))
+    victim = victim.double()
+    later = later_block(victim, sent, victim.num_tokens + victim.num_prefix)
+    assert later is not None
+    sent = {name: g * torch.inf if lost and lost in name else g for name, g in sent.items()}
+    ends = torch.full((48,), 2.0, dtype=torch.float64)
+    through, stem = Through(victim, later, sent, 48, Range(-ends, ends)), find_embedding(victim)
+    assert isinstance(stem, Stem)
+    return through, patches_of(IMAGE.double(), victim, stem)[0] - through.grey
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_truth_fits_and_what_is_near_it_does_not(family: str, dtype: torch.dtype) -> None:
+    """Keys alone hold no token: their gradients add up to nothing over the places."""
+    through, truth = at_the_truth(FAMILIES[family](), dtype)
+    assert len(through.spans) == 4  # queries, keys and values are fed the same
+    assert through._judged(truth).fits
+    assert not through._judged(truth + 0.01 * torch.randn(truth.shape).to(truth)).fits
+
+
+def test_what_overflowed_is_left_out_and_what_is_no_number_does_not_fit() -> None:
+    through, truth = at_the_truth(deep(), lost="blocks.1.mlp.fc2")
+    assert len(through.spans) == 3 and through._judged(truth).fits
+    assert not through._judged(truth * torch.nan).fits
+    with derivable():
+        assert through._metric(truth * torch.nan, lambda: False).isfinite().all()
+
+
+def test_an_upload_of_zeros_tells_nothing() -> None:
+    victim = deep()
+    sent = victim_gradients(victim, IMAGE, torch.tensor([2]), defence=Withhold(1))
+    zeros = {name: torch.zeros_like(g) for name, g in sent.items()}
+    found = TokenSpans().recover(victim, [zeros], Knowledge(Withhold(1)))
+    assert found.facts[0]["fits"] is False and found.facts[0]["residual"] is None and found.images.isfinite().all()
+
+
+def test_the_clock_is_asked_before_the_model_is_derived(monkeypatch: pytest.MonkeyPatch) -> None:
+    through, truth = at_the_truth(deep())
+    monkeypatch.setattr("situs.audit.attacks.tokens.later.jvp", None)  # any derivative would raise
+    found = through.solve(lambda: True)
+    assert not found.fits and torch.equal(found.patches, through.grey.expand_as(truth))
 
 
 def test_a_wrong_picture_does_not_fit() -> None:

@@ -9,6 +9,7 @@ tells that apart, token by token (`search`, `roots`), and what attention gave th
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Collection, Sequence
@@ -169,7 +170,7 @@ class TokenSpans(Attack):
         fact: dict[str, Fact] = {
             "blocks_before": later.before,
             "open_directions": None,
-            "residual": found.residual,
+            "residual": found.residual if math.isfinite(found.residual) else None,
             "expected_residual": 1.0,
             "fits": found.fits,
             "proof": None,

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.func import jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from situs.audit.attacks.spans import SOLVED, TELLING, Span
+from situs.audit.attacks.spans import SOLVED, TELLING, Span, whole_rows
 from situs.audit.attacks.tokens.descent import Range
 from situs.audit.attacks.tokens.runs import runs_of
 from situs.audit.defences import Gradients
@@ -89,17 +89,36 @@ class Through:
         patch embedding is sent. blur: even and forward, as in `Span`."""
         self.run, self.later, self.pixels = runs_of(backbone, later.names), later, pixels
         tokens = self.run.places + backbone.num_prefix
-        self.spans = {name: Span(upload[name], tokens, *blur) for name in later.names}
+        self.grey = (pixels.low + pixels.high) / 2
+        # Keys alone do not hold their inputs, for their gradients add up to nothing over the places: all that is fed
+        # the same is one row space. What came as zeros is none.
+        rows = {number: torch.cat([whole_rows(upload[name]) for name in names]) for number, names in self._fed()}
+        self.spans = {at: Span(each, tokens, *blur) for at, each in rows.items() if Span.exists(each, tokens)}
         self.basis = torch.eye(self.run.weight.shape[1]).to(self.run.weight)
         stem = self.run.stem
-        if rank < len(self.basis):
-            span = Span(flat_weight(upload[stem.weight], stem), rank, *blur)
+        patches = flat_weight(upload[stem.weight], stem) if rank < len(self.basis) else None
+        if patches is not None and Span.exists(patches, rank):
+            span = Span(patches, rank, *blur)
             self.basis = torch.linalg.qr((span.inside / span.column).T)[0].T
-        self.grey = (pixels.low + pixels.high) / 2
-        self.grey = self.grey @ self.basis.T @ self.basis if rank < self.basis.shape[1] else self.grey
+            self.grey = self.grey @ self.basis.T @ self.basis
         # Each row space by what rounding lets stick out of it.
-        expected = {name: (span.typical**2 + span.forward**2) ** 0.5 for name, span in self.spans.items()}
-        self.weights = {name: min(expected.values()) / each for name, each in expected.items()}
+        expected = {at: (span.typical**2 + span.forward**2) ** 0.5 for at, span in self.spans.items()}
+        self.weights = {at: min(expected.values()) / each for at, each in expected.items()}
+
+    def _fed(self) -> list[tuple[int, list[str]]]:
+        """The numbers of products that are fed something of their own, and the names of all that are fed the same."""
+        calls = self.run((self.grey @ self.run.weight.T).expand(1, self.run.places, -1))
+        found: dict[int, list[str]] = {}
+        for number, call in enumerate(calls):
+            same = (at for at in found if torch.equal(calls[at].inputs, call.inputs))
+            names = found.setdefault(next(same, number), [])
+            names += [] if call.name in names else [call.name]
+        return list(found.items())
+
+    def _inputs(self, patches: Tensor) -> list[tuple[int, Tensor]]:
+        """What each row space must hold, [tokens, ·], by its number."""
+        calls = self.run((patches @ self.run.weight.T).unsqueeze(0))
+        return [(at, calls[at].inputs[0]) for at in self.spans]
 
     def patches(self, at: Tensor) -> Tensor:
         """[N, K] of coordinates [N, k]."""
@@ -108,15 +127,17 @@ class Through:
     def residual(self, at: Tensor) -> Tensor:
         """What sticks out of every token at every product of the block, [tokens, ·], over the token's own size."""
         out = []
-        for call in self.run((self.patches(at) @ self.run.weight.T).unsqueeze(0)):
-            span = self.spans[call.name]
-            scaled = call.inputs[0] * span.column
-            out.append(self.weights[call.name] * span.outside(scaled) / scaled.norm(dim=-1, keepdim=True))
+        for number, inputs in self._inputs(self.patches(at)):
+            span = self.spans[number]
+            scaled = inputs * span.column
+            out.append(self.weights[number] * span.outside(scaled) / scaled.norm(dim=-1, keepdim=True))
         return torch.cat(out, dim=1)
 
     def solve(self, stop: Callable[[], bool] = lambda: False) -> Picture:
         """The best of some starts; the first that fits."""
         best, chance = None, torch.Generator().manual_seed(0)
+        if not self.spans:
+            return Picture(self.patches(self._start(0, chance)), torch.inf, False)
         with derivable():
             for number in range(STARTS):
                 if best is not None and (best.fits or stop()):
@@ -138,7 +159,7 @@ class Through:
 
     def _descend(self, at: Tensor, stop: Callable[[], bool]) -> Tensor:
         out, damping = self.residual(at), 1e-2
-        cost, factor = float(out.square().sum()), self._metric(at)
+        cost, factor = float(out.square().sum()), self._metric(at, stop)
         for _ in range(STEPS):
             if stop():
                 break
@@ -155,10 +176,12 @@ class Through:
                 break
         return at
 
-    def _metric(self, at: Tensor) -> Tensor:
-        """L [k, k] with L L^T the mean normal matrix of a place's own coordinates, at some places: CG goes by that."""
+    def _metric(self, at: Tensor, stop: Callable[[], bool]) -> Tensor:
+        """L [k, k] with L L^T the normal matrix of a place's own coordinates, summed over some: CG goes by that."""
         total, eye = self.basis.new_zeros(len(self.basis), len(self.basis)), torch.eye(len(self.basis)).to(self.basis)
         for place in {0, self.run.places // 2, self.run.places - 1}:
+            if stop():
+                break
 
             def along(direction: Tensor, place: int = place) -> Tensor:
                 moved = torch.zeros_like(at)
@@ -167,7 +190,8 @@ class Through:
 
             jacobian = vmap(along, chunk_size=32)(eye)
             total = total + jacobian @ jacobian.T
-        least = 1e-12 * total.diagonal().max()
+        total = total.nan_to_num()
+        least = (1e-12 * total.diagonal().max()).clamp(min=1e-30)
         return torch.linalg.cholesky(total + least * eye)
 
     def _step(self, at: Tensor, out: Tensor, factor: Tensor, damping: float, stop: Callable[[], bool]) -> Tensor:
@@ -207,12 +231,11 @@ class Through:
 
     def _judged(self, at: Tensor) -> Picture:
         patches = self.patches(at)
-        ratio, share = 0.0, 0.0
-        for call in self.run((patches @ self.run.weight.T).unsqueeze(0)):
-            span, h = self.spans[call.name], call.inputs[0]
-            out = span.residual(h)
-            ratio, share = max(ratio, float((out / span.expected(h)).max())), max(share, float(out.max()))
-        return Picture(patches, ratio, ratio <= SOLVED and share <= TELLING)
+        each = [(self.spans[at], inputs) for at, inputs in self._inputs(patches)]
+        share = torch.stack([span.residual(h) for span, h in each])
+        ratio = share / torch.stack([span.expected(h) for span, h in each])
+        worst = float(ratio.nan_to_num(torch.inf, torch.inf).max())
+        return Picture(patches, worst, worst <= SOLVED and bool((share <= TELLING).all()))
 
 
 @contextmanager
