@@ -277,8 +277,11 @@ def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
     ]
     cut = replace(found, remedies=[Remedy("clip", None, "why", tried=(high, high), cut=True)], stopped="Ctrl-C")
     assert rows(cut) == [["clip, as a setting", "31.5", "–", "? not judged"]]  # the next setting might have held
+    half = replace(found, remedies=found.remedies[:1], stopped="Ctrl-C, with 1 defences finished")
+    text = make_page(example(WORKED, remedies=half)).render()
+    assert "Stopped by Ctrl-C, with 1 defences finished: what has no row was not searched." in text
     text = make_page(example(WORKED, remedies=found)).render()
-    assert "It was not searched for here" not in text
+    assert "It was not searched for here" not in text and "Stopped by" not in text
     assert '<td class="good">✓ keeps the limit' in text and '<td class="bad">✗ no defence' in text
 
 

@@ -117,7 +117,10 @@ def _would_help(box: Section, found: Remedies | None) -> Section:
         said = "✓ keeps the limit" if each.named else "✗ no defence" if fails and above else "? not judged"
         rows.append([setting, worst, price, said])
     header = ["defence", f"worst {found.limit.metric}", "cost", f"against {', '.join(found.attacks)}"]
-    return box.table(header, rows).text(f"{verdict(found)} All that was tried stands in `defences.html` beside this.")
+    said = verdict(found)
+    if found.stopped is not None and found.found:  # else the verdict says so
+        said = f"{said} Stopped by {found.stopped}: what has no row was not searched."
+    return box.table(header, rows).text(f"{said} All that was tried stands in `defences.html` beside this.")
 
 
 def _worst(audit: Audit) -> Outcome | None:

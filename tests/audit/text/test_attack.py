@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from tiny_texts import WORDS, sentences, victim
 
 from situs.audit.defences import Noise
 from situs.audit.text.attack import find_sentences, reads_embedding, refusal, usable_words
-from situs.audit.text.layers import qkv_weights
+from situs.audit.text.found import UNNAMED
+from situs.audit.text.layers import qkv_weights, words_at
 from situs.audit.text.victim import text_gradients, word_weight
 
 TEXTS = ("3 7 1 9", "4 3 8 2")
@@ -41,11 +44,35 @@ def test_masked_sentences_come_back_with_their_words(tmp_path: Path) -> None:
     assert sorted(found.sentences) == sorted(batch) and found.words >= {word for one in batch for word in one}
 
 
+def test_a_sentence_with_a_gap_tells_no_masked_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = victim(tmp_path, "masked")
+    [truth], hidden = sentences(made, TEXTS[0]), made.tokeniser.mask_token_id
+    upload = text_gradients(made, [truth], dtype=torch.float64, seed=1)
+    [masked] = find_sentences(made.backbone, upload, 1).sentences
+    gap = next(place for place, word in enumerate(masked) if word != hidden)
+
+    def lost(backbone: Any, span: Any, words: torch.Tensor, place: int, vector: Any) -> torch.Tensor:
+        return words[:0] if place == gap else words_at(backbone, span, words, place, vector)
+
+    monkeypatch.setattr("situs.audit.text.encoder.words_at", lost)
+    found = find_sentences(made.backbone, upload, 1, hidden=hidden)
+    assert found.sentences == (tuple(UNNAMED if at == gap else word for at, word in enumerate(masked)),)
+    assert UNNAMED not in found.words and "no whole sentence" in str(found.reason)
+    monkeypatch.setattr("situs.audit.text.encoder.at_places", lambda _: ())
+    assert find_sentences(made.backbone, upload, 1, hidden=hidden).sentences == ()
+
+
 def test_what_cannot_be_attacked_is_a_reason(tmp_path: Path) -> None:
     made = victim(tmp_path / "one", "llama", num_hidden_layers=1)
-    upload = text_gradients(made, sentences(made, *TEXTS))
+    truth = sentences(made, *TEXTS)
+    upload = text_gradients(made, truth)
     found = find_sentences(made.backbone, upload, 2)
     assert found.sentences == () and found.reason is not None and "second block" in found.reason
+    assert found.words == {
+        word for one in truth for word in one[:-1]
+    }  # which the embedding names; the last is not read
+    del upload[word_weight(made.backbone)]
+    assert not find_sentences(made.backbone, upload, 2).words
     two = victim(tmp_path / "two", "gpt2")
     upload = text_gradients(two, sentences(two, *TEXTS))
     assert refusal(two.backbone, set(upload)) is None

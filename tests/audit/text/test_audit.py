@@ -12,6 +12,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.judge.gate import ABOVE, NOT_JUDGED
 from situs.audit.text.audit import SENT, WITHHELD, audit_texts
 from situs.errors import SitusError
+from situs.pages import make_page
 
 LINES = ("w3 w7 w1 w9", "w4 w3 w8 w2", "w11 w12 w13", "w20 w21 w3 w7 w30")
 
@@ -62,6 +63,15 @@ def test_rounding_and_noise_are_attacked_too(llama: Path, texts: Path) -> None:
     assert noisy.whole == 0 and noisy.reasons
     assert audit.ruling is not None and audit.ruling.judgements[2].status == NOT_JUDGED
     assert "the attacker knows its settings" in audit.about[noisy.defence]
+
+
+def test_words_that_the_embedding_names_count_where_no_sentence_can_be_looked_for(tmp_path: Path, texts: Path) -> None:
+    one = write_folder(tmp_path / "one", "bert", num_hidden_layers=1)
+    audit = audit_texts(one, texts, batch=2, count=4, fail_above="words=0.5")
+    assert [row.status for row in audit.rows] == ["done", "refused"] and audit.rows[0].shares["words"] == 1
+    assert audit.ruling is not None
+    assert [judged.answer for judged in audit.ruling.judgements] == ["above", "nothing_applied"]
+    assert "the model has one" in audit.rows[0].reasons[0] and "the model has one" in make_page(audit).render()
 
 
 def test_a_stop_is_told_and_is_no_pass(llama: Path, texts: Path) -> None:

@@ -10,7 +10,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.text.causal import causal_sentences
 from situs.audit.text.encoder import encoder_sentences
-from situs.audit.text.found import Found
+from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.layers import qkv_weights
 from situs.audit.text.learned import masked_words
 from situs.audit.text.victim import is_tied, word_weight
@@ -45,17 +45,19 @@ def find_sentences(
     [D], the vector that he knows MJP to give words in the stead of their places.
     """
     deadline = deadline or Deadline()
-    if said := refusal(backbone, set(upload)):
-        return Found(reason=said)
     words = usable_words(backbone, upload, noise)
     sure = frozenset(words.tolist()) if reads_embedding(backbone, upload) and not noise else frozenset[int]()
+    if said := refusal(backbone, set(upload)):
+        return Found(sure, reason=said)
     if isinstance(backbone, DecoderBackbone):
         found = causal_sentences(backbone, upload, batch, words, deadline, even=noise > 0)
         return replace(found, words=found.words | sure)
     assert isinstance(backbone, BertBackbone)
     found = encoder_sentences(backbone, upload, batch, words, deadline, noise > 0, unknown)
     found = replace(found, words=found.words | sure)
-    if hidden is None:
+    if hidden is None or any(
+        UNNAMED in sentence for sentence in found.sentences
+    ):  # what stands around it must be known
         return found
     named = masked_words(backbone, upload, found.sentences, hidden)
     return replace(found, sentences=tuple(named), words=found.words | {word for sentence in named for word in sentence})

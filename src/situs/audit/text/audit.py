@@ -230,7 +230,8 @@ class _Run:
         labels = [number % max(self._classes(), 1) for number in range(span.start, span.stop)]
         self.deadline.say(f"{part.label}: gradients of {', '.join(audit.names[span][:1])} and the batch behind it")
         upload = self._upload(part, truth, labels, span.start)
-        if said := refusal(self.victim.backbone, set(upload)):
+        names = reads_embedding(self.victim.backbone, upload) and not self._noise(part)  # its rows, its words
+        if (said := refusal(self.victim.backbone, set(upload))) and not names:
             row = replace(before, status="refused", reasons=[said])
             return replace(audit, rows=[*audit.rows[:at], row, *audit.rows[at + 1 :]])
         begun, twin = time.monotonic(), self._twin(part, upload)

@@ -85,10 +85,11 @@ def encoder_sentences(
     found, reason = tuple(search.sentences), None
     if partial is None and len(found) < batch:
         reason = f"{len(found)} of {batch} sentences were found; equal ones cannot be told apart"
-        if batch == 1:
-            reason = "no whole sentence was put together; shown are the words at places where no other word passes"
     facts |= {"searched": len(search.tried), "roots": search.roots}
-    return Found(named, found or (() if batch > 1 else (at_places(able),)), facts, reason, partial)
+    if not found and batch == 1 and (placed := at_places(able)):
+        said = "no whole sentence was put together; shown are the words at places where no other word passes"
+        found, reason = (placed,), reason and said
+    return Found(named, found, facts, reason, partial)
 
 
 def at_places(able: Candidates) -> Sentence:
