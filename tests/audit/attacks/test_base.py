@@ -72,3 +72,7 @@ def test_noise_counts_from_the_size_of_what_is_rounded_off(kind: torch.dtype) ->
     assert counted(off / 2) == 0.0 and counted(2 * off) == 2 * off
     assert counted(2 * off, None) == 0.0  # a gradient beside it is rounded by more
     assert not Knowledge(Noise(off / 2)).even(sent, ("w",)) and Knowledge(Noise(2 * off)).even(sent, ("w",))
+    small = 1e-6 * exact  # where fp16 has few digits left
+    sent = {"w": small.to(kind)}
+    off = float((sent["w"].double() - small).square().mean().sqrt())
+    assert counted(off / 2) == 0.0 and counted(2 * off) == 2 * off

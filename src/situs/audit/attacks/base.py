@@ -226,8 +226,13 @@ def undone(moved: Tensor) -> Tensor:
 
 
 def rounded_off(gradient: Tensor, kind: torch.dtype) -> float:
-    """The deviation of what a floating type rounds off a gradient; what overflowed is left out."""
-    return float(known_numbers(gradient).nan_to_num().square().mean().sqrt()) * torch.finfo(kind).eps / math.sqrt(12)
+    """The deviation of what a floating type rounds off a gradient; what overflowed is left out.
+
+    Steps between numbers are in proportion to them down to the least that the type holds in full, and even below.
+    """
+    size = float(known_numbers(gradient).nan_to_num().square().mean().sqrt())
+    least = torch.finfo(gradient.dtype)
+    return max(size * torch.finfo(kind).eps, least.tiny * least.eps) / math.sqrt(12)
 
 
 def steps_off(gradient: Tensor) -> float:

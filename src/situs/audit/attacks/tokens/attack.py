@@ -312,16 +312,17 @@ def _through(later: Later) -> str:
 def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
     """What an attacker still has without the gradients of the first block: one clause."""
     values = block.weight.shape[1]
-    held = (
-        f"the row space of {block.stem.weight} still holds every patch ({counts.x} of {values} directions)"
-        if patches and counts.x < values
-        else f"{block.stem.weight} tells nothing beside, for every patch is in its row space"
-    )
+    held = f"{block.stem.weight} tells nothing beside, for every patch is in its row space"
+    if not patches:
+        held = f"nor is that of {block.stem.weight}"
+    elif counts.x < values:
+        held = f"the row space of {block.stem.weight} still holds every patch ({counts.x} of {values} directions)"
     tokens = batch * (block.places + len(block.prefix))
     return (
         f"{held}; those of later blocks hold the {tokens} tokens there, no linear function of the pixels: one image "
-        "is looked for in those where a block with another behind it sends all its matrices and has more channels than "
-        "tokens, and the positions tell every place apart. What else may be in them only a search tells (matching)"
+        "of one step is looked for in those where a block with another behind it sends all its matrices and has "
+        "more channels than tokens, and the positions tell every place apart. What else may be in "
+        "them only a search tells (matching)"
     )
 
 
