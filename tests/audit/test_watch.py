@@ -107,6 +107,8 @@ def test_noise_that_the_attackers_know_is_below_the_limit_only_where_their_equat
     assert watch.look(images).answer == "below"
     rounded = audit.guard(module, img_size=16, act="log", attacks=["patchembed"], defence="int8+noise=10").look(images)
     assert rounded.answer == "not judged" and "rounding to int8 is no noise" in rounded.said
+    little = audit.guard(module, img_size=16, act="log", attacks=["patchembed"], defence="autocast+noise=1e-30")
+    assert "rounding to bfloat16 is no noise" in little.look(images).said  # for it is far below what is rounded off
     for parameter in module.parameters():
         parameter.grad = torch.randn(parameter.shape) * 1e3  # not what was stated
     assert watch.look(images).answer == "not judged"

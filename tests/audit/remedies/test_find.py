@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +17,11 @@ from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Clip, NoDefence, Noise, Step, Withhold
-from situs.audit.judge.gate import Limit
+from situs.audit.judge.gate import Judgement, Limit, Ruling
 from situs.audit.remedies.bisect import Answer
-from situs.audit.remedies.find import Search, part_of
+from situs.audit.remedies.find import Search, _StoppedError, part_of
 from situs.audit.remedies.ladders import CostConfig, Rung, cost_of, ladders, scale_of
-from situs.audit.remedies.result import Remedies, Remedy, Trial
+from situs.audit.remedies.result import Remedies, Remedy, Trial, verdict
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
@@ -189,6 +193,27 @@ def test_what_was_tried_before_a_stop_is_kept_and_names_nothing(
     last = max((label for label in asked if by[label] == "above"), key=asked.index)
     assert each.said.startswith(f"stopped before it was done, which names nothing; above the limit up to {last}")
     assert "0 defences finished" in str(stopped) and each.said in make_page(stopped).render()
+
+
+@pytest.mark.parametrize("answer", ["above", "passed", "incomplete"])
+def test_an_image_above_counts_however_the_time_ends(
+    answer: Any, victim: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged = Judgement("noise", answer, "why")
+    cut = SimpleNamespace(stopped="the time limit", ruling=Ruling(Limit("psnr", 20.0), [judged]))
+    monkeypatch.setattr("situs.audit.remedies.find.attack_gradients", lambda *_, **__: cut)
+    deadline, test = Deadline(), TestSet(torch.zeros(1, 1, 28, 28), torch.zeros(1), ([0.5], [0.5]))
+    deadline.interrupt()
+    search, rung = Search(victim, [], Limit("psnr", 20.0), deadline), Rung("none", NoDefence(), Step())
+    with nullcontext() if answer == "above" else pytest.raises(_StoppedError):
+        assert search._judge(rung, test, []) == judged
+
+
+def test_none_was_found_is_said_of_ladders_that_were_climbed_to_their_end(found: Remedies) -> None:
+    [cut] = [replace(each, cut=True) for each in found.remedies if each.defence == "precision"]
+    assert "None was found for batch, withhold, precision." in verdict(found)
+    said = verdict(replace(found, remedies=[*found.remedies[:-1], cut], stopped="Ctrl-C"))
+    assert "None was found for batch, withhold." in said
 
 
 def test_an_attack_that_used_up_its_own_time_ends_no_search_and_names_nothing(victim: Backbone) -> None:
