@@ -50,6 +50,18 @@ def test_nothing_of_the_embedding_and_the_first_block_and_the_pixels_all_the_sam
     assert "not exact here" in str(doubt_of(ready.caveat, found.facts, 0.0, None))  # no gate is passed by it
 
 
+def test_where_the_embedding_is_sent_few_directions_are_looked_for() -> None:
+    """4 patches span 4 of 48 directions, which its gradient tells."""
+    victim, attack = deep(), TokenSpans(**ATTACK)
+    sent = victim_gradients(victim, IMAGE, torch.tensor([2]))
+    sent = {name: g for name, g in sent.items() if "blocks.0" not in name and "pos_embed" not in name}
+    ready = attack.prepare(victim, sent, Knowledge())
+    assert isinstance(ready, Ready) and any("patch_embed" in name for name in ready.reads or ())
+    assert "nothing is sent of the first block" in str(ready.caveat)
+    found = attack.recover(victim, [sent], Knowledge())
+    assert found.facts[0]["fits"] is True and float((found.images - IMAGE).abs().max()) < 1e-3
+
+
 @pytest.mark.parametrize(("depth", "withheld", "before"), [(3, 1, 1), (4, 2, 2), (3, 2, None), (2, 1, None)], ids=str)
 def test_a_block_needs_another_behind_it_and_all_of_its_matrices(depth: int, withheld: int, before: int | None) -> None:
     victim = deep(depth)
@@ -64,7 +76,11 @@ def test_a_block_needs_another_behind_it_and_all_of_its_matrices(depth: int, wit
     assert isinstance(answer, Refused if before is None else Ready)
     if isinstance(answer, Refused):
         assert "only a search tells (matching)" in answer.reason
-    assert isinstance(TokenSpans().prepare(victim, sent, Knowledge(Withhold(withheld), batch=2)), Refused)
+    for more in ({"batch": 2}, {"local_steps": 2}):
+        assert isinstance(TokenSpans().prepare(victim, sent, Knowledge(Withhold(withheld), **more)), Refused)
+    with torch.no_grad():
+        next(p for name, p in victim.named_parameters() if "pos_embed" in name).zero_()
+    assert isinstance(TokenSpans().prepare(victim, sent, Knowledge(Withhold(withheld))), Refused)  # places are alike
 
 
 def test_products_by_passes_are_those_of_the_whole_jacobian(monkeypatch: pytest.MonkeyPatch) -> None:
