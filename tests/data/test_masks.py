@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from situs.data.masks import VOID, MaskConfig, class_numbers, names_beside, numbered, to_classes
+from situs.data.masks import VOID, MaskConfig, class_numbers, names_beside, numbered, to_classes, usual_masks
 from situs.errors import BrokenSampleError, SitusError
 
 
@@ -45,6 +45,20 @@ def test_255_is_asked_about_where_it_is_no_class() -> None:
 def test_a_mask_of_no_class_is_empty() -> None:
     with pytest.raises(BrokenSampleError, match="x: its mask is empty, every pixel is void"):
         to_classes(torch.full((2, 2), 255), MaskConfig(), 2, "x")
+
+
+def test_only_the_list_of_ade20k_tells_how_masks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard, ade = tmp_path / "train.parquet", MaskConfig(1, (0,))
+    shard.touch()
+    (tmp_path / "classes.txt").write_text("sky\n")
+    assert usual_masks(str(tmp_path), None, None) == usual_masks(str(shard), None, None) == MaskConfig()
+    (tmp_path / "objectInfo150.txt").write_text("1\t.2\twall\n")
+    assert usual_masks(str(tmp_path), None, None) == usual_masks(str(shard), None, None) == ade
+    assert usual_masks(str(tmp_path), 0, None) == MaskConfig(0, (0,))
+    assert usual_masks(str(tmp_path), None, ()) == MaskConfig(1, ())
+    monkeypatch.chdir(tmp_path)
+    for elsewhere in (None, "", "samples", str(tmp_path / "other" / "train.parquet")):
+        assert usual_masks(elsewhere, None, None) == MaskConfig()
 
 
 def test_names_come_from_a_list_or_are_the_numbers(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sentences import lines, write_plain, write_set
+from sentences import lines, write_pairs, write_plain, write_set
 from tiny_texts import WORDS, write_folder
 
 from situs.data.augment.recipes import AugmentConfig
@@ -15,6 +15,7 @@ from situs.data.batch import Batch
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader, settle
 from situs.data.text import TextConfig
+from situs.data.tokeniser import Tokeniser
 from situs.errors import SitusError
 
 pytest.importorskip("transformers")
@@ -48,6 +49,24 @@ def test_a_batch_is_padded_to_its_own_longest_and_masked(config: DataConfig) -> 
             seen += 1
         widths.add(batch.inputs.shape[1])
     assert seen == 20 and widths <= {8, 16}
+
+
+def test_what_fills_a_pair_up_stands_in_the_first_sentence(
+    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokeniser, "_special", lambda *_: 9)  # more than BERT has kinds of sentences
+    text = replace(config.text, column="a", pair="b")
+    loader = make_loader(replace(config, path=str(write_pairs(tmp_path)), text=text), None)
+    rows = zip(lines(20, 2), lines(20, 12), strict=True)
+    for batch in loader:
+        assert batch.mask is not None and batch.inputs.shape[1] == 2 and not batch.mask.all()
+        for (ids, types), mask in zip(batch.inputs, batch.mask, strict=True):
+            (first, _), (second, _) = next(rows)
+            assert bool((ids[~mask] == 9).all()) and not types[~mask].any()
+            if mask.sum() < 16:  # whole
+                lengths = [len(each.split()) for each in (first, second)]
+                assert types[mask].tolist() == [0] * (lengths[0] + 2) + [1] * (lengths[1] + 1)
+    assert next(rows, None) is None
 
 
 def test_an_epoch_has_every_sentence_once_and_another_order_each_time(config: DataConfig) -> None:

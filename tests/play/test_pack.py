@@ -103,12 +103,14 @@ def a_model(method: Any = None, backbone: Any = None, **fields: Any) -> Model:
 
 def test_what_the_page_cannot_run_is_refused_in_a_sentence() -> None:
     sound = DataConfig(kind="audio", channels=1)
-    rotary = small_vit(16, name="vit_small_patch16_rope_224")
+    rotary, mixed = small_vit(16, name="vit_small_patch16_rope_224"), small_vit(num_classes=3)
+    mixed.model.blocks[1].mlp.act = torch.nn.ReLU()
     for model, said in (
         (a_model(small_method("mae")), "neither a position head"),
         (a_model(backbone=small_vit()), "name the run"),
         (a_model(backbone=small_swin(num_classes=3), classifier=True), "SwinTransformer is none"),
         (a_model(backbone=rotary, classifier=True), "Eva is none"),
+        (a_model(backbone=mixed, classifier=True), r"differ in their activation \(gelu, relu\)"),
         (a_model(small_method("mp3"), input=sound), "for models of images"),
         (a_model(small_method("mp3"), input=DataConfig(kind="text")), "for models of images"),
         (a_model(small_method("mjp", small_vit(num_classes=3), index="place"), classifier=True), "second table"),

@@ -90,10 +90,15 @@ def _table(first: int, void: tuple[int, ...], count: int) -> Tensor:
     return table
 
 
+def _list_beside(path: Path) -> Path | None:
+    """The list of classes in the data's folder; of a file the folder that it lies in."""
+    folder = path if path.is_dir() else path.parent
+    return next((folder / name for name in _LISTS if (folder / name).is_file()), None)
+
+
 def names_beside(path: Path) -> tuple[str, ...]:
     """The names of a list that lies in the data's folder; none where there is no list."""
-    folder = path if path.is_dir() else path.parent
-    file = next((folder / name for name in _LISTS if (folder / name).is_file()), None)
+    file = _list_beside(path)
     if file is None:
         return ()
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -111,8 +116,9 @@ def names_beside(path: Path) -> tuple[str, ...]:
 
 def usual_masks(path: str | None, first: int | None, void: tuple[int, ...] | None) -> MaskConfig:
     """How the masks at a path are read, where None says nothing: ADE20K's list of names tells of its own way."""
-    ade = path is not None and (Path(path).expanduser() / _LISTS[0]).is_file()
-    usual = MaskConfig(1, (0,)) if ade else MASKS
+    place = Path(path or "").expanduser()
+    file = _list_beside(place) if path and place.exists() else None
+    usual = MaskConfig(1, (0,)) if file is not None and file.name == _LISTS[0] else MASKS
     return MaskConfig(usual.first if first is None else first, usual.void if void is None else void)
 
 

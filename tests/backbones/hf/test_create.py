@@ -228,6 +228,10 @@ def test_bert_segments():
     types[:, 5:] = 1
     found = b.encode(b.embed(torch.stack([x, types], 1)), b.positions()).patches
     assert gap(found, own_features(b.model, x, token_type_ids=types)) < EXACT
+    del b.model.embeddings.token_type_embeddings
+    b.model.embeddings.token_type_embeddings = torch.nn.Embedding(1, b.dim).double()
+    with pytest.raises(SitusError, match=r"tells no two sentences apart \(type_vocab_size=1\), and pairs are given"):
+        b.embed(torch.stack([x, types], 1))
 
 
 # --- context -------------------------------------------------------------------------------------------

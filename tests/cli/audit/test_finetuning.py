@@ -58,6 +58,7 @@ def test_of_a_locked_folder_with_its_key(trained: Any, tmp_path: Path, capsys: p
 def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["--data", "samples"], "(--from)"),
+        (["--withheld", str(tmp_path / "second")], "what opens a locked folder is given, and no folder: name it"),
         (["--from", str(trained.one), "--epochs", "0"], "epochs=0"),
         (["--from", str(tmp_path)], "holds no run and no model"),
     ):

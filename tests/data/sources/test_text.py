@@ -112,8 +112,9 @@ def test_faults_of_pairs(tokeniser: str, tmp_path: Path) -> None:
         read(path, tokeniser, pair="b").read(1)
     with pytest.raises(SitusError, match="has no column 'c', only a, b, label"):
         read(path, tokeniser, pair="c")
-    with pytest.raises(SitusError, match="column 'label' holds 1, which is no sentence"):
+    with pytest.raises(SitusError, match="column 'label' holds 1, which is no sentence") as error:
         read(path, tokeniser, column="a", label="b", pair="label")
+    assert error.value.fields == ("text.pair",)
     with pytest.raises(SitusError, match="pair='a': must be another column than that of the first sentence"):
         TextConfig(column="a", pair="a")
     with pytest.raises(SitusError, match="more than the 3 ids that the tokeniser adds itself"):

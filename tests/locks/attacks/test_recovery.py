@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from situs.backbones import create_backbone
 from situs.backbones.layout import Group, Member
+from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.locks.attacks.adapter import (
     Adapted,
@@ -26,6 +27,7 @@ from situs.locks.attacks.adapter import (
     recover_with_labels,
     train_adapter,
 )
+from situs.locks.attacks.audit import _joined
 from situs.locks.attacks.blind import graph_match
 from situs.locks.attacks.match import assign, channels, fit_error, match_keys
 from situs.locks.attacks.recovery import (
@@ -545,3 +547,15 @@ def test_labelled_sentences_are_judged_as_an_evaluation_judges_them(tmp_path: Pa
     assert torch.allclose(adapted(ids[:1, :4]), adapted(ids, mask)[:1], atol=1e-6)  # padding changes nothing
     rows = Labelled(ids, torch.zeros(3), mask).unpadded()
     assert rows.shape[0] == 1 and bool((rows[0] == ids[mask.sum(1) == rows.shape[1]][0, : rows.shape[1]]).all())
+    pairs = torch.stack([ids, (torch.arange(9) > 2).long().expand(3, 9)], dim=1)
+    assert torch.allclose(adapted(pairs, mask), backbone(pairs, mask), atol=1e-6)
+    assert not torch.allclose(adapted(pairs, mask), adapted(ids, mask), atol=1e-3)
+    short = Batch(pairs[:1, :, :4], torch.zeros(1), {"label": torch.zeros(1)}, mask[:1, :4])
+    joined = _joined([short, Batch(pairs[1:], torch.zeros(2), {"label": torch.ones(2)}, mask[1:])])
+    assert torch.equal(adapted(*joined.part(torch.arange(3))), adapted(pairs, mask)) and joined.inputs.shape == (
+        3,
+        2,
+        9,
+    )
+    both = Labelled(pairs, torch.zeros(3), mask).unpadded()
+    assert torch.equal(both[:, 0], rows) and torch.equal(both[:, 1], pairs[:1, 1, : rows.shape[1]])

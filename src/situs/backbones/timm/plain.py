@@ -54,8 +54,10 @@ def plain_vit(backbone: Backbone) -> PlainVit:
     for name in ("head", "head_dist") if both else ("head",):
         if isinstance(layer := getattr(model, name), nn.Linear):
             writer.linear(name, layer)
-    pool, act = "both" if both else model.global_pool, _act(model.blocks[0].mlp.act)
-    return PlainVit(writer.tensors, writer.eps, model.blocks[0].attn.num_heads, pool, act)
+    acts, pool = {_act(block.mlp.act) for block in model.blocks}, "both" if both else model.global_pool
+    if len(acts) > 1:
+        _refuse(backbone, f"its blocks differ in their activation ({', '.join(sorted(acts))})")
+    return PlainVit(writer.tensors, writer.eps, model.blocks[0].attn.num_heads, pool, acts.pop())
 
 
 def _act(module: nn.Module) -> str:

@@ -18,7 +18,6 @@ from cyclopts import Parameter
 from situs.cli.parser.arguments import configured
 from situs.cli.parser.model_args import check_folder
 from situs.cli.result import present
-from situs.errors import SitusError
 from situs.locks.tuning.result import TuningConfig
 
 
@@ -58,8 +57,6 @@ def run(args: Args) -> None:
     from situs.locks import audit_tuning
 
     check_folder(args.out)
-    if args.source is None and args.key is not None:
-        raise SitusError(f"key={args.key}: opens no model; name the locked folder", field="source")
     asked = {name: getattr(args, name) for name in ("test_data", "withheld", "device")}
     key = None if args.key is None else read_key(args.key)
     found = audit_tuning(args.source, args.data, args.config, key=key, say=print, **asked)

@@ -56,6 +56,6 @@ def run(args: Args) -> None:
     model = open_from(args)
     after = None if args.after is None else open_one_of(args.after, args)
     words = asked(args, after=after)
-    read = usual_masks(args.data, words.pop("first"), words.pop("void"))
+    read = usual_masks(args.data or model.samples.path, words.pop("first"), words.pop("void"))
     words["masks"] = replace(read, classes=words.pop("classes"))
     present(evaluate_probe(model, **words), args.out)

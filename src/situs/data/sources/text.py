@@ -64,7 +64,9 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
     tables = [read_table(file) for file in own]
     column, label = _columns(tables, text)
     texts = [each for table in tables for each in _sentences(table, column)]
-    pairs = None if text.pair is None else [each for table in tables for each in _sentences(table, text.pair)]
+    pairs = (
+        None if text.pair is None else [each for table in tables for each in _sentences(table, text.pair, "text.pair")]
+    )
     entries = [(table.file, row) for table in tables for row in range(len(table))]
     numbers, classes = None, None
     if label is not None and wanted.labels:
@@ -232,11 +234,11 @@ def _plain(file: Path, text: TextConfig) -> list[str]:
         raise SitusError(f"{file}: is no text in UTF-8 ({str(error)[:80]})", field="data") from error
 
 
-def _sentences(table: Table, column: str) -> list[str | None]:
+def _sentences(table: Table, column: str, field: str = "text.column") -> list[str | None]:
     for row, value in enumerate(table.column(column)):
         if not isinstance(value, str | None):
             said = f"column {column!r} holds {str(value)[:40]}, which is no sentence"
-            raise SitusError(f"{table.file}, row {row}: {said}", field="text.column")
+            raise SitusError(f"{table.file}, row {row}: {said}", field=field)
     return table.column(column)
 
 

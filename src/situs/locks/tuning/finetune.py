@@ -104,6 +104,8 @@ def audit_tuning(
     """
     if source is None and data is not None:
         raise SitusError(f"data={data}: give the model to start from as well", field="source")
+    if source is None and (key is not None or withheld is not None):
+        raise SitusError("what opens a locked folder is given, and no folder: name it as well", field="source")
     config, where = config or TuningConfig(), device or ("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as place:
         if source is None:
