@@ -41,8 +41,9 @@ help:
 demo: $(VENV)/.installed
 	@$(BIN)/situs demo --out demo
 
+# Three processes for two cores: some tests wait for servers and for processes of their own.
 test: $(VENV)/.installed
-	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 # The suite on every python that is found here, each in its own environment.
 test-pythons:
@@ -53,7 +54,7 @@ test-pythons:
 
 # The suite on the oldest version of everything that pyproject.toml names.
 test-oldest: .venv-oldest/.installed
-	@.venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal
+	@.venv-oldest/bin/python -m pytest -q -n 3 --dist worksteal
 
 lint: $(VENV)/.installed
 	@$(BIN)/ruff check .
