@@ -10,7 +10,7 @@ import torch
 from tiny_texts import WORDS, sentences, victim
 
 from situs.audit.defences import Noise
-from situs.audit.text.attack import find_sentences, reads_embedding, refusal, usable_words
+from situs.audit.text.attack import find_sentences, named_words, reads_embedding, refusal, usable_words
 from situs.audit.text.found import UNNAMED
 from situs.audit.text.layers import qkv_weights, words_at
 from situs.audit.text.victim import text_gradients, word_weight
@@ -79,6 +79,30 @@ def test_what_cannot_be_attacked_is_a_reason(tmp_path: Path) -> None:
     [name] = qkv_weights(two.backbone, 2)
     said = refusal(two.backbone, set(upload) - {name})
     assert said is not None and name in said and "not sent" in said
+
+
+def test_noise_below_what_is_rounded_off_hides_nothing(tmp_path: Path) -> None:
+    made = victim(tmp_path, "bert", width=64)
+    batch = sentences(made, *TEXTS)
+    found = {}
+    for sigma in (0.0, 1e-30):
+        sent = text_gradients(made, batch, labels=[0, 1], defence=Noise(sigma), dtype=torch.bfloat16)
+        found[sigma] = find_sentences(made.backbone, sent, 2, noise=sigma)
+    assert found[1e-30].facts["rank"] == found[0.0].facts["rank"] and found[1e-30].words == found[0.0].words
+    assert set(found[0.0].sentences) <= set(found[1e-30].sentences) and found[0.0].sentences
+
+
+def test_words_whose_rows_are_more_than_noise_are_sure(tmp_path: Path) -> None:
+    made = victim(tmp_path, "bert")
+    batch = sentences(made, *TEXTS)
+    words, sizes = {word for one in batch for word in one}, []
+    for sigma in (1e-9, 1e-3, 1e-1, 10.0):
+        sent = text_gradients(made, batch, labels=[0, 1], defence=Noise(sigma))
+        sure = set(named_words(made.backbone, sent, sigma).tolist())
+        assert sure <= words
+        sizes.append(len(sure))
+    assert sizes[0] == len(words) and sizes[-1] == 0
+    assert not len(named_words(made.backbone, {n: g for n, g in sent.items() if n != word_weight(made.backbone)}))
 
 
 def test_much_noise_is_no_sentence_and_a_reason(tmp_path: Path) -> None:

@@ -65,6 +65,12 @@ def test_rounding_and_noise_are_attacked_too(llama: Path, texts: Path) -> None:
     assert "the attacker knows its settings" in audit.about[noisy.defence]
 
 
+def test_words_are_not_counted_where_the_row_that_names_them_is_withheld(bert: Path, texts: Path) -> None:
+    audit = audit_texts(bert, texts, batch=4, count=4, defences=["noise=0.03"])
+    sent, withheld = (row.shares["words"] for row in audit.rows)
+    assert sent > withheld and audit.rows[1].seconds is not None
+
+
 def test_words_that_the_embedding_names_count_where_no_sentence_can_be_looked_for(tmp_path: Path, texts: Path) -> None:
     one = write_folder(tmp_path / "one", "bert", num_hidden_layers=1)
     audit = audit_texts(one, texts, batch=2, count=4, fail_above="words=0.5")

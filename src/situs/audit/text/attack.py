@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from situs.audit.attacks.base import rounded_off
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.text.causal import causal_sentences
@@ -17,6 +18,9 @@ from situs.audit.text.victim import is_tied, word_weight
 from situs.backbones.hf.text import BertBackbone, DecoderBackbone, TextBackbone
 
 NAME = "sentences"
+
+BEYOND = 8.0
+"""Deviations of noise beyond the length that it gives a row: none of a whole vocabulary is so long by chance."""
 
 
 def refusal(backbone: TextBackbone, sent: set[str]) -> str | None:
@@ -39,21 +43,23 @@ def find_sentences(
     deadline: Deadline | None = None,
 ) -> Found:
     """What one who knows the weights and the size of the batch reads off an upload. Words whose rows of the embedding's
-    gradient are not zero are in the batch, whatever else comes of the search.
+    gradient are more than noise are in the batch, whatever else comes of the search.
 
     noise: deviation of the noise that was added, which he knows. hidden: the id that stands for masked words. unknown:
     [D], the vector that he knows MJP to give words in the stead of their places.
     """
     deadline = deadline or Deadline()
     words = usable_words(backbone, upload, noise)
-    sure = frozenset(words.tolist()) if reads_embedding(backbone, upload) and not noise else frozenset[int]()
+    sure = frozenset(named_words(backbone, upload, noise).tolist())
     if said := refusal(backbone, set(upload)):
         return Found(sure, reason=said)
+    names = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
+    even = noise > 0 and all(noise >= rounded_off(upload[name], upload[name].dtype) for name in names)
     if isinstance(backbone, DecoderBackbone):
-        found = causal_sentences(backbone, upload, batch, words, deadline, even=noise > 0)
+        found = causal_sentences(backbone, upload, batch, words, deadline, even=even)
         return replace(found, words=found.words | sure)
     assert isinstance(backbone, BertBackbone)
-    found = encoder_sentences(backbone, upload, batch, words, deadline, noise > 0, unknown)
+    found = encoder_sentences(backbone, upload, batch, words, deadline, even, unknown)
     found = replace(found, words=found.words | sure)
     if hidden is None or any(
         UNNAMED in sentence for sentence in found.sentences
@@ -75,6 +81,15 @@ def usable_words(backbone: TextBackbone, upload: Gradients, noise: float = 0.0) 
     if not reads_embedding(backbone, upload) or noise > 0:
         return every
     return every[(upload[weight] != 0).any(dim=1)]
+
+
+def named_words(backbone: TextBackbone, upload: Gradients, noise: float = 0.0) -> torch.Tensor:
+    """The words that are in the batch for sure: noise alone would not make their rows of the embedding's gradient so
+    long. None where it is not read."""
+    if not reads_embedding(backbone, upload):
+        return torch.zeros(0, dtype=torch.long)
+    rows = upload[word_weight(backbone)].double()
+    return (rows.norm(dim=1) > noise * (rows.shape[1] ** 0.5 + BEYOND)).nonzero()[:, 0]
 
 
 def reads_embedding(backbone: TextBackbone, upload: Gradients) -> bool:

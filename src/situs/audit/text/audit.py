@@ -16,7 +16,7 @@ from situs.audit.client import DTYPES
 from situs.audit.deadline import Deadline
 from situs.audit.defences import DEFENCES, Defence, Gradients, Step, create_defence
 from situs.audit.judge.record import evidence
-from situs.audit.text.attack import find_sentences, reads_embedding, refusal
+from situs.audit.text.attack import find_sentences, named_words, reads_embedding, refusal
 from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.result import Row, TextAudit, parse_text_limit
 from situs.audit.text.scoring import score
@@ -230,11 +230,11 @@ class _Run:
         labels = [number % max(self._classes(), 1) for number in range(span.start, span.stop)]
         self.deadline.say(f"{part.label}: gradients of {', '.join(audit.names[span][:1])} and the batch behind it")
         upload = self._upload(part, truth, labels, span.start)
-        names = reads_embedding(self.victim.backbone, upload) and not self._noise(part)  # its rows, its words
-        if (said := refusal(self.victim.backbone, set(upload))) and not names:
+        named = len(named_words(self.victim.backbone, upload, self._noise(part)))
+        if (said := refusal(self.victim.backbone, set(upload))) and not named:
             row = replace(before, status="refused", reasons=[said])
             return replace(audit, rows=[*audit.rows[:at], row, *audit.rows[at + 1 :]])
-        begun, twin = time.monotonic(), self._twin(part, upload)
+        begun, twin = time.monotonic(), self._twin(part, upload, named)
         found = self._last if twin else self._find(part, upload)
         self._last = found
         reads = score(audit.names[span], truth, found)
@@ -252,13 +252,13 @@ class _Run:
         shown = dict(zip(sorted(ids), self.victim.shown(sorted(ids)), strict=True))
         return replace(audit, rows=[*audit.rows[:at], row, *audit.rows[at + 1 :]], shown={**audit.shown, **shown})
 
-    def _twin(self, part: _Part, upload: Gradients) -> bool:
+    def _twin(self, part: _Part, upload: Gradients, named: int) -> bool:
         """Whether a row has just been attacked with the very numbers that this attack reads of this one.
 
         It then reads nothing of the word embedding's gradient, sent or not.
         """
         if part.sent:
-            self._read = reads_embedding(self.victim.backbone, upload) and not self._noise(part)
+            self._read = named > 0 or (reads_embedding(self.victim.backbone, upload) and not self._noise(part))
             return False
         return not self._read
 
