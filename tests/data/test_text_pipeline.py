@@ -57,6 +57,7 @@ def test_what_fills_a_pair_up_stands_in_the_first_sentence(
     monkeypatch.setattr(Tokeniser, "_special", lambda *_: 9)  # more than BERT has kinds of sentences
     text = replace(config.text, column="a", pair="b")
     loader = make_loader(replace(config, path=str(write_pairs(tmp_path)), text=text), None)
+    assert loader.pipeline.row_bytes == 2 * 16 * 8
     rows = zip(lines(20, 2), lines(20, 12), strict=True)
     for batch in loader:
         assert batch.mask is not None and batch.inputs.shape[1] == 2 and not batch.mask.all()

@@ -13,12 +13,13 @@ from typing import Any, TypedDict, Unpack
 
 from torch import Tensor, nn
 
-from situs.data.config import Target
+from situs.data.config import DataConfig, Target
 from situs.data.loader import Loader, make_loader
 from situs.data.masks import MaskConfig
 from situs.data.sources import judged_split, open_source
 from situs.data.sources.base import Source
 from situs.data.sources.subset import Subset
+from situs.data.text import COLUMNS
 from situs.errors import SitusError
 from situs.limits import check_value
 from situs.models.model import Model, check_classifier
@@ -122,7 +123,7 @@ def load_any(
         path = str(data or config.path)
         config = replace(config, path=path)
         chosen = split or judged_split(path, config.held_out, **config.split_by())
-        source = open_source(path, chosen, **config.wanted())
+        source = _opened(path, chosen, config, model.name)
         if chosen is None:
             told = ", those of the training too" if data is None else ""
             taken = f"is not split, so that all its {source.things} were taken{told}"
@@ -138,6 +139,17 @@ def load_any(
     loader = make_loader(config, None, model.device, rank=rank, world=world, source=source)
     check_words(model.backbone, loader)
     return loader
+
+
+def _opened(path: str, split: str | None, config: DataConfig, name: str) -> Source:
+    """The set; where it lacks a column that the model remembers, the sentence says whose column that is."""
+    try:
+        return open_source(path, split, **config.wanted())
+    except SitusError as error:
+        part, _, column = (error.field or "").partition(".")
+        if config.kind != "text" or part != "text" or column not in COLUMNS or getattr(config.text, column) is None:
+            raise
+        raise SitusError(f"{error}; {name} was trained on columns of these names", field="data") from error
 
 
 def load_bank(

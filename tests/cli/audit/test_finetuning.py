@@ -50,6 +50,7 @@ def test_of_a_locked_folder_with_its_key(trained: Any, tmp_path: Path, capsys: p
     for words, said in (
         ([locked, *asked], "is locked, and without its key its blocks are scrambled (--key)"),
         ([opened, *asked, "--key", key], "is not locked, and opens without a key (--key)"),
+        ([locked, *asked, "--key", key, "--withheld", opened], "nothing was withheld from"),
     ):
         assert main(["audit", "finetuning", "--from", *words]) == 2
         assert said in capsys.readouterr().err

@@ -106,6 +106,11 @@ def test_pairs_are_what_transformers_makes_of_two_sentences(longest: int, tokeni
     assert source.key(3) == f"{rows[3]['a']}\t{rows[3]['b']}" != source.key(4)
 
 
+def test_the_second_sentence_is_not_taken_for_the_label(tokeniser: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"a": "w1", "label": "w2 w3", "class": 1}])
+    assert read(path, tokeniser, pair="label").read(0)["label"] == 1
+
+
 def test_faults_of_pairs(tokeniser: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"a": "w1", "b": "w2", "label": 1}, {"a": "w1", "b": " ", "label": 1}])
     with pytest.raises(BrokenSampleError, match="row 1: a sentence of the pair is empty"):
