@@ -30,7 +30,8 @@ def test_the_embedding_names_the_words_where_nothing_hides_them(tmp_path: Path) 
     half = {name: g.half() for name, g in upload.items()}  # small numbers may have become zeros
     assert not reads_embedding(made.backbone, half) and usable_words(made.backbone, half).tolist() == every
     tied = victim(tmp_path / "llama", "llama", tie_word_embeddings=True)
-    assert not reads_embedding(tied.backbone, text_gradients(tied, sentences(tied, *TEXTS)))
+    upload = text_gradients(tied, sentences(tied, *TEXTS))
+    assert not reads_embedding(tied.backbone, upload) and not len(named_words(tied.backbone, upload))
 
 
 def test_masked_sentences_come_back_with_their_words(tmp_path: Path) -> None:
@@ -100,8 +101,16 @@ def test_words_whose_rows_are_more_than_noise_are_sure(tmp_path: Path) -> None:
         sent = text_gradients(made, batch, labels=[0, 1], defence=Noise(sigma))
         sure = set(named_words(made.backbone, sent, sigma).tolist())
         assert sure <= words
+        coarse = text_gradients(made, batch, labels=[0, 1], defence=Noise(sigma), dtype=torch.int8)
+        assert set(named_words(made.backbone, coarse, sigma, steps=True).tolist()) <= words
         sizes.append(len(sure))
     assert sizes[0] == len(words) and sizes[-1] == 0
+    coarse = text_gradients(made, batch, labels=[0, 1], dtype=torch.int8)
+    assert set(named_words(made.backbone, coarse, steps=True).tolist()) == words  # zeros stay zeros
+    half = {name: g.half() for name, g in text_gradients(made, batch, labels=[0, 1]).items()}
+    assert set(named_words(made.backbone, half).tolist()) == words
+    found = find_sentences(made.backbone, coarse, 2, steps=True)
+    assert found.words >= words
     assert not len(named_words(made.backbone, {n: g for n, g in sent.items() if n != word_weight(made.backbone)}))
 
 

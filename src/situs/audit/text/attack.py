@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from situs.audit.attacks.base import rounded_off
+from situs.audit.client import LEVELS
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.text.causal import causal_sentences
@@ -38,6 +39,7 @@ def find_sentences(
     batch: int,
     *,
     noise: float = 0.0,
+    steps: bool = False,
     hidden: int | None = None,
     unknown: torch.Tensor | None = None,
     deadline: Deadline | None = None,
@@ -45,16 +47,17 @@ def find_sentences(
     """What one who knows the weights and the size of the batch reads off an upload. Words whose rows of the embedding's
     gradient are more than noise are in the batch, whatever else comes of the search.
 
-    noise: deviation of the noise that was added, which he knows. hidden: the id that stands for masked words. unknown:
-    [D], the vector that he knows MJP to give words in the stead of their places.
+    noise: deviation of the noise that was added, which he knows. steps: whether numbers come in even ones. hidden: the
+    id that stands for masked words. unknown: [D], the vector that he knows MJP to give words in the stead of their
+    places.
     """
     deadline = deadline or Deadline()
-    words = usable_words(backbone, upload, noise)
-    sure = frozenset(named_words(backbone, upload, noise).tolist())
+    words = usable_words(backbone, upload, noise or float(steps))  # even steps may make a row zero that was none
+    sure = frozenset(named_words(backbone, upload, noise, steps).tolist())
     if said := refusal(backbone, set(upload)):
         return Found(sure, reason=said)
     names = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
-    even = noise > 0 and all(noise >= rounded_off(upload[name], upload[name].dtype) for name in names)
+    even = steps or (noise > 0 and all(noise >= rounded_off(upload[name], upload[name].dtype) for name in names))
     if isinstance(backbone, DecoderBackbone):
         found = causal_sentences(backbone, upload, batch, words, deadline, even=even)
         return replace(found, words=found.words | sure)
@@ -83,13 +86,15 @@ def usable_words(backbone: TextBackbone, upload: Gradients, noise: float = 0.0) 
     return every[(upload[weight] != 0).any(dim=1)]
 
 
-def named_words(backbone: TextBackbone, upload: Gradients, noise: float = 0.0) -> torch.Tensor:
+def named_words(backbone: TextBackbone, upload: Gradients, noise: float = 0.0, steps: bool = False) -> torch.Tensor:
     """The words that are in the batch for sure: noise alone would not make their rows of the embedding's gradient so
-    long. None where it is not read."""
-    if not reads_embedding(backbone, upload):
+    long. None where it is not sent, or is the head's too. steps: as of `find_sentences`; they leave a zero as it is."""
+    if (weight := word_weight(backbone)) not in upload or is_tied(backbone):
         return torch.zeros(0, dtype=torch.long)
-    rows = upload[word_weight(backbone)].double()
-    return (rows.norm(dim=1) > noise * (rows.shape[1] ** 0.5 + BEYOND)).nonzero()[:, 0]
+    rows = upload[weight].double()
+    size = rows.shape[1] ** 0.5
+    off = float(rows.abs().max()) / LEVELS * size / 2 if steps and noise else 0.0
+    return (rows.norm(dim=1) > noise * (size + BEYOND) + off).nonzero()[:, 0]
 
 
 def reads_embedding(backbone: TextBackbone, upload: Gradients) -> bool:

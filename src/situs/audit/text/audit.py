@@ -230,7 +230,7 @@ class _Run:
         labels = [number % max(self._classes(), 1) for number in range(span.start, span.stop)]
         self.deadline.say(f"{part.label}: gradients of {', '.join(audit.names[span][:1])} and the batch behind it")
         upload = self._upload(part, truth, labels, span.start)
-        named = len(named_words(self.victim.backbone, upload, self._noise(part)))
+        named = len(named_words(self.victim.backbone, upload, *self._noise(part)))
         if (said := refusal(self.victim.backbone, set(upload))) and not named:
             row = replace(before, status="refused", reasons=[said])
             return replace(audit, rows=[*audit.rows[:at], row, *audit.rows[at + 1 :]])
@@ -258,20 +258,21 @@ class _Run:
         It then reads nothing of the word embedding's gradient, sent or not.
         """
         if part.sent:
-            self._read = named > 0 or (reads_embedding(self.victim.backbone, upload) and not self._noise(part))
+            self._read = named > 0 or (reads_embedding(self.victim.backbone, upload) and not any(self._noise(part)))
             return False
         return not self._read
 
     def _find(self, part: _Part, upload: Gradients) -> Found:
         hidden = self.victim.tokeniser.mask_token_id if self.victim.task == "masked words" else None
         unknown = self.victim.unknown if part.aware else None
-        given = {"noise": self._noise(part), "hidden": hidden, "unknown": unknown, "deadline": self.deadline}
+        noise, steps = self._noise(part)
+        given = {"noise": noise, "steps": steps, "hidden": hidden, "unknown": unknown, "deadline": self.deadline}
         return find_sentences(self.victim.backbone, upload, self.config.batch, **given)
 
-    def _noise(self, part: _Part) -> float:
-        """The deviation of what is evenly wrong with the numbers; even steps may also make a row zero that was none."""
+    def _noise(self, part: _Part) -> tuple[float, bool]:
+        """The deviation of the noise, and whether numbers come in even steps."""
         step = part.defence.step(Step(self.config.batch, dtype=DTYPES[self.config.precision]))
-        return part.defence.noise_level(step.batch) or float(step.dtype == torch.int8)
+        return part.defence.noise_level(step.batch), step.dtype == torch.int8
 
     def _upload(self, part: _Part, truth: Sequence[Sentence], labels: Sequence[int], first: int) -> Gradients:
         """What is sent; made once for both rows of a defence."""
