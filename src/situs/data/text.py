@@ -29,7 +29,7 @@ class TextConfig(Checked):
     """Column of the second sentence, where a classifier reads two: MRPC's sentence2, MNLI's hypothesis."""
 
     label: str | None = None
-    """Column of the labels; by default label, labels, cls or class, where there is one."""
+    """Column of the labels; by default label, labels, fine_label, cls or class, where there is one."""
 
     longest: Count | None = None
     """Ids of a sentence at most, those that the tokeniser adds among them: what is longer is cut at its end, of a pair

@@ -38,19 +38,23 @@ def test_of_a_locked_folder_with_its_key(trained: Any, tmp_path: Path, capsys: p
     assert main(["export", str(trained.one), "--out", opened]) == 0
     assert main(["key", "new", "--out", key]) == 0
     assert main(["lock", opened, "--key", key, "--out", locked]) == 0
+    lacking, second = str(tmp_path / "lacking"), str(tmp_path / "second")
+    apart = ["--withhold", "embedding", "--withheld", second]
+    assert main(["lock", opened, "--key", key, "--out", lacking, *apart]) == 0
     asked = ["--data", str(trained.data), *SHORT[:4], "--epochs", "1", "--batch", "6", "--looks", "1"]
     found = []
-    for source in ([opened], [locked, "--key", key]):
+    for source in ([opened], [locked, "--key", key], [lacking, "--key", key, "--withheld", second]):
         out = tmp_path / f"out{len(found)}"
         assert main(["audit", "finetuning", "--from", *source, *asked, "--out", str(out)]) == 0
         found.append(json.loads((out / "finetuning.json").read_text()))
-    one, two = ({way: (own["loss"], own["accuracy"]) for way, own in each["curves"].items()} for each in found)
-    assert one == two  # the very model
+    one, two, three = ({way: (own["loss"], own["accuracy"]) for way, own in each["curves"].items()} for each in found)
+    assert one == two == three  # the very model
     capsys.readouterr()
     for words, said in (
         ([locked, *asked], "is locked, and without its key its blocks are scrambled (--key)"),
         ([opened, *asked, "--key", key], "is not locked, and opens without a key (--key)"),
         ([locked, *asked, "--key", key, "--withheld", opened], "nothing was withheld from"),
+        ([lacking, *asked, "--key", key], "give the owner's second file too (--withheld)"),
     ):
         assert main(["audit", "finetuning", "--from", *words]) == 2
         assert said in capsys.readouterr().err
