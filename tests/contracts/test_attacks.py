@@ -70,8 +70,8 @@ def test_reason_or_recovery(name: str, defence: str, batch: int, backbone: Any) 
     assert len(found.facts) == count
     assert found.partial is None
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in backbone.named_parameters())
-    if batch > 1 and defence not in ("none", "noise"):
-        return  # said of one image
+    if defence not in ("none", "noise", "mjp"):
+        return  # what the others send is the same each time too: tests/audit/test_client.py
     again = recover(backbone, create_attack(name, *QUICK), defence, batch)
     assert isinstance(again, Recovery)
     assert torch.equal(found.images, again.images)

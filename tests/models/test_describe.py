@@ -18,7 +18,7 @@ from situs.methods import create_method
 from situs.models import describe
 from situs.results import show
 
-SMALL = {"vit": {"depth": 1}, "swin": {"depths": (1, 1, 1, 1), "embed_dim": 24}}
+SMALL = {"vit": {"depth": 1, "embed_dim": 24, "num_heads": 2}, "swin": {"depths": (1, 1, 1, 1), "embed_dim": 24}}
 
 
 @pytest.mark.parametrize(

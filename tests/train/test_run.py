@@ -281,7 +281,7 @@ def test_a_stopped_and_extended_run_equals_one_that_never_stopped(mp3: Path, tmp
 def test_more_epochs_go_on_and_say_what_happens_to_the_schedule(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    once = config(data={"batch": 3000}, train={"epochs": 1, "max_steps": None})
+    once = config(data={"count": 90, "batch": 30}, train={"epochs": 1, "max_steps": None})
     assert train_run(once, out=tmp_path / "run", device="cpu").step == 3
     twice = longer_by(once, epochs=2)
     assert train_run(twice, resume=tmp_path / "run", device="cpu").step == 6

@@ -32,7 +32,7 @@ def pixel_rows(rows: Sequence[Any], *, grid: tuple[int, int] | None = None, gap:
             whole[top : top + height, left : left + width] = image
     zoom = max(1, min(8, WIDEST // whole.shape[1]))
     held = io.BytesIO()
-    Image.fromarray(whole.repeat(zoom, 0).repeat(zoom, 1).squeeze()).save(held, "png", optimize=True)
+    Image.fromarray(whole.repeat(zoom, 0).repeat(zoom, 1).squeeze()).save(held, "png")
     return held.getvalue()
 
 

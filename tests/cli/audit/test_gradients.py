@@ -338,11 +338,11 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
     """It was a pass. Now it is one of two: above, or not judged."""
     from situs.audit.gradients import Fallback
 
-    monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2))
+    monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2, iterations=20))
     words = ["audit", "gradients", f"{own}:plain", "--data", str(photographs), "--count", "3", "--img-size", "16"]
     assert main([*words, "--fail-above", "psnr=5", "--attack", "patchembed", "--no-pictures"]) == 3
     shown = capsys.readouterr()
-    said = "no closed form applies, so matching is run by itself on 2 of 3 images (300 iterations, at most 120 s)"
+    said = "no closed form applies, so matching is run by itself on 2 of 3 images (20 iterations, at most 120 s)"
     assert said in shown.err and said in shown.out
     pairs = json.loads(Path("audit/gradients.json").read_text())["pairs"]
     assert [(pair["attack"], pair["applies"]) for pair in pairs] == [("patchembed", False), ("matching", True)]
@@ -362,7 +362,7 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
 
 def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["audit", "gradients", f"{own}:named", "--data", str(photographs), "--count", "2", "--batch", "2"]
-    settings = ["--attack", "matching", "--iterations", "1000000", "--time-limit", "1", "--no-pictures"]
+    settings = ["--attack", "matching", "--iterations", "1000000", "--time-limit", "0.2", "--no-pictures"]
     assert main([*words, *settings, "--fail-above", "psnr=190"]) == 4
     shown = capsys.readouterr().out
     assert "not judged: matching was stopped after" in shown and "of 1,000,000 iterations" in shown
@@ -394,9 +394,9 @@ def test_mistakes_with_an_own_module(
 
 def test_a_time_limit_leaves_a_whole_report(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["audit", "gradients", f"{own}:named", "--data", str(photographs), "--count", "2", "--batch", "2"]
-    settings = ["--attack", "matching", "--defence", "none", "--iterations", "1000000", "--time-limit", "0.5"]
+    settings = ["--attack", "matching", "--defence", "none", "--iterations", "1000000", "--time-limit", "0.2"]
     assert main([*words, *settings, "--labels", "known"]) == 0
-    assert "A partial result: stopped by the time limit of 0.5 s" in capsys.readouterr().out
+    assert "A partial result: stopped by the time limit of 0.2 s" in capsys.readouterr().out
     told = json.loads(Path("audit/gradients.json").read_text())
     assert told["partial"] and told["labels"] == "known"
     assert len(told["pairs"][0]["images"]) == 2

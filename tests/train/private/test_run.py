@@ -73,6 +73,7 @@ def tensors(run: Path) -> dict[str, torch.Tensor]:
             for name, value in newest.tensors(kind).items()}  # fmt: skip
 
 
+@pytest.mark.usefixtures("quick_accountant")
 def test_a_run_that_was_cut_goes_on_with_the_same_samples_and_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

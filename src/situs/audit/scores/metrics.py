@@ -199,11 +199,11 @@ def baselines(real: Tensor, span: slice = slice(None)) -> dict[str, Tensor]:
 
 def mean_of(values: Sequence[float], *, share: bool = False) -> Mean:
     """The mean with its 95 % interval: Student's, or Wilson's for a share of yes and no."""
-    from scipy import stats
+    from scipy.special import ndtri, stdtrit  # scipy.stats takes a second to import
 
     count, mean = len(values), math.fsum(values) / len(values)
     if share:
-        z = float(stats.norm.ppf(0.975))
+        z = float(ndtri(0.975))
         centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
         half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
         # At the ends the interval touches them, up to rounding.
@@ -211,7 +211,7 @@ def mean_of(values: Sequence[float], *, share: bool = False) -> Mean:
     if count < 2:
         return Mean(mean, None, None)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
-    half = float(stats.t.ppf(0.975, count - 1)) * spread
+    half = float(stdtrit(count - 1, 0.975)) * spread
     low = mean - half
     return Mean(mean, max(0.0, low) if min(values) >= 0 else low, mean + half)
 
