@@ -172,11 +172,13 @@ class Cut(PatchEmbedding):
         raise KeyboardInterrupt
 
 
-def partial(attacks: list[Attack], deadline: Deadline, batch: int = 2, **fields: Any) -> Audit:
+def partial(
+    attacks: list[Attack], deadline: Deadline, batch: int = 2, names: str = "none,noise", **fields: Any
+) -> Audit:
     torch.manual_seed(0)
     backbone = small_vit(32, width=48, heads=4, patch_size=8, num_classes=5).eval()
     images = (torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
-    defences = [create_defence(name) for name in ("none", "noise")]
+    defences = [create_defence(name) for name in names.split(",")]
     test = TestSet(images, torch.arange(4), NORMALISATION)
     return attack_gradients(backbone, test, attacks, defences, step=Step(batch=batch), deadline=deadline, **fields)
 
@@ -385,6 +387,18 @@ def test_a_search_made_by_itself_that_is_stopped_is_no_pass(cut: bool, monkeypat
     assert deadline.interrupted == cut
     assert (found.stopped is not None) == cut  # its own 120 s are no stop of the audit
     assert judge(found, Limit("psnr", 200.0)).status == 4
+
+
+def test_what_is_finished_is_counted_once_for_sentence_box_and_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused is not finished, and a search made by itself is an attack, also where it was never begun."""
+    monkeypatch.setattr("situs.audit.gradients.Matching", Cutting)
+    found = partial([PatchEmbedding()], Deadline(), names="no-pe-gradient,withhold=0", search=MatchingConfig())
+    assert [each.status for each in found.outcomes] == ["refused", "stopped", "refused", "not_run"]
+    said = "0 of 2 attacks finished (2 do not apply)"
+    assert found.stopped == found.numbers()["stopped"] == f"Ctrl-C, with {said}" and said in str(found)
+    page = make_page(found).render()
+    assert said in page and "<b>0 of 2</b> attacks finished (2 do not apply)" in page
+    assert found.undone == [("matching", "withhold the embedding")] and "matching against withhold" in page
 
 
 class Half(PatchEmbedding):

@@ -99,9 +99,15 @@ def collect(
 
 def _stopped(outcomes: Sequence[Outcome], deadline: Deadline, reason: str) -> str | None:
     """By what and how far it came; None where all that was asked for is there."""
-    asked = [outcome for outcome in outcomes if not outcome.case.by_itself]
-    cut = any(outcome.partial for outcome in (outcomes if deadline.spent() else asked))
-    if not (cut or deadline.interrupted or any(outcome.status == "not_run" for outcome in asked)):
+    cut = any(each.partial for each in outcomes if deadline.spent() or not each.case.by_itself)
+    if not (cut or deadline.interrupted or any(each.status == "not_run" for each in outcomes)):
         return None
-    done = sum(outcome.status in ("done", "refused") for outcome in asked)
-    return f"{reason}, with {done} of {len(asked)} attacks finished"
+    return f"{reason}, with {' '.join(finished(outcomes))}"
+
+
+def finished(outcomes: Sequence[Outcome]) -> tuple[str, str]:
+    """How far an audit came: "2 of 5", and of what. What does not apply is no attack; what ran by itself is one."""
+    refused = sum(each.status == "refused" for each in outcomes)
+    done, every = sum(each.status == "done" for each in outcomes), len(outcomes) - refused
+    others = f" ({refused} {'does' if refused == 1 else 'do'} not apply)" if refused else ""
+    return f"{done} of {every}", f"{'attack' if every == 1 else 'attacks'} finished{others}"

@@ -43,8 +43,8 @@ def run(
 ) -> Iterator[Outcome]:
     """The outcomes, case after case for each group of images: a later one of a case takes the place of those before.
 
-    Refused cases come first. It ends when the deadline is over, or on Ctrl-C; that is raised unless the attack could
-    keep what it had found.
+    Refused cases come first, and those made by themselves, not begun. It ends when the deadline is over, or on Ctrl-C;
+    that is raised unless the attack could keep what it had found.
     """
     step, deadline = step or Step(), deadline or Deadline()
     test.whole_batches(step.batch)
@@ -54,6 +54,8 @@ def run(
             yield found
         else:
             trials.append(found)
+            if found.cases[0].by_itself:  # known from here on: where it is not come to, it was left
+                yield Outcome(found.cases[0], "not_run")
     with task("attacks", sum(trial.uploads for trial in trials)) as told:
         for done in _in_turn(trials, deadline):
             told.tell(sum(trial.at for trial in trials))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from situs.audit import ATTACKS
 from situs.audit.cases import EXACT, Outcome
-from situs.audit.collect import Leak
+from situs.audit.collect import Leak, finished
 from situs.audit.defences import THREAT
 from situs.audit.gradients import Audit, findings, opening, seen, steps_of, strength
 from situs.audit.judge.gate import ABOVE, Ruling
@@ -165,7 +165,7 @@ def _first_screen(page: Page, audit: Audit) -> None:
     page.number(f"{worst.exact} of {worst.count}", f"{audit.provenance.things} exact")
     page.number("no error" if worst.worst_psnr >= BEST_PSNR else f"{worst.worst_psnr:.1f} dB", "the worst hidden image")
     page.number("no error" if least >= BEST_PSNR else f"{least:.1f} dB", "the best hidden image")
-    page.number(f"{sum(each.status == 'done' for each in audit.outcomes)} of {len(audit.outcomes)}", "attacks finished")
+    page.number(*finished(audit.outcomes))
     if worst.pictures is None or worst.pictures.shape[1] not in (1, 3):
         pairs = sorted(audit.attacked, key=lambda pair: -pair.worst_psnr)
         shown = {f"{pair.attack}, {pair.defence}": pair for pair in pairs}
