@@ -6,7 +6,7 @@ import copy
 import pickle
 from pathlib import Path
 
-from situs.errors import SitusError, unknown_name
+from situs.errors import SitusError, counted, unknown_name, verb
 
 
 def test_a_wrong_value_is_said_with_its_field_and_what_is_allowed():
@@ -50,3 +50,10 @@ def test_it_survives_what_carries_it_between_processes():
     for same in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert str(same) == str(error)
         assert (same.fields, same.value, same.allowed) == (("size",), 3, "even")
+
+
+def test_one_thing_is_no_plural() -> None:
+    things = ("images", "classes", "patches", "boxes", "unusable annotations")
+    assert [counted(1, each) for each in things] == ["1 image", "1 class", "1 patch", "1 box", "1 unusable annotation"]
+    assert counted(0, "images") == "0 images" and counted(1200, "classes") == "1,200 classes"
+    assert [verb(count, "were") for count in (0, 1, 2)] == ["were", "was", "were"]

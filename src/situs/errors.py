@@ -78,6 +78,11 @@ def counted(count: int, things: str) -> str:
     return f"{count:,} {one if count == 1 else things}"
 
 
+def verb(count: int, many: str) -> str:
+    """The verb of so many things: were, and of one was."""
+    return {"are": "is", "were": "was", "do": "does", "have": "has", "fill": "fills"}[many] if count == 1 else many
+
+
 def none_read(name: str, count: int, things: str) -> str:
     """A set's name, and that none of its samples can be read."""
     several = f"none of its {count:,} {things} can be read"

@@ -299,7 +299,7 @@ def test_openings() -> None:
         (
             pair(6.0, partial="1 of 2 images"),
             (
-                "0 of 1 images recovered exactly from one step (best attack patchembed, mean PSNR 6.0 dB, worst image "
+                "0 of 1 image recovered exactly from one step (best attack patchembed, mean PSNR 6.0 dB, worst image "
                 "6.0 dB, 1 of 1 re-identified; stopped after 1 of 2 images)."
             ),
         ),

@@ -199,7 +199,7 @@ def test_a_pair_that_was_stopped() -> None:
     poor = outcome("matching", "none", None, None, measure_all(REAL.flip(0), REAL, 8), searched, REAL.flip(0))
     cut = outcome("patchembed", "none", None, None, short, FACTS[:1], REAL[:1], partial="1 of 3 images")
     found = replace(example(poor, cut, undone("april", "none")), stopped="Ctrl-C")
-    assert "1 of 1 images recovered exactly from one step (best attack patchembed" in verdict(found)
+    assert "1 of 1 image recovered exactly from one step (best attack patchembed" in verdict(found)
     assert table(found)[1][1][2] == "1 of 1, stopped"
     assert grid(found) == (
         ["attack", "none"],
@@ -210,9 +210,9 @@ def test_a_pair_that_was_stopped() -> None:
         ],
     )
     text = make_page(found).render()
+    assert "<h1>1 of 1 image was rebuilt exactly from one step of training.</h1>" in text
     assert (
-        "The worst that was found: 1 of 1 images recovered exactly from one step (patchembed, no defence added)."
-        in text
+        "The worst that was found: 1 of 1 image recovered exactly from one step (patchembed, no defence added)." in text
     )
     assert "4 to 9 iterations from 2 starts" in text
     assert "Of a pair that saw fewer they are over those it saw." in text
@@ -277,9 +277,9 @@ def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
     ]
     cut = replace(found, remedies=[Remedy("clip", None, "why", tried=(high, high), cut=True)], stopped="Ctrl-C")
     assert rows(cut) == [["clip, as a setting", "31.5", "–", "? not judged"]]  # the next setting might have held
-    half = replace(found, remedies=found.remedies[:1], stopped="Ctrl-C, with 1 defences finished")
+    half = replace(found, remedies=found.remedies[:1], stopped="Ctrl-C, with 1 defence finished")
     text = make_page(example(WORKED, remedies=half)).render()
-    assert "Stopped by Ctrl-C, with 1 defences finished: what has no row was not searched." in text
+    assert "Stopped by Ctrl-C, with 1 defence finished: what has no row was not searched." in text
     text = make_page(example(WORKED, remedies=found)).render()
     assert "It was not searched for here" not in text and "Stopped by" not in text
     assert '<td class="good">✓ keeps the limit' in text and '<td class="bad">✗ no defence' in text

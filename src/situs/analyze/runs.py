@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from situs.config import flat
-from situs.errors import SitusError, unknown_name
+from situs.errors import SitusError, counted, unknown_name
 from situs.files import read_json
 from situs.models.model import identity_of
 from situs.progress import clock
@@ -101,7 +101,7 @@ class Run:
         if self.stopped:
             return f"ended after step {self.step:,} by a step that was not finite"
         if self.finished:
-            return f"finished, {self.step:,} steps"
+            return f"finished, {counted(self.step, 'steps')}"
         end = "" if self.total is None else f" of {self.total:,}"
         return f"not finished: step {self.step:,}{end} (it may be running, or was stopped)"
 

@@ -14,7 +14,7 @@ from situs.audit.defences import Defence
 from situs.audit.scores.metrics import denormalise, mean_of
 from situs.audit.scores.scoring import Scores
 from situs.backbones.base import Backbone
-from situs.errors import SitusError
+from situs.errors import SitusError, counted, verb
 from situs.methods.base import Method
 
 EXACT = 54.15
@@ -92,7 +92,8 @@ class TestSet:
         """How many batches the images make."""
         if len(self) % batch:
             raise SitusError(
-                f"{len(self)} {self.things} do not make whole batches of {batch}", field=("count", "batch")
+                f"{counted(len(self), self.things)} {verb(len(self), 'do')} not make whole batches of {batch}",
+                field=("count", "batch"),
             )
         return len(self) // batch
 

@@ -14,6 +14,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import Step
 from situs.audit.engine import run
 from situs.audit.scores.scoring import Lpips
+from situs.errors import counted, verb
 from situs.results import Result, Tone
 
 KEEP_EVERY = 5.0
@@ -109,5 +110,5 @@ def finished(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     """How far an audit came: "2 of 5", and of what. What does not apply is no attack; what ran by itself is one."""
     refused = sum(each.status == "refused" for each in outcomes)
     done, every = sum(each.status == "done" for each in outcomes), len(outcomes) - refused
-    others = f" ({refused} {'does' if refused == 1 else 'do'} not apply)" if refused else ""
-    return f"{done} of {every}", f"{'attack' if every == 1 else 'attacks'} finished{others}"
+    others = f" ({refused} {verb(refused, 'do')} not apply)" if refused else ""
+    return f"{done} of {every}", f"{counted(every, 'attacks').split()[1]} finished{others}"

@@ -21,6 +21,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients, Step, blurred, method_of
 from situs.audit.judge.gate import doubt_of
 from situs.audit.scores.scoring import Lpips, Scores, extend, facts_of, measure, measure_parts, pictures_of
+from situs.errors import counted, verb
 from situs.methods.base import Method
 from situs.progress import task
 
@@ -204,7 +205,7 @@ class _Trial:
         spoiled = case.attack.spoiled(self.client.known(case.informed), self.noise)
         caveat = "; ".join(filter(None, (case.by_itself, self.ready.caveat, spoiled, bound))) or None
         count, wanted = len(self.facts), self.images
-        fewer = None if count == wanted else f"{count} of {wanted} images"
+        fewer = None if count == wanted else f"{count} of {counted(wanted, 'images')}"
         partial = ", ".join(filter(None, (self.partial, fewer))) or None
         doubt = None
         if case.attack.closed_form:
@@ -253,8 +254,8 @@ def _prepared(cases: Sequence[Case], test: TestSet, step: Step, lpips: Lpips | N
         size = case.defence.step(step).batch
         if len(test) % size:
             if not case.by_itself:
-                said = f"{len(test)} {test.things} do not make whole batches of {size}, so that nothing is sent"
-                yield Outcome(case, "refused", reason=said)
+                said = f"{counted(len(test), test.things)} {verb(len(test), 'do')} not make whole batches of {size}"
+                yield Outcome(case, "refused", reason=f"{said}, so that nothing is sent")
             continue
         if client is None:
             clients.append(client := _Client(case, test, step))

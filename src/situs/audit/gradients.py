@@ -21,7 +21,7 @@ from situs.audit.scores.metrics import mean_of
 from situs.audit.scores.scoring import Lpips, Scores, measure_guesses
 from situs.audit.tables import reasons, table
 from situs.backbones.base import Backbone
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.methods.base import Method
 from situs.results import Summary, Table, Tone
 
@@ -89,7 +89,8 @@ class Audit(Leak):
             if pair.defence != defence:
                 continue
             values = pair.scores.get(metric)
-            found = f"worst {metric} {max(values):.4g} of {pair.count} images" if values else f"{metric} not defined"
+            seen = counted(pair.count, "images")
+            found = f"worst {metric} {max(values):.4g} of {seen}" if values else f"{metric} not defined"
             lines.append(f"{pair.attack}: {found if pair.reason is None else f'not attacked here: {pair.reason}'}")
         return lines
 
@@ -98,7 +99,7 @@ class Audit(Leak):
         tables = []
         if self.attacked:
             things = self.provenance.things
-            title = f"{self.model}, {self.provenance.facts.get('images', f'{len(self.names)} {things}')}"
+            title = f"{self.model}, {self.provenance.facts.get('images', counted(len(self.names), things))}"
             tables.append(Table(title, *table(self, ("psnr", "ssim", "order_accuracy", "reidentified"))))
         if said := reasons(self):
             tables.append(Table("Does not apply, or is not exact", (), said))
@@ -160,7 +161,7 @@ def _cases(
             few = min(count, max(step.batch, FALLBACK.images // step.batch * step.batch))
             matching = Matching(replace(search, iterations=FALLBACK.iterations))
             said = (
-                f"no closed form applies, so {matching.name} is run by itself on {few} of {count} images "
+                f"no closed form applies, so {matching.name} is run by itself on {few} of {counted(count, 'images')} "
                 f"({FALLBACK.iterations} iterations, at most {FALLBACK.seconds:g} s)"
             )
             limits = {"images": few, "seconds": FALLBACK.seconds}
@@ -223,7 +224,7 @@ def seen(pair: Outcome) -> str:
 
 def _finding(best: Outcome, step: Step, things: str) -> str:
     found = "at least " * best.lower_bound
-    found += f"{best.exact} of {best.count} {things} recovered exactly from {steps_of(best, step)}"
+    found += f"{best.exact} of {counted(best.count, things)} recovered exactly from {steps_of(best, step)}"
     found += f", every pixel of {best.to_the_byte} read to its exact byte" if best.to_the_byte else ""
     open_end = "; a lower bound, see below" * best.lower_bound
     open_end += "" if best.partial is None else f"; stopped after {best.partial}"

@@ -17,6 +17,7 @@ from situs.audit.cases import TestSet
 from situs.audit.client import parameter_names, victim_gradients
 from situs.audit.defences import Gradients
 from situs.backbones.lora import low_rank_names
+from situs.errors import counted, verb
 from situs.methods.base import Method
 
 
@@ -98,5 +99,6 @@ def _said(method: Method, name: str, test: TestSet) -> str:
     return (
         "of one image its gradient is (p - y) times the features: read off without a defence at batch 1 they are those "
         f"of the image to {error} (relative, the worst), the label is right for {labels} of {len(test)}, and {again} "
-        f"of {len(test)} images are found again among themselves by their features. A picture takes a search (matching)"
+        f"of {counted(len(test), 'images')} {verb(again, 'are')} found again among themselves by their features. A "
+        "picture takes a search (matching)"
     )

@@ -29,7 +29,7 @@ from situs.audit.tables import settings_table
 from situs.backbones.base import Backbone
 from situs.core.jigsaw import draw_puzzle, move_patches, puzzle_noise_shape
 from situs.core.random import uniform
-from situs.errors import SitusError, unknown_name
+from situs.errors import SitusError, counted, unknown_name
 from situs.limits import check_value
 from situs.methods.base import Batch, Method
 from situs.results import Summary, Table
@@ -78,7 +78,7 @@ class Comparison(Leak):
     def summary(self) -> Summary:
         """Whether one who knows MJP refutes its privacy claim, and the table."""
         columns = ("psnr", "ssim", "patch_psnr", "order_accuracy", "reidentified")
-        title = f"{self.provenance.facts.get('model', 'model')}, {len(self.names)} images"
+        title = f"{self.provenance.facts.get('model', 'model')}, {counted(len(self.names), 'images')}"
         return Summary(verdict(self), (Table(title, *settings_table(self, columns)),))
 
     def numbers(self) -> dict[str, Any]:
@@ -234,4 +234,4 @@ def _sentence(comparison: Comparison, model: str, known: Outcome) -> str:
 def _counted(row: Outcome) -> str:
     """ "59 of 64 images exactly (mean PSNR 126.9 dB)"."""
     psnr = row.scores["psnr"] or [0.0]
-    return f"{row.exact} of {len(psnr)} images exactly (mean PSNR {row.mean_psnr:.1f} dB)"
+    return f"{row.exact} of {counted(len(psnr), 'images')} exactly (mean PSNR {row.mean_psnr:.1f} dB)"

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def run(args: Args) -> None:
         check_login(args.push)  # before the work is done
     asked = {"form": args.form, "features": args.features, "ema": None if args.ema else False, "force": args.force}
     export = export_model(args.source, args.out, **asked)
-    after = "" if export.step is None else f" after {export.step} updates"
+    after = "" if export.step is None else f" after {counted(export.step, 'updates')}"
     print(f"{args.out}: {export.architecture}{after}")
     for note in export.notes:
         print(note)

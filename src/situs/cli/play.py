@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from situs.cli.parser.model_args import NamedArgs, open_from
+from situs.errors import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,5 @@ def run(args: Args) -> None:
     made = write_playground(model, args.out, args.data, split=args.split, count=args.count, most_mb=args.most_mb)
     moved = f", which moves its logits by at most {made.error:.1e}" if made.bits < 32 else ""
     print(f"{made.path}: {made.megabytes:.2f} MB, {made.weights:,} weights in {made.bits} bits{moved}")
-    print(
-        f"It holds {made.images} pictures from {made.data} and the model itself: give it to whom you would give both."
-    )
+    holds = f"{counted(made.images, 'pictures')} from {made.data} and the model itself"
+    print(f"It holds {holds}: give it to whom you would give both.")

@@ -26,7 +26,7 @@ from situs.data.sources.segments import has_masks
 from situs.data.sources.walk import plain
 from situs.data.survey import BROKEN, CMYK, DEEP, GREY, TURNED, row_of, survey
 from situs.data.work import in_order
-from situs.errors import SitusError, unknown_name
+from situs.errors import SitusError, counted, unknown_name
 from situs.results import Provenance, Result, Summary, Table, Tone
 
 Progress = Callable[[int, int, str], None]
@@ -50,6 +50,17 @@ KINDS = {
 }
 """What can be found, and what it means."""
 
+NOUNS = {
+    "checksum": "damaged shards",
+    "annotation": "unusable annotations",
+    "no object": "empty annotations",
+    "duplicate": "duplicates",
+    "same pixels": "re-encoded duplicates",
+    "leak": "leaks",
+    "contradiction": "contradictions",
+}
+"""How a sentence counts those whose name does not follow a number."""
+
 FAILING = ("checksum", "broken", "annotation")
 LISTED = 10_000
 _SHOWN = 3
@@ -68,6 +79,11 @@ class Found(NamedTuple):
     def __str__(self) -> str:
         place = f"{self.split}: {self.name}" if self.split else self.name
         return f"{place} ({self.what})" if self.what else place
+
+
+def _counted(kind: str, count: int) -> str:
+    """ "3 broken", "1 duplicate"."""
+    return counted(count, NOUNS[kind]) if kind in NOUNS else f"{count:,} {kind}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,17 +120,17 @@ class DataCheck(Result):
             if count
         ]
         total = sum(self.images.values())
-        told = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.items() if count) or "nothing odd"
+        told = ", ".join(_counted(kind, count) for kind, count in self.counts.items() if count) or "nothing odd"
         parts = ", ".join(f"{name} {count:,}" for name, count in self.images.items() if name)
-        sentence = f"{total:,} images{f' ({parts})' if parts else ''}: {told}."
+        sentence = f"{counted(total, 'images')}{f' ({parts})' if parts else ''}: {told}."
         notes = [f"{kind}: {KINDS[kind]}" for kind, count in self.counts.items() if count]
         if self.sizes:
             notes.append("height × width from {least_height} × {least_width} to {most_height} × {most_width}, "
                          "median {median_height} × {median_width}".format(**self.sizes))  # fmt: skip
         if self.classes:
             few, many = (choose(self.classes, key=self.classes.__getitem__) for choose in (min, max))
-            least, most = f"{self.classes[few]:,} images ({few})", f"{self.classes[many]:,} ({many})"
-            notes.append(f"{len(self.classes):,} classes, from {least} to {most}")
+            least, most = f"{counted(self.classes[few], 'images')} ({few})", f"{self.classes[many]:,} ({many})"
+            notes.append(f"{counted(len(self.classes), 'classes')}, from {least} to {most}")
         if not self.decoded:
             notes.append(
                 "the pixels were not decoded: an image may still be broken, and only equal bytes are duplicates"

@@ -158,7 +158,7 @@ class ResidentLoader(Loader):
         """Count, size and memory."""
         count, *sides = self.held.samples.shape
         mib, size = self.held.samples.nbytes / 2**20, " × ".join(map(str, sides)) + " samples" * (len(sides) == 1)
-        held = f"{count} {self.source.things} of {size} on {self.device}, {mib:.0f} MiB"
+        held = f"{counted(count, self.source.things)} of {size} on {self.device}, {mib:.0f} MiB"
         return "\n".join([f"{self.source.name}: {held}", *self.source.notes])
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.errors import SitusError
+from situs.errors import SitusError, counted, verb
 from situs.models.inference import rows_of_ranks
 from situs.results import Result, Summary, Table, percent
 
@@ -64,7 +64,7 @@ class LabelAccuracy(Result):
         found, name = self.scores, self.provenance.name
         said = (
             f"{name} tells {percent(found.accuracy, 2)} of the labels of {self.provenance.counted(found.count)} "
-            f"rightly, in the mean over {len(self.classes):,} classes (the more frequent answer: "
+            f"rightly, in the mean over {counted(len(self.classes), 'classes')} (the more frequent answer: "
             f"{percent(found.majority, 2)}); its mean average precision is {percent(found.mean_ap, 2)}."
         )
         shares = [percent(each, 2) for each in (found.mean_ap, found.accuracy, found.f1, found.exact)]
@@ -75,14 +75,13 @@ class LabelAccuracy(Result):
     def _notes(self) -> tuple[str, ...]:
         found, notes = self.scores, []
         if found.unknown:
-            notes.append(f"{found.unknown:,} labels are unknown and were left out.")
+            notes.append(f"{counted(found.unknown, 'labels')} {verb(found.unknown, 'are')} unknown and left out.")
         empty = [name for name, each in zip(self.classes, found.by_class, strict=True) if not each.positives]
         if empty:
             named = ", ".join(empty[:_NAMED]) + (", …" if len(empty) > _NAMED else "")
             things = self.provenance.things
-            notes.append(
-                f"{len(empty):,} classes have no {things} here, and so no average precision and no F1: {named}."
-            )
+            none = f"{counted(len(empty), 'classes')} {verb(len(empty), 'have')} no {things} here"
+            notes.append(f"{none}, and so no average precision and no F1: {named}.")
         return tuple(notes)
 
     def rows(self) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.methods.base import Batch
 from situs.methods.language import word_losses
 from situs.models.data import AnyData, AnyModel, Chosen, load_any, made_with, opened
@@ -44,11 +44,11 @@ class Perplexity(Result):
         """Perplexity and what it means."""
         found, name = self.scores, self.provenance.name
         said = (
-            f"{name} has a perplexity of {found.perplexity:.4g} over {found.words:,} words: it is as unsure of the "
-            f"next one as if it chose evenly among {found.perplexity:.3g}."
+            f"{name} has a perplexity of {found.perplexity:.4g} over {counted(found.words, 'words')}: it is as unsure "
+            f"of the next one as if it chose evenly among {found.perplexity:.3g}."
         )
         row = [name, f"{found.perplexity:.4f}", f"{found.loss:.5f}", percent(found.accuracy, 2)]
-        title = self.provenance.title(f"{found.words:,} words")
+        title = self.provenance.title(counted(found.words, "words"))
         return Summary(said, (Table(title, ["", "perplexity", "loss", "words guessed"], [row]),))
 
     def numbers(self) -> dict[str, Any]:

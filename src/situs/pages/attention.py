@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from situs.analyze.attention import Attention, Shown, Survey, uniform_distance
+from situs.errors import counted
 from situs.report.attention import attention_over_images, relative_maps
 from situs.report.figures import channels_drawn, value_grids
 from situs.report.html import Page, Section
@@ -51,9 +52,10 @@ def _images(page: Page, shown: Shown) -> None:
 def _heads(section: Section, found: Survey, table: Table) -> None:
     section.text(
         "The entropy of a head is −Σ a log a over the keys, prefix tokens included, averaged over "
-        f"{found.images:,} images and all patch queries: 0 nats is one token, {found.uniform_entropy:.2f} nats "
-        f"(log {found.tokens}) all tokens alike. The distance is that of the attended patches from the query; even "
-        f"attention would have {uniform_distance(found.grid):.1f} patches on this {found.grid[0]}×{found.grid[1]} grid."
+        f"{counted(found.images, 'images')} and all patch queries: 0 nats is one token, {found.uniform_entropy:.2f} "
+        f"nats (log {found.tokens}) all tokens alike. The distance is that of the attended patches from the query; "
+        f"even attention would have {uniform_distance(found.grid):.1f} patches on this "
+        f"{found.grid[0]}×{found.grid[1]} grid."
     )
     panels = {
         "Entropy of each head": (found.entropy.numpy(), "nats"),

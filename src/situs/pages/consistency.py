@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from situs.core.jigsaw import move_patches
+from situs.errors import counted
 from situs.evaluate.consistency import TELLING, Consistency, ConsistencyCurve, puzzle
 from situs.report import figures
 from situs.report.html import Page
@@ -46,7 +47,7 @@ def page(found: ConsistencyCurve) -> Page:
     section.figure(_norms(found), caption, name="norms")
     cells = sorted(said.tables[0].rows, key=lambda row: row[2] != TELLING[True])
     section = page.section("Numbers")
-    caption = f"Over {rows[0].count:,} images, block masks drawn for each image apart."
+    caption = f"Over {counted(rows[0].count, 'images')}, block masks drawn for each image apart."
     section.table(said.tables[0].header, cells, caption).note(_notes(found))
     if found.example is not None:
         caption = "One image at each γ. The block mask is outlined; the patches inside it are shuffled."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from situs.audit.curve import IMAGES, Curves, Line, curve_table, verdict
 from situs.audit.defences import THREAT
+from situs.errors import counted
 from situs.report import figures
 from situs.report.html import Page, Section
 
@@ -17,7 +18,7 @@ READ = (
 def page(found: Curves) -> Page:
     """A figure for each curve and metric, and all points."""
     things = "images" if found.metrics == IMAGES else "sentences"
-    page = Page(f"Defences of {found.model} by strength: {found.count} {things}", verdict(found))
+    page = Page(f"Defences of {found.model} by strength: {counted(found.count, things)}", verdict(found))
     key = "exact" if things == "images" else "sentences"
     had = [point.values[key] for line in found.lines for point in line.points if key in point.values]
     broken = sum(share > 0 for share in had)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from situs.data.check import FAILING, KINDS, DataCheck
 from situs.data.pack import Packed
+from situs.errors import counted
 from situs.report.html import Page, Tone
 
 PACKED = """
@@ -38,7 +39,7 @@ def check(found: DataCheck) -> Page:
     most = sorted(found.counts.items(), key=lambda each: -each[1])
     tones: dict[str, Tone] = {kind: "bad" if kind in FAILING else "unsure" for kind in found.counts}
     page.opening.bars({kind: (count, tones[kind] if count else "good") for kind, count in most}, "found")
-    page.number(f"{amount:,}", f"findings in {sum(found.images.values()):,} images")
+    page.number(f"{amount:,}", f"findings in {counted(sum(found.images.values()), 'images')}")
     nothing = "Nothing found" if found.decoded else "Nothing found, but not decoded"
     page.judge(found.tone, "Look at these" if amount else nothing)
     section = page.section("Found").table(*said.tables[0][1:])

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from matplotlib.figure import Figure
 
+from situs.errors import counted
 from situs.evaluate.accuracy import ClassAccuracy
 from situs.evaluate.ensemble import Ensemble
 from situs.evaluate.knn import POOLS, LayerKnn
@@ -67,7 +68,9 @@ def perplexity(found: Perplexity) -> Page:
     page = Page(f"{found.provenance.name}: perplexity", lead=said.sentence)
     page.number(f"{found.scores.perplexity:.2f}", "perplexity")
     page.opening.bars({"next words guessed right": 100 * found.scores.accuracy}, "%")
-    page.section("How well it knows the next word").table(*said.tables[0][1:], f"{found.scores.words:,} words.")
+    page.section("How well it knows the next word").table(
+        *said.tables[0][1:], f"{counted(found.scores.words, 'words')}."
+    )
     return page.end(found.provenance.facts, PERPLEXITY)
 
 

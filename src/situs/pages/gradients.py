@@ -17,6 +17,7 @@ from situs.audit.judge.gate import ABOVE, Ruling
 from situs.audit.remedies.result import Remedies, verdict
 from situs.audit.scores.metrics import BEST_PSNR
 from situs.audit.tables import REFUSED, alone, grid, judged, measured, reasons, table, unmeasured
+from situs.errors import counted, verb
 from situs.report import figures
 from situs.report.html import Page, Section
 from situs.report.pixels import pixel_rows
@@ -136,7 +137,8 @@ def _lead(audit: Audit) -> str:
     if worst.exact:
         to_the_byte = worst.to_the_byte == worst.exact
         how = "byte for byte" if to_the_byte else "exactly"
-        first = f"{at_least}{worst.exact} of {worst.count} {things} were rebuilt {how} from {step} of training."
+        rebuilt = f"{verb(worst.exact, 'were')} rebuilt {how} from {step} of training"
+        first = f"{at_least}{worst.exact} of {counted(worst.count, things)} {rebuilt}."
     else:
         best = f"the worst hidden one came back at {worst.worst_psnr:.1f} dB"
         first = f"No {things.removesuffix('s')} was rebuilt exactly from {step} of training; {best}."
@@ -195,7 +197,7 @@ def _headline(audit: Audit) -> str:
     """The worst that was found, in one sentence. No defence is added where a run brings its own method, too."""
     worst = max((pair for pair in audit.pairs if pair.reason is None), key=strength)
     things = audit.provenance.things
-    found = f"{worst.exact} of {worst.count} {things} recovered exactly from {steps_of(worst, audit.step)}"
+    found = f"{worst.exact} of {counted(worst.count, things)} recovered exactly from {steps_of(worst, audit.step)}"
     if worst.to_the_byte:
         found += f", {'all' if worst.to_the_byte == worst.count else worst.to_the_byte} to the last byte"
     if not worst.exact:
@@ -222,7 +224,7 @@ def _searched(pair: Outcome, batch: int) -> str | None:
     told = f"{sum(rights)} of {len(rights) * batch} labels inferred rightly" if rights else "labels given"
     return (
         f"{pair.attack} against {pair.defence}: {' to '.join(f'{n:,}' for n in done)} iterations from "
-        f"{facts[0]['restarts']} {'start' if facts[0]['restarts'] == 1 else 'starts'}, mean distance of the gradients "
+        f"{counted(int(str(facts[0]['restarts'])), 'starts')}, mean distance of the gradients "
         f"{distance}, {told}."
     )
 
@@ -251,8 +253,8 @@ def _results(section: Section, audit: Audit) -> None:
     section.table(
         header[:-2],
         [row[:-2] for row in rows if row[2] != REFUSED],
-        f"Means over {count} images.{some} MSE, FFT2D and LPIPS are distances: low is a leak; of PSNR and SSIM high is "
-        f"one. Baselines saw no gradient.{unmeasured(audit.pairs)}",
+        f"Means over {counted(count, 'images')}.{some} MSE, FFT2D and LPIPS are distances: low is a leak; of "
+        f"PSNR and SSIM high is one. Baselines saw no gradient.{unmeasured(audit.pairs)}",
     )
     header, rows = table(audit, CERTAIN)
     section.table(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from situs.errors import counted
 from situs.evaluate.objects.measure import Detections, Drawn, by_class
 from situs.evaluate.objects.scores import OVERLAP, SURE
 from situs.pages.evaluate import worst_images
@@ -64,7 +65,7 @@ def _classes(section: Section, found: Detections) -> None:
         for row in weakest
     ]  # fmt: skip
     header = ["class", "objects", "AP of boxes", "AP of masks", "missed", "taken most often for"]
-    section.table(header, listed, f"The {len(weakest)} classes with the lowest AP of boxes.")
+    section.table(header, listed, f"The {counted(len(weakest), 'classes')} with the lowest AP of boxes.")
 
 
 def _confusion(section: Section, found: Detections) -> None:

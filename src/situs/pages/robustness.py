@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from situs.errors import counted
 from situs.evaluate.corruptions import GROUPS
 from situs.evaluate.corruptions.severity import describe
 from situs.evaluate.robustness.measures import ALEXNET, Robustness, points, spoken
@@ -114,4 +115,4 @@ def _severity_curves(found: Robustness, severities: list[int]) -> figures.Figure
 def _error_bar(found: Robustness) -> str:
     """How far a cell may be off by the choice of images: a 95 % interval at its widest, accuracy one half."""
     off = 100 * 1.96 * 0.5 / math.sqrt(found.count)
-    return f"With {found.count:,} images a cell is known to within ± {off:.1f} points (95 %)."
+    return f"With {counted(found.count, 'images')} a cell is known to within ± {off:.1f} points (95 %)."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from situs.errors import counted
 from situs.evaluate.probe.segments import SegmentProbes
 from situs.evaluate.segments.measure import Segments, by_class
 from situs.evaluate.segments.scores import SegmentScores
@@ -75,7 +76,7 @@ def _classes(
     section.table(
         ["class", "pixels", "IoU, %", "taken most often for"],
         [[row["class"], row["pixels"], f"{100 * row['iou']:.2f}", row["taken_for"] or "none"] for row in weakest],
-        f"The {len(weakest)} classes with the lowest IoU{of}.",
+        f"The {counted(len(weakest), 'classes')} with the lowest IoU{of}.",
     )
 
 

@@ -8,6 +8,7 @@ from situs.audit.gradients import strength
 from situs.audit.scores.metrics import means_of
 from situs.audit.settings import Comparison, verdict
 from situs.audit.tables import COLUMNS, PARTS, REFUSED, alone, glance, measured, settings_table, unmeasured
+from situs.errors import counted
 from situs.pages.gradients import CERTAIN, EXACTLY, described, made, picture_rows
 from situs.report.html import Page, Section
 
@@ -76,10 +77,11 @@ def _tables(page: Page, comparison: Comparison) -> None:
     section = page.section("The table")
     some = "" if comparison.stopped is None else " Of a row that was stopped they are over the images it had come to."
     section.text(
-        f"Means over {len(comparison.names)} images.{some} MSE, FFT2D and LPIPS are distances: low is a leak; of the "
-        "others high is one. Best-match PSNR compares each patch with the recovered one that fits it, wherever that "
-        "stands; order is the share of patches at their own place; re-identified the share of images whose nearest of "
-        f"the {len(comparison.names)} originals is the right one, not defined for one.{unmeasured(comparison.pairs)}"
+        f"Means over {counted(len(comparison.names), 'images')}.{some} MSE, FFT2D and LPIPS are distances: low is a "
+        "leak; of the others high is one. Best-match PSNR compares each patch with the recovered one that fits it, "
+        "wherever that stands; order is the share of patches at their own place; re-identified the share of images "
+        f"whose nearest of the {len(comparison.names)} originals is the right one, not defined for one."
+        f"{unmeasured(comparison.pairs)}"
     )
     header, rows = settings_table(comparison, measured(tuple(COLUMNS), comparison.pairs) or ("psnr",), alone)
     for name, setting in SETTINGS.items():
@@ -120,7 +122,7 @@ def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
         section.figure(
             picture_rows(strips, count),
             f"Setting ({setting}): {SETTINGS[setting].about}. What each attacker recovered from one step on the first "
-            f"{count} images; beside each row the mean PSNR against x over those he came to of all "
+            f"{counted(count, 'images')}; beside each row the mean PSNR against x over those he came to of all "
             f"{len(comparison.names)}.",
             name=f"pictures-{setting}",
         )

@@ -8,6 +8,7 @@ from situs.audit.text.attack import NAME
 from situs.audit.text.found import UNNAMED
 from situs.audit.text.result import HEADER, METRICS, TextAudit, cells, reasons, verdict
 from situs.audit.text.scoring import Read
+from situs.errors import counted, verb
 from situs.report.html import Page, Section, Tone
 from situs.results import percent
 
@@ -60,24 +61,26 @@ def page(audit: TextAudit) -> Page:
     unsure = "Not proved private" if read else "Not attacked, which is not private"
     page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)
     if best := max(read, key=lambda row: (row.whole, row.shares["tokens"]), default=None):
-        first = f"{best.whole} of {len(best.reads)} sentences were read word for word, and "
-        page.lead = f"{first}{percent(best.shares['tokens'], 0)} of the tokens, from one step. {page.lead}"
+        first = f"{best.whole} of {counted(len(best.reads), 'sentences')} {verb(best.whole, 'were')} read word for word"
+        page.lead = f"{first}, and {percent(best.shares['tokens'], 0)} of the tokens, from one step. {page.lead}"
     for row in read[:3]:
         page.number(f"{row.whole} of {len(row.reads)}", f"sentences word for word, {row.defence}")
     shares: dict[str, tuple[float, Tone]] = {row.defence: (100 * row.shares["tokens"], "bad") for row in read}
     page.opening.bars(shares, "%", "Tokens known with their place in their sentence.")
     if audit.private and read:
         first = read[0].reads[0]
-        page.opening.words(marked(first, audit), f"{first.name}, {first.right} of {first.tokens} tokens found")
+        page.opening.words(
+            marked(first, audit), f"{first.name}, {first.right} of {counted(first.tokens, 'tokens')} found"
+        )
     defences = {f"defence {name}": said for name, said in audit.about.items()}
     page.box("Threat model").facts({**THREAT, **audit.notes}).fold("The defences", Section("").facts(defences))
     if audit.ruling is not None:
         _gate(page.section("Verdict"), audit.ruling)
     section = page.section("What was recovered")
     caption = (
-        f"{len(audit.names)} sentences in batches of {audit.batch}. Words known: tokens whose word is known to be in "
-        "the batch. Tokens right: known with their place in their sentence. A dash for seconds: the attack reads the "
-        "same numbers as in the row above it."
+        f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens whose word is "
+        "known to be in the batch. Tokens right: known with their place in their sentence. A dash for seconds: the "
+        "attack reads the same numbers as in the row above it."
     )
     section.table(HEADER, [cells(row) for row in audit.rows], caption)
     if said := reasons(audit):
@@ -122,7 +125,7 @@ def _sentences(page: Page, audit: TextAudit) -> None:
         elif row.reads:
             section.text(f"{row.defence}:")
             for read in row.reads[:SHOWN]:
-                section.words(marked(read, audit), f"{read.name}, {read.right} of {read.tokens} tokens")
+                section.words(marked(read, audit), f"{read.name}, {read.right} of {counted(read.tokens, 'tokens')}")
 
 
 def marked(read: Read, audit: TextAudit) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
+from situs.errors import counted, verb
 from situs.progress import clock
 from situs.results import Result, Summary
 from situs.results import Table as Printed
@@ -139,7 +140,7 @@ class StudyResult(Result):
 
     def _progress(self) -> str:
         told = self.study.measured
-        seeded = f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
+        seeded = counted(self.seeds, "seeds")
         if not self.tasks and told is None:
             return "Ours were not measured yet."
         if not self.tasks and told is not None:
@@ -147,7 +148,8 @@ class StudyResult(Result):
         counts = {state: sum(task.state == state for task in self.tasks) for state in (DONE, TAKEN, NOT_FINITE, FAILED)}
         other = ", ".join(f"{count} {state}" for state, count in counts.items() if count and state != DONE)
         seconds = sum(task.seconds or 0 for task in self.tasks)
-        said = f"{counts[DONE]} of {len(self.tasks)} jobs are done{other and f' ({other})'}, in {clock(seconds)}"
+        done = f"{counts[DONE]} of {counted(len(self.tasks), 'jobs')} {verb(counts[DONE], 'are')} done"
+        said = f"{done}{other and f' ({other})'}, in {clock(seconds)}"
         return f"{said}, at scale {self.scale} with {seeded}."
 
     def _nearness(self) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from situs.data.loader import Loader
 from situs.data.sources.tar_index import nothing_kept
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.methods.base import Method
 from situs.train import distributed
 from situs.train.checkpoint import RunFolder
@@ -58,7 +58,7 @@ class Rehearsal:
             *self.said,
             f"a batch: {shape}; the loss of {min(FEW, self.batch[0])} of its samples is {self.loss:.4g}",
             f"{self.parameters:,} parameters, {self.trained:,} trained: {held} with gradients and moments",
-            f"{self.steps:,} steps, {epochs}{gone}",
+            f"{counted(self.steps, 'steps')}, {epochs}{gone}",
             "nothing was written: this was a dry run",
         ]
 

@@ -91,9 +91,9 @@ NOT_PASSED: dict[str, tuple[tuple[Outcome, ...], dict[str, Any], str]] = {
         "patchembed was stopped after 2 of 2 images; the worst, b, has psnr 4 by patchembed",
     ),
     "a doubt about those few that were seen": (
-        (closed(3.0, doubt="its equations do not fit for 1 of 1 images"),),
+        (closed(3.0, doubt="its equations do not fit for 1 of 1 image"),),
         {},
-        "patchembed proves nothing: its equations do not fit for 1 of 1 images; the worst, a, has psnr 3 by patchembed",
+        "patchembed proves nothing: its equations do not fit for 1 of 1 image; the worst, a, has psnr 3 by patchembed",
     ),
     "another attack stopped": (
         (closed(3.0, 4.0), search(5.0, 1.0, partial="3 of 9 iterations")),
@@ -146,7 +146,7 @@ NOT_PASSED: dict[str, tuple[tuple[Outcome, ...], dict[str, Any], str]] = {
     "a metric that is not there": (
         (replace(closed(3.0), scores={"psnr": None}),),
         {"count": 1},
-        "psnr is not defined for images so few or so small; patchembed saw 0 of 1 images",
+        "psnr is not defined for images so few or so small; patchembed saw 0 of 1 image",
     ),
 }
 
@@ -292,7 +292,7 @@ def never() -> list[dict[str, Any]]:
         ([{**FITS, "hidden": 1}], 0.0, None, None),
         ([{**FITS, "hidden": None}], 0.0, None, None),
         ([FITS, LOOSE], 0.0, None, "its equations have more than one solution for 1 of 2 images"),
-        ([LOOSE], 0.0, [FITS], "its equations have more than one solution for 1 of 1 images"),
+        ([LOOSE], 0.0, [FITS], "its equations have more than one solution for 1 of 1 image"),
         (
             [FITS, WRONG],
             1e-3,
@@ -303,11 +303,11 @@ def never() -> list[dict[str, Any]]:
             [{**WRONG, "verdict": "up to gain"}],
             0.0,
             None,
-            "its equations do not fit for 1 of 1 images (residual 0.28, where noise and precision predict 1e-07)",
+            "its equations do not fit for 1 of 1 image (residual 0.28, where noise and precision predict 1e-07)",
         ),
         ([{**WRONG, "residual": 1e-7, "verdict": "solved up to gain"}], 0.0, None, "solved up to gain"),
-        ([{"rank": 4, "unknowns": 4}], 0.0, None, "its equations do not fit for 1 of 1 images"),
-        ([{"fits": "yes"}], 0.0, None, "its equations do not fit for 1 of 1 images"),
+        ([{"rank": 4, "unknowns": 4}], 0.0, None, "its equations do not fit for 1 of 1 image"),
+        ([{"fits": "yes"}], 0.0, None, "its equations do not fit for 1 of 1 image"),
         (
             [{**FITS, "hidden": 2}],
             0.0,

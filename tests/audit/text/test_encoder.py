@@ -57,7 +57,7 @@ def test_a_stop_before_the_first_word_is_no_noise(tmp_path: Path) -> None:
     found = attack(
         victim(tmp_path, "bert", width=64), *HARD[:1], deadline=Deadline(seconds=1, clock=lambda: next(clock))
     )
-    assert found.partial == "0 of 1 sentences" and found.reason is None
+    assert found.partial == "0 of 1 sentence" and found.reason is None
 
 
 def test_an_order_that_does_not_settle_is_no_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_what_was_not_attacked_is_not_judged() -> None:
     assert ruling is not None and ruling.status == NOT_JUDGED
     answers = [judged.answer for judged in ruling.judgements]
     assert answers == ["incomplete", "nothing_applied", "incomplete"]
-    assert "stopped after 0 of 2 sentences; 1 of 2 sentences were attacked" in ruling.judgements[0].said
+    assert "stopped after 0 of 2 sentences; 1 of 2 sentences was attacked" in ruling.judgements[0].said
     assert ruling.judgements[1].said == "the gradient of x is not sent"
     xml = junit(example(little, refused, limit=parse_text_limit("tokens=0.3")), ruling).decode()
     assert xml.count("<error") == 3 and "not attacked: the gradient of x" in xml

@@ -219,7 +219,7 @@ def test_broken_images_are_said(photographs: Path, tmp_path: Path, capsys: pytes
     assert main([*words, "--attack", "patchembed", "--defence", "none"]) == 0
     shown = capsys.readouterr()
     assert "1 of 2 images of images could not be read and was skipped" in shown.err
-    assert "1 of 1 images recovered exactly" in shown.out
+    assert "1 of 1 image recovered exactly" in shown.out
 
 
 def test_in_the_place_of_a_broken_image_comes_the_next(

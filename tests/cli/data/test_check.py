@@ -45,7 +45,7 @@ def test_masks_and_objects_are_looked_at(tmp_path: Path, capsys: pytest.CaptureF
     assert main(words) == 0
     (ade / "annotations" / "training" / "ADE_00000001.png").unlink()
     assert main(words) == 3
-    assert "1 annotation" in capsys.readouterr().out
+    assert "1 unusable annotation" in capsys.readouterr().out
     coco = write_coco(tmp_path / "coco", {"train": 2, "val": 1})
     assert main(["data", "check", str(coco), "--workers", "0"]) == 0
     file = coco / "annotations" / "instances_train2017.json"

@@ -70,7 +70,7 @@ def test_the_lists_decide_the_splits(folder: Path) -> None:
     sample = source.read(0)
     assert sample["label"] == source.classes.index(source.key(0).partition("/")[0])
     assert sample["wave"].shape == (RATE,) and not sample["wave"][1600:].any() and sample["wave"][:1600].any()
-    assert any("left out 1 files" in note for note in source.notes)
+    assert any("left out 1 file " in note for note in source.notes)
 
 
 def test_without_lists_the_official_hash(folder: Path, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_too_few_unknown_words_are_told(folder: Path, tmp_path: Path) -> None:
         open_speech(tmp_path, "train", audio=COMMANDS)
     source = open_speech(tmp_path, "train", audio=EMPTY)
     assert len(source) == 120 + 1 + 12
-    assert any("1 clips of unknown words, where the task takes 12" in note for note in source.notes)
+    assert any("1 clip of unknown words, where the task takes 12" in note for note in source.notes)
 
 
 def test_broken_clips_are_named(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_list_that_is_missing_or_wrong_is_told(folder: Path, tmp_path: Path) -
     (tmp_path / "validation_list.txt").write_text(f"./{first}\r\n{second}\nno/gone.wav\n".replace("yes/", "yes\\"))
     notes = open_speech(tmp_path).notes
     assert any("has no testing_list.txt, so that no clip is of test" in note for note in notes)
-    assert any("validation_list.txt: names 1 clips that are not here; the first: no/gone.wav" in note for note in notes)
+    assert any("validation_list.txt: names 1 clip that is not here; the first: no/gone.wav" in note for note in notes)
     assert names(tmp_path, "val") == [first, second]
     (tmp_path / "testing_list.txt").write_text("yes/other.wav\n")
     with pytest.raises(SitusError, match=r"testing_list\.txt: names no clip of .*; the first: 'yes/other\.wav'"):
@@ -264,7 +264,7 @@ def test_own_clips_of_silence_are_not_unknown_words(folder: Path, tmp_path: Path
     write(tmp_path / SILENCE / "1_nohash_0.wav", tone(0, 0))
     source = open_speech(tmp_path, "train", audio=COMMANDS)
     assert len(source) == len(open_speech(folder, "train", audio=COMMANDS))
-    assert any("left out its own 1 clips of _silence_" in note for note in source.notes)
+    assert any("left out its own 1 clip of _silence_" in note for note in source.notes)
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:

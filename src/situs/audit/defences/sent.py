@@ -11,7 +11,7 @@ import torch
 from situs.audit.defences.base import UNKNOWN, Defence, Gradients, NoDefence, Step, check_setting
 from situs.audit.stem import position_names
 from situs.backbones.base import Backbone
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Withhold(Defence):
         if "tokens" in backbone.refusals or not backbone.block_modules():
             return f"which gradients of {backbone.name} belong to its first blocks is not known"
         if self.depth > len(backbone.block_modules()):
-            return f"{backbone.name} has {len(backbone.block_modules())} blocks"
+            return f"{backbone.name} has {counted(len(backbone.block_modules()), 'blocks')}"
         return None
 
     def withheld(self, backbone: Backbone) -> set[str]:

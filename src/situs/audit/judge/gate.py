@@ -17,7 +17,7 @@ from situs.audit.attacks.base import Fact
 from situs.audit.attacks.patchembed.equations import FIT
 from situs.audit.cases import Outcome
 from situs.audit.scores.metrics import BEST_PSNR, HIGHER_IS_CLOSER, LOWER_IS_CLOSER
-from situs.errors import SitusError, unknown_name
+from situs.errors import SitusError, counted, unknown_name
 from situs.results import Tone
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _judge(audit: Audit, defence: str, limit: Limit) -> Judgement:
         worst = Worst(attack, audit.names[number], value)
         shown = f"the worst, {worst.image}, has {limit.metric} {value:.4g} by {attack}"
         if over := {number for number, value, _ in found if value > limit.bound}:
-            said = f"{len(over)} of {len(audit.names)} images above {limit.bound:g}; {shown}"
+            said = f"{len(over)} of {counted(len(audit.names), 'images')} above {limit.bound:g}; {shown}"
             return Judgement(defence, "above", said, worst)
     proofs = [pair.attack for pair in pairs if _proves(pair, audit)]
     gaps = _gaps(audit, defence, pairs, limit) + ([] if proofs else _lacking(audit, pairs))
@@ -182,7 +182,7 @@ def _judge(audit: Audit, defence: str, limit: Limit) -> Judgement:
         applied = any(each.status != "refused" for each in audit.outcomes if each.defence == defence)
         answer: Answer = "incomplete" if applied else "nothing_applied"
         return Judgement(defence, answer, "; ".join([*gaps, *([shown] if shown else [])]), worst)
-    said = f"{' and '.join(proofs)} solved all {len(audit.names)} images and the equations fit; {shown}"
+    said = f"{' and '.join(proofs)} solved all {counted(len(audit.names), 'images')} and the equations fit; {shown}"
     return Judgement(defence, "passed", said, worst)
 
 
@@ -211,7 +211,7 @@ def _lacking(audit: Audit, pairs: Sequence[Outcome]) -> list[str]:
     closed = [pair for pair in tried if pair.closed]
     few = [pair for pair in closed if pair.doubt is None and pair.count < len(audit.names)]
     found = [f"{pair.attack} proves nothing: {pair.doubt}" for pair in closed if pair.doubt is not None]
-    found += [f"{pair.attack} saw {pair.count} of {len(audit.names)} images" for pair in few]
+    found += [f"{pair.attack} saw {pair.count} of {counted(len(audit.names), 'images')}" for pair in few]
     if not closed:
         asked = any(pair.closed for pair in pairs)
         found.append("no closed form applies" if asked else "no closed form was run, such as patchembed")
@@ -241,7 +241,7 @@ def doubt_of(caveat: str | None, facts: Facts, noise: float, control: Callable[[
     if wrong := [fact for fact in facts if fact.get("fits") is not True]:
         if wrong[0].get("verdict") and _as_expected(wrong[0]):  # the equations fit, and do not tell the image
             return str(wrong[0]["verdict"])
-        return f"its equations do not fit for {len(wrong)} of {len(facts)} images{_residual(wrong[0])}"
+        return f"its equations do not fit for {len(wrong)} of {counted(len(facts), 'images')}{_residual(wrong[0])}"
     if unseen := max((int(_number(fact, "unseen")) for fact in facts), default=0):
         return f"its layer does not see {unseen} numbers of an image, and a better guess at them may come closer"
     if any(int(_number(fact, "hidden")) > 1 for fact in facts):
@@ -251,7 +251,7 @@ def doubt_of(caveat: str | None, facts: Facts, noise: float, control: Callable[[
             "its equations do not hold, or have more than one solution, on the same model without noise and in float32"
         )
     if noise == 0 and (loose := [fact for fact in facts if not _is_unique(fact)]):
-        return f"its equations have more than one solution for {len(loose)} of {len(facts)} images"
+        return f"its equations have more than one solution for {len(loose)} of {counted(len(facts), 'images')}"
     return None
 
 

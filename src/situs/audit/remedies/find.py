@@ -24,7 +24,7 @@ from situs.audit.remedies.ladders import CostConfig, Rung, cost_of, ladders
 from situs.audit.remedies.result import Remedies, Remedy, Trial
 from situs.audit.remedies.tune import Tuned, Tuning
 from situs.backbones.base import Backbone
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.methods.base import Method
 from situs.progress import tracked
 from situs.results import Provenance
@@ -53,7 +53,7 @@ class Search:
         """What the gate says of a setting on these images; of a batch, on as many as make whole ones."""
         if self.deadline.spent():
             raise _StoppedError
-        self.deadline.say(f"{rung.label}: {len(test)} images{' that the search has not seen' * unseen}")
+        self.deadline.say(f"{rung.label}: {counted(len(test), 'images')}{' that the search has not seen' * unseen}")
         part = part_of(test, slice(0, len(test) // rung.step.batch * rung.step.batch))
         few, quick = part_of(part, slice(0, rung.step.batch)), self.attacks[:1]
         judged = None
@@ -242,7 +242,7 @@ def find_defences(
             search.deadline.interrupt()
         search.deadline.closed = True
         told = sum(each.tuned is not None for each in found)
-        stopped = f"{search.deadline.reason}, with {len(found)} defences finished"
+        stopped = f"{search.deadline.reason}, with {counted(len(found), 'defences')} finished"
         if name not in {each.defence for each in found} and (tried := search.trials[before:]):
             found.append(Remedy(name, None, _cut(rungs, tried), tried=tuple(tried), cut=True))
         stopped += "" if tuning is None else f" and {told} fine-tuned"

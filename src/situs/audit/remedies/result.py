@@ -10,6 +10,7 @@ from situs.audit.judge.gate import Limit
 from situs.audit.remedies.bisect import Answer
 from situs.audit.remedies.ladders import Cost
 from situs.audit.remedies.tune import Tuned
+from situs.errors import counted
 from situs.results import Cell, Result, Summary, Table, percent
 
 
@@ -138,7 +139,7 @@ def verdict(found: Remedies) -> str:
         )
     named = "; ".join(str(each.named) for each in found.found)
     counts = {found.held_out if each.unseen is None else each.unseen.images for each in found.found}  # whole batches
-    unseen = f"{min(counts)} images{' or more' * (len(counts) > 1)}"
+    unseen = f"{counted(min(counts), 'images')}{' or more' * (len(counts) > 1)}"
     others = [each.defence for each in found.remedies if each.named is None and not each.cut]
     left = f" None was found for {', '.join(others)}." if others else ""
     return (

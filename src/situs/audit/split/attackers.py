@@ -25,7 +25,7 @@ from situs.audit.split.stage import Scene
 from situs.audit.split.undo import PutBack, order_of_channels, put_back
 from situs.audit.split.view import NONE, View
 from situs.core.tokens import unpatchify
-from situs.errors import SitusError
+from situs.errors import SitusError, counted, verb
 from situs.locks.features import Defence
 
 SENDINGS = 16
@@ -83,7 +83,7 @@ def no_embedding(scene: Scene) -> Found:
     prefix = len(scene.side.prefix)
     seen, row = _by_company(scene) if scene.exchanging else (_quiet(scene).view.seen, scene.view.truth.row)
     if (count := len(seen)) < LAYOUT_NEEDS:
-        raise NotTriedError(f"{count} samples are too few; it needs {LAYOUT_NEEDS}")
+        raise NotTriedError(f"{counted(count, 'samples')} {verb(count, 'are')} too few; it needs {LAYOUT_NEEDS}")
     clusters = cluster_rows(seen, prefix)
     place = lay_out(seen, clusters, prefix)
     turned = (torch.cat([torch.arange(prefix), prefix + turn[place]])[clusters.of] for turn in symmetries(height))

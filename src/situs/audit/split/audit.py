@@ -18,7 +18,7 @@ from situs.audit.split.stage import Scene, Stage
 from situs.audit.split.view import NONE, Setting, check_places
 from situs.data.loader import Loader
 from situs.data.sampler import epoch_order
-from situs.errors import SitusError, unknown_name
+from situs.errors import SitusError, counted, unknown_name
 from situs.limits import check_value
 from situs.locks.features import Defence, parse_defence
 from situs.models import Model, open_model
@@ -131,7 +131,7 @@ def audit_split(
 
 
 def _told(reason: str, found: Sequence[SettingFound], settings: Sequence[Setting]) -> str:
-    return f"{reason}, with {len(found)} of {len(settings)} settings finished"
+    return f"{reason}, with {len(found)} of {counted(len(settings), 'settings')} finished"
 
 
 class _Begun:

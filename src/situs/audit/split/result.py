@@ -11,6 +11,7 @@ from torch import Tensor
 from situs.audit.split.attackers import ATTACKS
 from situs.audit.split.found import SCORES, UNDOING, SettingFound
 from situs.audit.split.tables import tables
+from situs.errors import counted
 from situs.locks.features import Defence
 from situs.results import Result, Summary, Table, Tone, percent
 
@@ -112,7 +113,9 @@ class SplitAudit(Result):
     @property
     def tables(self) -> tuple[Table, ...]:
         """Every attacker; the paper's Table 6; strengths, where there are several."""
-        return tables(f"{self.name}: what a server learns of {self.samples} samples", self.settings, self.blind)
+        return tables(
+            f"{self.name}: what a server learns of {counted(self.samples, 'samples')}", self.settings, self.blind
+        )
 
     def summary(self) -> Summary:
         """The verdict, the tables, and what was not tried."""
@@ -138,7 +141,7 @@ class SplitAudit(Result):
     def _where(self, at: list[str]) -> str:
         if len(at) == len(self.settings) > 1:
             return "everywhere"
-        return ", ".join(at) if len(at) <= LISTED else f"{len(at)} of {len(self.settings)} settings"
+        return ", ".join(at) if len(at) <= LISTED else f"{len(at)} of {counted(len(self.settings), 'settings')}"
 
     @property
     def asked(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from situs.audit.text.result import Row, TextAudit, parse_text_limit
 from situs.audit.text.scoring import score
 from situs.audit.text.victim import Sentence, TextVictim, is_tied, open_text_victim, text_gradients, word_weight
 from situs.config import Checked
-from situs.errors import SitusError
+from situs.errors import SitusError, counted, verb
 from situs.files import read_lines
 from situs.limits import Count
 from situs.progress import tracked
@@ -106,12 +106,14 @@ def audit_texts(
     limit = None if config.fail_above is None else parse_text_limit(config.fail_above)
     made = _made(defences)
     if config.count % config.batch:
-        said = f"{config.count} sentences do not make whole batches of {config.batch}"
+        said = (
+            f"{counted(config.count, 'sentences')} {verb(config.count, 'do')} not make whole batches of {config.batch}"
+        )
         raise SitusError(said, field=("count", "batch"))
     lines = read_lines(Path(texts), "texts")
     if len(lines) < config.count:
         raise SitusError(
-            f"texts={texts}: holds {len(lines)} sentences, and {config.count} are asked for", field="count"
+            f"texts={texts}: holds {counted(len(lines), 'sentences')}, and {config.count} are asked for", field="count"
         )
     asked = {name: value for name, value in options.items() if name not in names}
     victim = open_text_victim(model, classes=config.classes, seed=config.seed, **asked)
@@ -119,8 +121,8 @@ def audit_texts(
     sentences = victim.coded(lines[: config.count])
     most = victim.backbone.num_tokens
     full = sum(len(sentence) == most for sentence in sentences)
-    said = f"{full} sentences fill the model's {most} tokens; what is longer is cut, and the rest is not in the step"
-    cut = {"length": said} if full else {}
+    said = f"{counted(full, 'sentences')} {verb(full, 'fill')} the model's {most} tokens"
+    cut = {"length": f"{said}; what is longer is cut, and the rest is not in the step"} if full else {}
     origin = {
         "model": victim.backbone.name,
         "texts": f"{config.count} of {Path(texts).name}",
@@ -213,7 +215,11 @@ class _Run:
 
     def _ended(self, audit: TextAudit) -> TextAudit:
         rows = [
-            replace(row, status="stopped", partial=row.partial or f"{len(row.reads)} of {len(audit.names)} sentences")
+            replace(
+                row,
+                status="stopped",
+                partial=row.partial or f"{len(row.reads)} of {counted(len(audit.names), 'sentences')}",
+            )
             if row.reads and (row.partial is not None or len(row.reads) < len(audit.names))
             else row
             for row in audit.rows

@@ -31,6 +31,7 @@ from situs.audit.text.layers import entering, qkv_weights, span_of, word_inputs,
 from situs.audit.text.roots import FirstBlock
 from situs.audit.text.victim import Sentence
 from situs.backbones.hf.text import BertBackbone
+from situs.errors import counted
 
 TOGETHER, UNKNOWNS, STARTS = 32, 2048, 3
 """Candidates that are searched together, fewer where that is more unknowns, and from how many starts."""
@@ -77,7 +78,7 @@ def encoder_sentences(
     named = frozenset(able.words.tolist())
     facts |= {"candidates": len(able.words)}
     if not len(able.words) and deadline.over():
-        return Found(facts=facts, partial=f"0 of {batch} sentences")
+        return Found(facts=facts, partial=f"0 of {counted(batch, 'sentences')}")
     if not len(able.words):
         return Found(facts=facts, reason="no word of the vocabulary lies in the span: noise hides them")
     search = _Search(backbone, block, able, two, second[0], unknown)
@@ -156,8 +157,9 @@ class _Search:
         for start in range(STARTS):
             while len(self.sentences) < batch and (rows := self._next(start)):
                 if deadline.over():
-                    return f"{len(self.sentences)} of {batch} sentences"
-                said = f"{len(self.sentences)} of {batch} sentences, {len(self.tried)} of {len(self.able.words)} pairs"
+                    return f"{len(self.sentences)} of {counted(batch, 'sentences')}"
+                said = f"{len(self.sentences)} of {counted(batch, 'sentences')}"
+                said += f", {len(self.tried)} of {len(self.able.words)} pairs"
                 deadline.say(f"{said} searched, {self.roots} roots")
                 self._try(rows, start)
             if not len(self.block.free):

@@ -12,7 +12,7 @@ from situs.audit.cases import Status
 from situs.audit.judge.gate import Judgement, Limit, Ruling, Worst
 from situs.audit.text.attack import NAME
 from situs.audit.text.scoring import Read
-from situs.errors import SitusError, unknown_name
+from situs.errors import SitusError, counted, unknown_name, verb
 from situs.results import Cell, Result, Summary, Table, Tone, percent
 
 SCHEMA = "situs-audit-texts/1"
@@ -112,7 +112,7 @@ class TextAudit(Result):
         """A line for what the attack got under a defence."""
         rows = [row for row in self.rows if row.defence == defence]
         return [
-            f"{NAME}: {metric} {row.shares[metric]:.4g} over {len(row.reads)} sentences"
+            f"{NAME}: {metric} {row.shares[metric]:.4g} over {counted(len(row.reads), 'sentences')}"
             if row.reads
             else f"{NAME}: not attacked: {'; '.join(row.reasons) or 'not run before the stop'}"
             for row in rows
@@ -120,7 +120,7 @@ class TextAudit(Result):
 
     def summary(self) -> Summary:
         """The verdict and a row for each defence; below them what the gate says."""
-        title = f"{self.model}, {len(self.names)} sentences in batches of {self.batch}"
+        title = f"{self.model}, {counted(len(self.names), 'sentences')} in batches of {self.batch}"
         tables = [Table(title, HEADER, [cells(row) for row in self.rows])]
         if said := reasons(self):
             tables.append(Table("What was not found, and why", ("defence", "reason"), said))
@@ -167,9 +167,9 @@ def verdict(audit: TextAudit) -> str:
             continue
         shares = row.shares
         said.append(
-            f"{row.defence}: {row.whole} of {len(row.reads)} sentences recovered word for word from one step on "
-            f"{audit.batch}, {percent(shares['tokens'])} of the tokens in their place, {percent(shares['words'])} of "
-            "them known as words."
+            f"{row.defence}: {row.whole} of {counted(len(row.reads), 'sentences')} recovered word for word from one "
+            f"step on {audit.batch}, {percent(shares['tokens'])} of the tokens in their place, "
+            f"{percent(shares['words'])} of them known as words."
         )
     if any(row.reads and row.whole < len(row.reads) for row in audit.rows):
         said.append("What was not recovered was not found by this attack; that is no proof that it is private.")
@@ -212,7 +212,8 @@ def _judge(audit: TextAudit, row: Row, limit: Limit) -> Judgement:
         return Judgement(row.defence, "nothing_applied", "; ".join(row.reasons) or "nothing was attacked", worst)
     gaps = [f"{NAME} was stopped after {row.partial}"] if row.partial is not None else []
     if row.status == "not_run" or len(row.reads) < len(audit.names):
-        gaps.append(f"{len(row.reads)} of {len(audit.names)} sentences were attacked")
+        told = verb(len(row.reads), "were")
+        gaps.append(f"{len(row.reads)} of {counted(len(audit.names), 'sentences')} {told} attacked")
     gaps += [*dict.fromkeys(row.reasons), f"what {NAME} does not find may still be there"]
     return Judgement(row.defence, "incomplete", "; ".join([*gaps, *([shown] if shown else [])]), worst)
 

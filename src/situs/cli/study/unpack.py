@@ -13,6 +13,7 @@ from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
 from situs.cli.shell import answer
+from situs.errors import counted
 
 
 @dataclass(frozen=True)
@@ -31,4 +32,4 @@ def run(args: Args) -> None:
     from situs.studies import unpack_study
 
     come = unpack_study(args.parts, args.out)
-    answer({"jobs": come}, f"{args.out}: {len(come)} jobs came{': ' + ', '.join(come) if come else ''}")
+    answer({"jobs": come}, f"{args.out}: {counted(len(come), 'jobs')} came{': ' + ', '.join(come) if come else ''}")

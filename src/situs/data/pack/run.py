@@ -24,7 +24,7 @@ from situs.data.sources.remote.names import is_remote, redacted
 from situs.data.sources.remote.transfer import RemoteError
 from situs.data.sources.walk import plain
 from situs.data.work import in_order
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.files import write_text
 from situs.hold import NAME as LOCK
 from situs.hold import only_one
@@ -63,7 +63,8 @@ class Packed(Result):
         images, size = sum(shard["images"] for shard in shards), _mib(sum(shard["bytes"] for shard in shards))
         left = f"; {len(self.broken):,} broken left out" if self.broken else ""
         word = "was packed already" if self.again else "packed"
-        sentence = f"{self.manifest['data']}: {word}, {images:,} images in {len(shards):,} shards of {size} MiB{left}."
+        packed = f"{counted(images, 'images')} in {counted(len(shards), 'shards')} of {size} MiB{left}"
+        sentence = f"{self.manifest['data']}: {word}, {packed}."
         notes = [f"broken: {each['reason']}" for each in self.broken[:_LISTED]]
         more = len(self.broken) - _LISTED
         notes += [f"and {more:,} more, which manifest.json lists"] if more > 0 else []

@@ -29,7 +29,7 @@ from situs.data.sources.audio import (
 )
 from situs.data.sources.base import SPLITS, Source, Wanted, choose_split, list_shards, splits_of
 from situs.data.sources.folder import split_folders
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, SitusError, counted, verb
 
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 SILENCE, UNKNOWN = "_silence_", "_unknown_"
@@ -131,7 +131,7 @@ def _open_folder(path: Path, split: str | None, *, labels: bool, strict: bool, c
             f"{source.name}: {stray} lies beside the folders, as of {beside}, so that they are no labels"
         )
     if others:
-        source.notes.append(f"{source.name}: left out {others:,} files (no audio by their names)")
+        source.notes.append(f"{source.name}: left out {counted(others, 'files')} (no audio by their names)")
     return source
 
 
@@ -157,7 +157,8 @@ def _splits(path: Path, files: list[str]) -> tuple[list[str], list[str]]:
         if strange := [name for name in names if name and name not in known]:
             if known.isdisjoint(names):
                 raise SitusError(f"{file}: names no clip of {path}; the first: {strange[0][:80]!r}", field="data")
-            notes.append(f"{file.name}: names {len(strange):,} clips that are not here; the first: {strange[0][:80]}")
+            named = f"names {counted(len(strange), 'clips')} that {verb(len(strange), 'are')} not here"
+            notes.append(f"{file.name}: {named}; the first: {strange[0][:80]}")
     return [told.get(file, "train") for file in files], notes
 
 
@@ -193,10 +194,12 @@ class Commands(Source):
         self.notes = list(source.notes)
         if silent := int((labels == 0).sum()):
             self.notes.append(
-                f"{self.name}: left out its own {silent:,} clips of {SILENCE}, which the task cuts itself"
+                f"{self.name}: left out its own {counted(silent, 'clips')} of {SILENCE}, which the task cuts itself"
             )
         if len(unknown) < wanted:
-            self.notes.append(f"{self.name}: {len(unknown)} clips of unknown words, where the task takes {wanted}")
+            self.notes.append(
+                f"{self.name}: {counted(len(unknown), 'clips')} of unknown words, where the task takes {wanted}"
+            )
 
     def __len__(self) -> int:
         return len(self.rows) + self.silent

@@ -17,7 +17,7 @@ from situs.data.sources.base import SPLITS, Source, Wanted, choose_split, list_s
 from situs.data.sources.rows import LABELS, SUFFIXES, Table, read_table
 from situs.data.text import LONGEST, TextConfig
 from situs.data.tokeniser import Ids, Tokeniser
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, SitusError, counted
 
 PLAIN = ".txt"
 
@@ -206,7 +206,7 @@ class BlockSource(Source):
             count -= 1
         last = min(len(flat), count * self.longest)
         self.ids = Ids(flat[:last], np.minimum(np.arange(1, count + 1) * self.longest, last), 0)
-        self.notes.append(f"{name}: {last:,} ids in {count:,} blocks of {self.longest}")
+        self.notes.append(f"{name}: {last:,} ids in {counted(count, 'blocks')} of {self.longest}")
 
     def __len__(self) -> int:
         return len(self.ids.ends)

@@ -86,7 +86,7 @@ class Detections(Result):
         """AP of boxes and of masks."""
         name, there = self.provenance.name, int(self.answers.table[:-1].sum())
         seen = self.provenance.counted(self.count)
-        of = f"{counted(there, 'objects')} of {len(self.classes)} classes in {seen}"
+        of = f"{counted(there, 'objects')} of {counted(len(self.classes), 'classes')} in {seen}"
         said = f"{name} reaches {_points(self.boxes.ap)} AP of boxes and {_points(self.masks.ap)} of masks on {of}."
         rows: list[list[Cell]] = [
             [what, *(_points(value) for value in scores.means().values())]
@@ -143,7 +143,9 @@ def evaluate_objects(
     method = detection_of(model)
     loader = load_set(model, data, shared=True, target="objects", **chosen)
     if loader.classes != model.classes:
-        said = f"has {len(loader.classes or ())} classes, not the {len(model.classes or ())} of {model.name}"
+        said = (
+            f"has {counted(len(loader.classes or ()), 'classes')}, not the {len(model.classes or ())} of {model.name}"
+        )
         raise SitusError(f"{loader.source.name}: {said}, or others", field="data")
     with evaluating(method):
         measured = measure(method, loader, loader, precision)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
 from situs.data.masks import VOID
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.evaluate.probe.linear import (
     AT_ONCE,
     WEIGHT_DECAYS,
@@ -69,7 +69,7 @@ class SegmentProbes(Probes[SegmentProbe]):
         (name, first), *rest = self.probes.items()
         said = (
             f"One linear layer on its patches reads {percent(first.scores.miou, 2)} mIoU off {name}, of "
-            f"{self.provenance.counted(first.score.count)} and {len(self.classes)} classes."
+            f"{self.provenance.counted(first.score.count)} and {counted(len(self.classes), 'classes')}."
         )
         said += "".join(f" In {other} it is {percent(probe.scores.miou, 2)}." for other, probe in rest)
         things = self.provenance.things

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.evaluate.accuracy import Accuracy
 from situs.evaluate.corruptions import CORRUPTIONS
 from situs.evaluate.corruptions.severity import SEVERITIES
@@ -240,10 +240,12 @@ class Robustness(Result):
         """(measure, value, what to know of it)."""
         rows: list[tuple[str, str, str]] = []
         if self.clean is not None:
-            rows.append(("top-1, clean", percent(self.clean.top1), f"{self.data}, {self.clean.count:,} images"))
+            rows.append(
+                ("top-1, clean", percent(self.clean.top1), f"{self.data}, {counted(self.clean.count, 'images')}")
+            )
         if self.cells:
             scores = self.scores
-            several = f"{len(self.cells)} corruptions, {self.count:,} images each"
+            several = f"{len(self.cells)} corruptions, {counted(self.count, 'images')} each"
             rows.append(("mCE, raw", percent(scores.raw), f"mean error over {several}"))
             if scores.normalised is None:
                 rows.append(("mCE, AlexNet-normalised", "–", "needs all five severities, as AlexNet's errors do"))
@@ -251,7 +253,7 @@ class Robustness(Result):
                 note = self.caveat or "as published models are compared"
                 rows.append(("mCE, AlexNet-normalised", percent(scores.normalised), note))
         if (natural := self.natural) is not None:
-            kind = f"{natural.name}, {natural.count:,} images, among its {natural.classes} classes"
+            kind = f"{natural.name}, {counted(natural.count, 'images')}, among its {natural.classes} classes"
             rows.append(("ImageNet-A, top-1", percent(natural.accuracy), kind))
             rows.append(
                 ("ImageNet-A, AURRA", percent(natural.aurra), "accuracy over response rates, most confident first")

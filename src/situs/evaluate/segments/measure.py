@@ -16,7 +16,7 @@ from situs.data.loader import Loader
 from situs.data.masks import VOID, names_beside
 from situs.data.sampler import sample_of
 from situs.data.sources.remote import is_remote
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.evaluate.segments.scores import SegmentScores, class_iou, count_answers
 from situs.evaluate.segments.windows import Inference, Predict, segment
 from situs.limits import check_value
@@ -77,7 +77,7 @@ class Segments(Result):
         plain = percent(always_most(found.answers), 2)
         said = (
             f"{name} reaches {percent(found.miou, 2)} mIoU on {self.provenance.counted(self.count)} of "
-            f"{len(self.classes)} classes (always the most frequent class: {plain})."
+            f"{counted(len(self.classes), 'classes')} (always the most frequent class: {plain})."
         )
         header = ["", "mIoU", "pixel accuracy", "class accuracy", "loss"]
         row = [name, *(percent(each, 2) for each in (found.miou, found.accuracy, found.class_accuracy)), found.loss]

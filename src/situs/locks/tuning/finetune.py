@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.data.loader import Loader, make_loader
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.locks.groups import invert_keys, permute_state, random_keys, residual_only
 from situs.locks.owner import AnyKey, unlocking, with_key
 from situs.locks.tuning.paper import measure_rule
@@ -162,13 +162,13 @@ def run_ways(
                         raise
                     say(f"{way}: broke off{at}, for its loss was not finite")
                     continue
-                say(f"{way}: {percent(curve.accuracy[-1])} after {curve.steps[-1]} steps{at}")
+                say(f"{way}: {percent(curve.accuracy[-1])} after {counted(curve.steps[-1], 'steps')}{at}")
                 if way not in curves or curve.accuracy[-1] > curves[way].accuracy[-1]:
                     curves[way], methods[way] = curve, method
     served = _served(methods["normal"], recipe, loader.classes, groups, keys, test)
     states = [{n: v.cpu() for n, v in methods[way].backbone.model.state_dict().items()} for way in WAYS[:2]]
     back = permute_state(states[1], groups, invert_keys(keys))
-    took = f"{config.epochs} epochs" if config.steps is None else f"{curves['normal'].steps[-1]} updates"
+    took = counted(config.epochs, "epochs") if config.steps is None else counted(curves["normal"].steps[-1], "updates")
     about = (
         f"{pretrained.about}; {len(pretrained.train):,} {'' if words else 'labelled '}{loader.source.things}, {took}"
     )

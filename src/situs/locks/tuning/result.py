@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from situs.config import Checked
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.limits import Count, Positive
 from situs.locks.tuning.paper import RuleCheck
 from situs.results import Result, Summary, Table, percent
@@ -163,8 +163,9 @@ class LockTuning(Result):
         said += f": the lock withholds {percent(kept, 0)} of what the pretraining was worth"
         step = self.caught_up("unauthorised")
         if step is None:
-            return f"{said}, and the thief does not come within a point of the owner in {self._last()} updates."
-        return f"{said}; the thief comes within a point of the owner after {step} updates."
+            last = counted(self._last(), "updates")
+            return f"{said}, and the thief does not come within a point of the owner in {last}."
+        return f"{said}; the thief comes within a point of the owner after {counted(step, 'updates')}."
 
     def _last(self) -> int:
         return self.curves["unauthorised"].steps[-1]

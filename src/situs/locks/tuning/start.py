@@ -23,7 +23,7 @@ from situs.data.sources import judged_split, open_source
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.samples import load_samples
 from situs.data.sources.subset import Subset
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.locks.tuning.result import TuningConfig
 from situs.methods import SupervisedConfig
 from situs.methods.language import LanguageConfig
@@ -137,7 +137,7 @@ def pretrain(config: TuningConfig, folder: Path, say: Say = lambda _: None, devi
     with torch.random.fork_rng(devices=[]):
         method = make_method(recipe, loader.classes).to(device)
         train(method, loader, recipe, folder / "pretrained")
-    say(f"pretrained a small ViT for {config.pretrain_epochs} epochs on {len(first):,} images")
+    say(f"pretrained a small ViT for {counted(config.pretrain_epochs, 'epochs')} on {counted(len(first), 'images')}")
     state = {name: value.cpu().clone() for name, value in method.backbone.model.state_dict().items()}
     state = {name: value for name, value in state.items() if not name.startswith(HEADS)}
     test = Subset(open_source("samples", "test", channels=1), config.test)

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Annotated, Any
 
 from situs.config import Checked
-from situs.errors import SitusError, missing_extra
+from situs.errors import SitusError, counted, missing_extra
 from situs.limits import Positive, Within
 
 EXTRA = "dp"
@@ -74,7 +74,9 @@ class Spent:
 
     def __str__(self) -> str:
         found = "ε is not known here" if self.epsilon is None else f"ε = {self.epsilon:.3g}"
-        made = f"{self.steps:,} steps of DP-SGD, noise {self.noise:.3g} · C, C = {self.clip:g} (PRV accountant)"
+        made = (
+            f"{counted(self.steps, 'steps')} of DP-SGD, noise {self.noise:.3g} · C, C = {self.clip:g} (PRV accountant)"
+        )
         return f"{found} at δ = {self.delta:g} after {made}. {NOT_COVERED}"
 
 
