@@ -110,10 +110,9 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class Result(ABC):
-    """A measurement with all that its page needs. file: the name of its files; page_file: of its page, if other."""
+    """A measurement with all that its page needs. file: the name of its files."""
 
     file: ClassVar[str]
-    page_file: ClassVar[str] = ""
 
     provenance: Provenance = Provenance()
 

@@ -81,9 +81,9 @@ def test_a_page_with_private_pictures_says_so_at_its_top() -> None:
 
 
 def test_a_private_page_is_for_its_owner_alone(tmp_path: Path) -> None:
-    (tmp_path / "report.html").write_text("the page before, for all to read")
+    (tmp_path / "gradients.html").write_text("the page before, for all to read")
     path = publish(example(WORKED), tmp_path)
-    assert path == tmp_path / "report.html" and path.stat().st_mode & 0o777 == 0o600
+    assert path == tmp_path / "gradients.html" and path.stat().st_mode & 0o777 == 0o600
     assert json.loads((tmp_path / "gradients.json").read_text())["model"] == "a-model"
     (tmp_path / "plain").touch()
     path = publish(example(WORKED).without_pictures(), tmp_path / "mine.html")

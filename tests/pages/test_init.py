@@ -56,6 +56,18 @@ def test_every_result_has_a_page_and_every_page_a_result() -> None:
     assert found - {"Probes", "Leak"} == set(PAGES) == set(RESULTS)
 
 
+def test_a_folder_holds_a_page_of_every_kind(tmp_path: Path) -> None:
+    """No verb's page is named as another verb's; two forms of one measurement share a name."""
+    names: dict[str, list[str]] = {}
+    for kind, (build, _) in RESULTS.items():
+        names.setdefault(build().file, []).append(kind)
+    shared = {name: kinds for name, kinds in names.items() if len(kinds) > 1}
+    assert shared == {"accuracy": ["ClassAccuracy", "LabelAccuracy"], "position": ["PositionCurve", "PositionGrid"]}
+    assert "report" not in names  # the demo's page, whose folder others may be sent to
+    for kind in ("LockAudit", "StudyResult"):
+        assert publish(RESULTS[kind][0](), tmp_path).stem == RESULTS[kind][0]().file
+
+
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_page_says_what_its_result_says(name: str) -> None:
     build, pictures = RESULTS[name]

@@ -45,5 +45,5 @@ def test_the_page_begins_with_the_threat_model(tmp_path: Path) -> None:
     bare = make_page(AUDIT.without_pictures()).render()
     assert PRIVATE not in bare and "calm" not in bare and "Sentences" not in re.findall(r"<h2[^>]*>(.*?)</h2>", bare)
     path = publish(AUDIT, tmp_path)
-    assert path.name == "report.html" and path.stat().st_mode & 0o777 == 0o600
+    assert path.name == "texts.html" and path.stat().st_mode & 0o777 == 0o600
     assert json.loads((tmp_path / "texts.json").read_text())["defences"][0]["tokens"] == 4

@@ -100,5 +100,5 @@ def test_killed_and_moved_it_ends_with_the_same_bits(tmp_path: Path) -> None:
         a, b = (RunFolder.open(place / "jobs" / name, writer=False).newest() for place in (peace, out))
         left, right = a.tensors("model"), b.tensors("model")
         assert left and [key for key in left if not torch.equal(left[key], right[key])] == []
-    page = (out / "report.html").read_text()
+    page = (out / "study.html").read_text()
     assert "not finite" in page and page.count("<img") == 1

@@ -110,7 +110,7 @@ class Run:
 class Runs(Result):
     """Runs side by side. over: what their curves run over, epoch or step."""
 
-    file: ClassVar[str] = "report"
+    file: ClassVar[str] = "runs"
     runs: Sequence[Run]
     over: str = "epoch"
 

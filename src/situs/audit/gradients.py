@@ -48,7 +48,6 @@ class Audit(Leak):
     """
 
     file: ClassVar[str] = "gradients"
-    page_file: ClassVar[str] = "report"
 
     model: str
     step: Step

@@ -86,19 +86,18 @@ def publish(result: Result, out: Path | str) -> Path:
     this one goes to a folder of its own below. Where several ranks have come to the result, the first one writes it.
     Pages and pictures of a private result are written so that nobody but their owner can read them (mode 0600).
     """
-    numbers, page_name = _places(result, Path(out))
     if distributed.rank():
-        return numbers.with_name(page_name)
+        return _file(result, Path(out)).with_suffix(".html")
     page = make_page(result)
     numbers = write_numbers(result, out)
     for picture, content in page.pictures.items():
         write_result(numbers.with_name(f"{numbers.stem}-{picture}.png"), content, private=result.private)
-    return page.write(numbers.with_name(page_name), private=result.private)
+    return page.write(numbers.with_suffix(".html"), private=result.private)
 
 
 def write_numbers(result: Result, out: Path | str) -> Path:
     """Writes the numbers where `publish` does; gives the file's path."""
-    numbers, file = finite(result.to_json()), _places(result, Path(out))[0]
+    numbers, file = finite(result.to_json()), _file(result, Path(out))
     if Path(out).suffix != ".html" and "of" in numbers:
         names = [origin.name for origin in result.provenance.of]
         file = _own_folder(file.parent, file.stem, names, numbers["of"]) / file.name
@@ -107,11 +106,9 @@ def write_numbers(result: Result, out: Path | str) -> Path:
     return file
 
 
-def _places(result: Result, out: Path) -> tuple[Path, str]:
-    """The file of the numbers, and the name of the page beside it."""
-    if out.suffix == ".html":
-        return out.with_suffix(".json"), out.name
-    return out / f"{result.file}.json", f"{result.page_file or result.file}.html"
+def _file(result: Result, out: Path) -> Path:
+    """The file of the numbers; the page has the same name."""
+    return out.with_suffix(".json") if out.suffix == ".html" else out / f"{result.file}.json"
 
 
 def _own_folder(folder: Path, name: str, names: list[str], of: list[str]) -> Path:

@@ -6,7 +6,7 @@
     jobs/NAME-SEED.toml     a training's changes, laid over its preset
     jobs/NAME-SEED.json     how it stands, after how long, with what recipe
     jobs/NAME-SEED.log      what it said
-    study.json, report.html the table as it stands
+    study.json, study.html  the table as it stands
 
 No path in it names a machine: the folder can be moved, and the same command goes on there.
 """

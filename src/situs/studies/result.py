@@ -97,7 +97,6 @@ class StudyResult(Result):
     """A study as it stands. rows: of each table, of each row, the cells. lines: of each figure. drawn: pictures."""
 
     file: ClassVar[str] = "study"
-    page_file: ClassVar[str] = "report"
 
     name: str
     study: Study

@@ -16,23 +16,23 @@ def test_runs_side_by_side(outline: Any, trained, tmp_path: Path, capsys: pytest
     printed = capsys.readouterr().out.splitlines()
     assert printed[1].split() == ["run", "method", "how", "far", "time", "last", "loss"]
     assert [line.split()[:2] for line in printed[2:5]] == [["one", "supervised"], ["two", "supervised"], ["mp3", "mp3"]]
-    assert printed[-1] == str(tmp_path / "report.html")
-    assert outline((tmp_path / "report.html").read_text()) == [
+    assert printed[-1] == str(tmp_path / "runs.html")
+    assert outline((tmp_path / "runs.html").read_text()) == [
         "First screen, 1 figure",
         "Runs, 1 note, 3 rows",
         "Final numbers, 5 rows",
         "Machine and speed, 9 rows",
         "Configs, 9 rows, 1 fold",
     ]
-    numbers = json.loads((tmp_path / "report.json").read_text())
+    numbers = json.loads((tmp_path / "runs.json").read_text())
     assert [run["finished"] for run in numbers["runs"]] == [True] * 3
     assert numbers["config_differences"]["train.seed"] == [0, 1, 0]
     assert numbers["runs"][0]["speed"]["device"].startswith("cpu (")
     assert numbers["runs"][0]["speed"]["precision"] == "fp32"
-    assert (tmp_path / "report-curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "runs-curves.png").read_bytes().startswith(b"\x89PNG")
     assert main(["report", str(trained.two), "--out", str(tmp_path)]) == 0  # which leaves the page of the three
-    assert json.loads((tmp_path / "report.json").read_text()) == numbers
-    assert (tmp_path / "two" / "report.html").is_file()
+    assert json.loads((tmp_path / "runs.json").read_text()) == numbers
+    assert (tmp_path / "two" / "runs.html").is_file()
 
 
 @pytest.mark.parametrize("words", [["{folder}"], []])

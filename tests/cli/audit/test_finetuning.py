@@ -28,7 +28,7 @@ def test_of_a_run(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert written["curves"]["normal"]["loss"] == pytest.approx(written["curves"]["authorised"]["loss"], rel=1e-4)
     assert "Normal and authorised ought to differ by rounding alone: their logits differ by at most" in printed
     assert "Eq. 6 fails with any key" in printed and "Eq. 6 holds with a key of the published code" in printed
-    page = (tmp_path / "report.html").read_text()
+    page = (tmp_path / "finetuning.html").read_text()
     assert page.count("<img") == 2
     assert str(trained.data.parent) not in page + json.dumps(written)
 

@@ -41,11 +41,29 @@ def test_table_page_and_file(
     assert {(p["attack"], p["applies"]) for p in told["pairs"]} >= {("patchembed", True), ("patchembed", False)}
     assert len(told["pairs"]) == 12
     assert [row["image"] for row in told["pairs"][0]["images"]] == ["0.png", "1.png"]
-    page = (out / "report.html").read_text()
+    page = (out / "gradients.html").read_text()
     assert page.index("Threat model") < page.index("Verdict") < page.index("What would reduce the leak")
     assert str(photographs.parent) not in page + json.dumps(told)
     assert schema_breaks(told) == []
     assert told["gate"] is None
+
+
+def test_what_another_verb_or_model_left_is_not_lost_without_a_word(
+    photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, others = tmp_path / "audit", ("report.html", "audit.html", "finetuning.html", "study.html", "texts.html")
+    out.mkdir()
+    for name in others:
+        (out / name).write_text(name)
+    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--out", str(out)]
+    more = ["--count", "1", "--attack", "patchembed", "--defence", "none"]
+    assert main([*words, *more]) == 0
+    replaced = f"situs: {out / 'gradients'}.html and .json are there, and what this finds replaces them"
+    assert replaced not in capsys.readouterr().err and all((out / name).read_text() == name for name in others)
+    assert main([*words, *more]) == 0 and replaced in capsys.readouterr().err
+    (out / "study.toml").touch()
+    assert main([*words, "--setting", "a"]) == 2
+    assert "is the folder of a study, whose settings.json is its own (--out)" in capsys.readouterr().err
 
 
 def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,11 +73,11 @@ def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsy
 
     out = tmp_path / "audit"
     out.mkdir()
-    (out / "report.html").write_text("the page before, for all to read")
+    (out / "gradients.html").write_text("the page before, for all to read")
     words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--out", str(out)]
     more = ["--count", "2", "--attack", "patchembed", "--defence", "none"]
     assert main([*words, *more]) == 0
-    path, told = out / "report.html", json.loads((out / "gradients.json").read_text())
+    path, told = out / "gradients.html", json.loads((out / "gradients.json").read_text())
     assert path.stat().st_mode & 0o777 == 0o600
     page = path.read_text()
     assert page.index("This page holds private images") < page.index("Threat model") and "<img" in page
@@ -133,7 +151,7 @@ def test_the_gate(
     counts = [judged["status"] for judged in told["gate"]["defences"]]
     assert (suite.get("failures"), suite.get("errors")) == (str(counts.count(3)), str(counts.count(4)))
     assert suite.get("tests") == str(len(counts)) and suite.get("skipped") == "0"
-    assert said in (tmp_path / "audit" / "report.html").read_text() + capsys.readouterr().out
+    assert said in (tmp_path / "audit" / "gradients.html").read_text() + capsys.readouterr().out
 
 
 def test_a_gate_judges_what_would_be_sent_and_nothing_else(photographs: Path, tmp_path: Path) -> None:
@@ -166,7 +184,7 @@ def test_a_model_without_an_attack(
     shown = capsys.readouterr().out
     assert reason in shown
     assert "No attack of this audit applies" in shown and "Not attacked does not mean private" in shown
-    assert reason in (tmp_path / "report.html").read_text()
+    assert reason in (tmp_path / "gradients.html").read_text()
     assert [p["applies"] for p in json.loads((tmp_path / "gradients.json").read_text())["pairs"]] == [False] * 12
 
 
@@ -329,7 +347,7 @@ def test_a_module_without_a_table_is_matched(own: str, photographs: Path, capsys
     first, second = json.loads(Path("audit/gradients.json").read_text())["pairs"]
     assert not first["applies"] and "no position table" in first["reason"]
     assert second["images"][0]["labels_right"] == 2
-    assert "2 of 2 labels inferred rightly" in Path("audit/report.html").read_text()
+    assert "2 of 2 labels inferred rightly" in Path("audit/gradients.html").read_text()
 
 
 def test_where_nothing_closed_applies_matching_runs_by_itself(
@@ -401,7 +419,7 @@ def test_a_time_limit_leaves_a_whole_report(own: str, photographs: Path, capsys:
     assert told["partial"] and told["labels"] == "known"
     assert len(told["pairs"][0]["images"]) == 2
     assert "labels_right" not in told["pairs"][0]["images"][0]
-    assert "of 1,000,000 iterations" in Path("audit/report.html").read_text()
+    assert "of 1,000,000 iterations" in Path("audit/gradients.html").read_text()
 
 
 @pytest.mark.slow
@@ -422,7 +440,7 @@ def test_ctrl_c_leaves_a_whole_report(own: str, photographs: Path) -> None:
     assert told["stopped"].startswith("Ctrl-C") and len(told["not_attacked"]) == 2
     assert [judged["status"] for judged in told["gate"]["defences"]] == [4, 4] and not told["gate"]["passed"]
     assert [pair["attack"] for pair in told["pairs"]] == ["patchembed", "matching"]
-    assert "stopped after" in Path("audit/report.html").read_text()
+    assert "stopped after" in Path("audit/gradients.html").read_text()
 
 
 @pytest.mark.parametrize(("limit", "status"), [("psnr=20", 3), ("psnr=199", 130)])
@@ -464,7 +482,7 @@ def test_a_locked_model_leaks_all_the_same(trained: Any, tmp_path: Path, capsys:
     capsys.readouterr()
     assert main([*words, "--attack", "patchembed", "--out", str(tmp_path / "audit")]) == 0
     assert "2 of 2 images recovered exactly" in capsys.readouterr().out
-    assert "locked with the key" in (tmp_path / "audit" / "report.html").read_text()
+    assert "locked with the key" in (tmp_path / "audit" / "gradients.html").read_text()
     assert main(["lock", export, "--key", key, "--out", f"{locked}-sealed", "--seal"]) == 0
     assert main(["audit", "gradients", f"{locked}-sealed", "--data", str(trained.data)]) == 2
     assert "is sealed" in capsys.readouterr().err
@@ -519,7 +537,7 @@ def test_a_run_of_mjp_is_audited_with_its_own_method(
     shown = capsys.readouterr().out
     assert "none: at least" in shown  # MJP is at work although no defence is named
     assert "mjp γ=0: at least 2 of 2 images recovered exactly" in shown  # its own DAL, subtracted
-    assert "own method, mjp" in (tmp_path / "report.html").read_text()
+    assert "own method, mjp" in (tmp_path / "gradients.html").read_text()
 
 
 def test_an_mp3_run_is_asked_about_the_order(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -662,7 +680,7 @@ def test_remedies_are_searched_and_written_beside_their_page(photographs: Path, 
     assert all("no pass" in each["said"] for each in told["defences"])
     page = (out / "defences.html").read_text()
     assert "No setting that was tried keeps the gate psnr=20" in page and "that is no remedy" in page
-    today = (out / "report.html").read_text()  # the audit without a defence, and what was found in its box
+    today = (out / "gradients.html").read_text()  # the audit without a defence, and what was found in its box
     box = today[today.index("<h2>What would help</h2>") :].split("</section>")[0]
     assert box.count("? not judged") == 5 and "keeps the limit" not in box and "defences.html" in box
     gate = json.loads((out / "gradients.json").read_text())["gate"]

@@ -41,10 +41,10 @@ def test_texts_make_a_table_files_and_a_gate(
     assert [row["whole"] for row in written["defences"]] == [2, 2] and written["gate"]["status"] == 3
     assert written["command"].startswith("situs audit gradients gpt2")
     assert gate.read_text().count("<failure") == 2
-    page = (out / "report.html").read_text()
+    page = (out / "texts.html").read_text()
     assert "w7" in page and str(tmp_path) not in page + json.dumps(written)
     assert audit(folder, *asked, "--no-pictures") == 0
-    assert "w7" not in (out / "report.html").read_text()
+    assert "w7" not in (out / "texts.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_a_public_base_opens_it(locked: Locked, tmp_path: Path, capsys: pytest.C
         written = json.loads((out / "audit.json").read_text())
         assert written["strength_bits"] == 0
         assert [attack["share"] for attack in written["attacks"]] == [1.0]
-        page = (out / "report.html").read_text()
+        page = (out / "audit.html").read_text()
         assert "16 of 16" in page and "public-base" in page
         assert str(tmp_path) not in page + json.dumps(written)
     assert "inner groups as cover" in printed
@@ -89,7 +89,7 @@ def test_several_attackers_with_data_and_key(
         assert written["strength_bits"] is None  # nobody came with images
         assert "Not run, though anybody could: images (`images` or `texts`)" in printed
     assert "with the key" in printed and "random blocks" in printed
-    assert "<img" in (tmp_path / "report.html").read_text()  # share against drift
+    assert "<img" in (tmp_path / "audit.html").read_text()  # share against drift
 
 
 def test_what_nobody_knows_is_not_judged(trained: Any, locked: Locked, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +107,7 @@ def test_without_a_key_no_strength_is_claimed(
     printed = capsys.readouterr().out
     assert "Not judged" in printed and "the locked file alone" in printed
     assert json.loads((tmp_path / "audit.json").read_text())["strength_bits"] is None
-    page = (tmp_path / "report.html").read_text()
+    page = (tmp_path / "audit.html").read_text()
     assert "256" not in printed and "= 256 bits" not in page and "Not judged" in page
 
 
@@ -156,7 +156,7 @@ def test_images_without_labels(
         assert blind["agreement"] is None
         assert written["strength_bits"] == min(256, blind["bits"], images["bits"])
         assert f"= {written['strength_bits']:.0f} bits" in printed and written["verdict"] in printed
-        assert "unlabelled samples" in (out / "report.html").read_text()
+        assert "unlabelled samples" in (out / "audit.html").read_text()
     assert audit(locked.plain, "--images", trained.data) == 0
     said = "Not judged, because the true key was not given (`key`): no-base, images. No strength"
     assert said in capsys.readouterr().out
@@ -190,7 +190,7 @@ def test_what_is_left_is_attacked(
         ("public-base", 16),
     ]
     assert written["attacks"][2]["right"] == 16  # the second block alone gives the key to who has the base
-    assert "first block withheld" in (tmp_path / "1" / "report.html").read_text()
+    assert "first block withheld" in (tmp_path / "1" / "audit.html").read_text()
     assert audit(few, "--base", locked.export, "--attacker", "public-base") == 0  # which also proves it
     assert "= 0 bits" in capsys.readouterr().out
 

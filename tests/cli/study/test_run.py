@@ -39,7 +39,7 @@ def test_the_table_the_page_and_the_numbers(study: Path, tmp_path: Path, capsys:
     assert f"{cell['ours']:.1f} ± {cell['deviation']:.1f}" in shown.out
     assert "10 of 10 jobs are done" in shown.out
     assert "tuned-1: situs finetune --validate-every 1 --data samples --seed 1 --from" in shown.err
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = (tmp_path / "out" / "study.html").read_text()
     assert "MP3 before a short supervised training" in page and str(tmp_path) not in page + json.dumps(written)
     assert main(["study", "show", str(tmp_path / "out"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == written
@@ -50,14 +50,14 @@ def test_the_table_the_page_and_the_numbers(study: Path, tmp_path: Path, capsys:
 def test_what_is_left_or_diverged_is_the_status(study: Path, tmp_path: Path) -> None:
     study.write_text(study.read_text().replace("lr = 1e-3", "lr = 1e6").replace("max_steps = 2", "max_steps = 4"))
     assert main(["study", "run", str(study), "--data", "samples", "--out", str(tmp_path / "out")]) == 1
-    assert "was not finite" in (tmp_path / "out" / "report.html").read_text()
+    assert "was not finite" in (tmp_path / "out" / "study.html").read_text()
 
 
 def test_what_was_not_asked_for_is_not_the_status(study: Path, tmp_path: Path) -> None:
     study.write_text(study.read_text().replace("lr = 1e-3", "lr = 1e6").replace("max_steps = 2", "max_steps = 4"))
     command = ["study", "run", str(study), "--data", "samples", "--out", str(tmp_path / "out"), "--only"]
     assert main([*command, "mp3"]) == 0
-    assert "2 of 10 jobs are done" in (tmp_path / "out" / "report.html").read_text()
+    assert "2 of 10 jobs are done" in (tmp_path / "out" / "study.html").read_text()
     assert main([*command, "tuned"]) == 1  # which is not finite
 
 

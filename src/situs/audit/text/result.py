@@ -69,7 +69,6 @@ class TextAudit(Result):
     """
 
     file: ClassVar[str] = "texts"
-    page_file: ClassVar[str] = "report"
 
     model: str
     rows: Sequence[Row]

@@ -67,7 +67,7 @@ def run(args: Args) -> int:
     """Traces, prints the table and writes the files."""
     if (args.data is None) == (args.texts is None):
         raise SitusError("give images or a file of sentences to attack, one of them", field=("data", "texts"))
-    check_folder(args.out)
+    check_folder(args.out, "curve")
     deadline = Deadline(remark, args.time_limit)
     given: dict[str, Any] = {
         **asked_of(args.model, args),

@@ -45,7 +45,7 @@ class Args:
     """cpu, cuda or cuda:N; by default a GPU where there is one."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
-    """Write report.html and finetuning.json there."""
+    """Write finetuning.html and finetuning.json there."""
 
     config: TuningConfig = configured(TuningConfig)
     """How long, and on how much."""
@@ -56,7 +56,7 @@ def run(args: Args) -> None:
     from situs.cli.locks.passphrase import read_key
     from situs.locks import audit_tuning
 
-    check_folder(args.out)
+    check_folder(args.out, "finetuning")
     asked = {name: getattr(args, name) for name in ("test_data", "withheld", "device")}
     key = None if args.key is None else read_key(args.key)
     found = audit_tuning(args.source, args.data, args.config, key=key, say=print, **asked)

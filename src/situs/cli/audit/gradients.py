@@ -67,7 +67,7 @@ class Args(ModelArgs, CostConfig, AuditConfig):
     """Show the images; the page is then private."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("audit")
-    """Where gradients.json and report.html go."""
+    """Where gradients.json and gradients.html go, of texts texts.json and texts.html."""
 
 
 def run(args: Args) -> int:
@@ -149,7 +149,8 @@ def _check(args: Args) -> str:
     if (args.data is None) == (args.texts is None):
         said = "give images" if args.data is None else f"texts={args.texts}: and images are given; give images"
         raise SitusError(f"{said} or a file of sentences to attack, one of them", field=("data", "texts"))
-    check_folder(args.out)
+    name = "texts" if args.texts is not None else "settings" if args.settings else "gradients"
+    check_folder(args.out, name, *(["defences"] if args.find_defence is not None else []))
     others = {"texts": args.texts, "settings": args.settings, "fail_above": args.fail_above, "junit": args.junit}
     for name, value in (others | {"defences": args.defences != ("auto",)}).items() if args.find_defence else ():
         if value:

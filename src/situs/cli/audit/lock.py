@@ -53,7 +53,7 @@ class Args:
     """Labelled images or sentences: for the attacker `labels`, and to measure accuracy before and after each attack."""
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
-    """Write report.html and audit.json there."""
+    """Write audit.html and audit.json there."""
 
     config: LockAuditConfig = configured(LockAuditConfig)
     """How much the attackers have, and for how long they try."""
@@ -64,7 +64,7 @@ def run(args: Args) -> None:
     from situs.cli.locks.passphrase import read_key
     from situs.locks import audit_lock
 
-    check_folder(args.out)
+    check_folder(args.out, "audit")
     asked = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in ("locked", "out")}
     asked["key"] = None if args.key is None else read_key(args.key)
     present(audit_lock(args.locked, **asked), args.out)

@@ -116,10 +116,20 @@ class FewImagesArgs(ImageArgs):
     """At most this many images, chosen at random and the same every time."""
 
 
-def check_folder(folder: Path | None) -> None:
-    """Refuses what is no folder to write to, before the work is done."""
-    if folder is not None and (not folder.is_dir() if folder.exists() else folder.suffix in (".json", ".html")):
+def check_folder(folder: Path | None, *results: str) -> None:
+    """Refuses what is no folder to write to, before the work is done. results: names of those that will be written
+    whatever model they are of; that one is there already is said."""
+    if folder is None:
+        return
+    if not folder.is_dir() if folder.exists() else folder.suffix in (".json", ".html"):
         raise SitusError(field="out", value=str(folder), allowed="a folder")
+    if "settings" in results and (folder / "study.toml").exists():
+        raise SitusError(f"out={folder}: is the folder of a study, whose settings.json is its own", field="out")
+    for name in results:
+        if any((folder / f"{name}.{kind}").exists() for kind in ("json", "html")):
+            print(
+                f"situs: {folder / name}.html and .json are there, and what this finds replaces them", file=sys.stderr
+            )
 
 
 def open_from(args: NamedArgs, *, any_weights: bool = False, device: str | None = None) -> Model:

@@ -84,7 +84,6 @@ class LockAudit(Result):
     """
 
     file: ClassVar[str] = "audit"
-    page_file: ClassVar[str] = "report"
 
     model: str
     sizes: tuple[int, ...]

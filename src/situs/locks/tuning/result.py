@@ -98,7 +98,6 @@ class LockTuning(Result):
     """
 
     file: ClassVar[str] = "finetuning"
-    page_file: ClassVar[str] = "report"
 
     config: TuningConfig
     about: str
