@@ -184,6 +184,18 @@ def test_curves_differ_in_colour_and_dash() -> None:
     assert [text.get_text() for text in legend.get_texts()] == list(series)
 
 
+def test_names_of_lines_stand_where_no_line_is() -> None:
+    series = {f"a way {i} at a rate of 0.0003": ([0, 1], [i, 6 - i]) for i in range(7)}  # no corner is free
+    figure = figures.curves(series, "x", "y", title="Loss")
+    figure.canvas.draw()
+    (axis,) = figure.axes
+    legend = axis.get_legend()
+    assert legend is not None
+    place = legend.get_window_extent()
+    assert place.x0 >= axis.get_window_extent().x1
+    assert place.x1 <= figure.bbox.x1 and place.y0 >= 0 and place.y1 <= figure.bbox.y1  # whole
+
+
 def test_an_axis_of_shares_ends_where_shares_end() -> None:
     (axis,) = figures.curves({"all": ([0, 1], [100, 100])}, "x", "y", y_limits=(0, 100)).axes
     assert axis.get_ylim() == (0, 100)

@@ -132,6 +132,65 @@ def test_pairs_are_tuned_resumed_judged_and_exported(kind: str, world: Path, tmp
             evaluate_accuracy(source, world / "set")
 
 
+def test_columns_that_are_named_win_over_those_that_a_model_remembers(world: Path, tmp_path: Path) -> None:
+    text, sets = {"column": "a", "pair": "b", "label": "label"}, {}
+    pairs = write_pairs(tmp_path / "pairs")
+    data = {"path": str(pairs), "text": text}
+    api.finetune(world / "bert", data=data, out=tmp_path / "run", steps=2, optim=OPTIM, **QUICK)
+    api.export(tmp_path / "run", tmp_path / "export")
+    rows = [json.loads(line) for line in (pairs / "validation.jsonl").read_text().splitlines()]
+    for name, made in {
+        "others": [{"one": row["a"], "two": row["b"], "cls": "x", "y": row["label"]} for row in rows],
+        "single": [{"one": row["a"], "two": "w1", "y": row["label"]} for row in rows],
+    }.items():
+        sets[name] = tmp_path / f"{name}.jsonl"
+        sets[name].write_text("\n".join(map(json.dumps, made)))
+    for source in (tmp_path / "run", tmp_path / "export"):
+        wanted = evaluate_accuracy(source, pairs)
+        with pytest.raises(SitusError, match=r"no column 'a', only one, .* was trained on columns of these") as stop:
+            evaluate_accuracy(source, sets["others"])
+        assert stop.value.field == "text.column"
+        named = {"column": "one", "pair": "two", "label": "y"}
+        assert evaluate_accuracy(source, sets["others"], text=named).accuracy == wanted.accuracy
+        alone = evaluate_accuracy(source, sets["single"], text={"column": "one", "pair": "none", "label": "y"})
+        assert alone.accuracy.count == len(rows) and alone.accuracy.loss != wanted.accuracy.loss
+        with pytest.raises(SitusError, match=r"no column 'six', only one, two, y$") as stop:
+            evaluate_accuracy(source, sets["single"], text={"column": "six"})
+        assert stop.value.field == "text.column"
+    with pytest.raises(SitusError, match=r"column=one: is for sentences, and VisionTransformer takes images"):
+        vit = open_model("vit_tiny_patch16_224", weights="random").backbone.model
+        evaluate_accuracy(vit, "samples", text={"column": "one"})
+
+
+def test_a_locked_folder_that_lacks_parts_is_tuned_with_both_files(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from situs.locks import lock, new_key
+
+    key = new_key(tmp_path / "owner.key")
+    second = tmp_path / "second.safetensors"
+    lock(world / "bert", key, tmp_path / "locked", withhold=["embedding"], withheld=second)
+    asked = {**QUICK, "data": world / "set", "steps": 2, "optim": OPTIM}
+    opens: dict[str, Any] = {"key": tmp_path / "owner.key", "withheld": second}
+    monkeypatch.chdir(tmp_path)
+    api.finetune(world / "bert", out="open", **asked)
+    api.finetune("locked", out="tuned", **opens, **asked)
+    monkeypatch.chdir(world)  # a run is found again from anywhere
+    api.finetune(resume=tmp_path / "tuned", steps=3, device="cpu", quiet=True)
+    api.finetune(resume=tmp_path / "open", steps=3, device="cpu", quiet=True)
+    a, b = (RunFolder.open(tmp_path / name, writer=False).latest() for name in ("open", "tuned"))
+    assert a is not None and b is not None and a.step == b.step == 3
+    left, right = a.tensors("model"), b.tensors("model")
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert (tmp_path / "tuned/config.json").read_text().count(str(tmp_path / "locked")) == 3  # model, tokeniser, init
+    for given, said in (
+        ({}, "is locked, and without its key its blocks are scrambled"),
+        ({"key": key}, "give the owner's second file too"),
+    ):
+        with pytest.raises(SitusError, match=said):
+            api.finetune(tmp_path / "locked", out=tmp_path / "none", **given, **asked)
+
+
 @torch.no_grad()
 def alone(model: Any, texts: list[str], tokeniser: Any) -> torch.Tensor:
     """transformers' own logits, a sentence at a time and so without padding."""

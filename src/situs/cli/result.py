@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from situs.cli.parser.model_args import DataArgs, ImageArgs, LookArgs, check_folder, open_from, open_one_of
 from situs.cli.shell import answer, as_document
 from situs.cli.tables import print_table, print_verdict
+from situs.data.text import COLUMNS, Columns
 from situs.results import Result
 
 if TYPE_CHECKING:
@@ -35,13 +36,35 @@ class MeasureArgs(ImageArgs):
     """For clips: background noise so many decibels below each, cut from the split's own part of the noise."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class WordArgs(MeasureArgs):
+    """The same of text."""
+
+    column: Annotated[str | None, Parameter(name="--text.column", metavar="NAME")] = None
+    """Of text: the column of the sentences; by default what the model was trained on, or the only one that holds
+    words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentenceArgs(WordArgs):
+    """The same of sentences with labels."""
+
+    pair: Annotated[str, Parameter(name="--text.pair", metavar="NAME")] = ""
+    """Of text: the column of the second sentence, by default what the model was trained on; none: single ones."""
+
+    label: Annotated[str | None, Parameter(name="--text.label", metavar="NAME")] = None
+    """Of text: the column of the labels; by default what the model was trained on, or label."""
+
+
 def asked(args: DataArgs, **instead: Any) -> dict[str, Any]:
     """What the flags ask of the function that measures, by its arguments; which model it is stands apart.
 
     instead: what takes the place of a flag's own value.
     """
     apart = {*(each.name for each in fields(LookArgs)), "held_out"}
-    return {each.name: getattr(args, each.name) for each in fields(args) if each.name not in apart} | instead
+    found = {each.name: getattr(args, each.name) for each in fields(args) if each.name not in apart}
+    columns = {name: found.pop(name) for name in COLUMNS if name in found}
+    return found | ({"text": Columns(**columns)} if columns else {}) | instead
 
 
 def measuring(place: str) -> Callable[[Any], None]:

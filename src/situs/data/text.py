@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from situs.config import Checked
 from situs.errors import SitusError
@@ -44,6 +44,32 @@ class TextConfig(Checked):
         if self.pair is not None and self.pair in (self.column, self.label):
             allowed = "another column than that of the first sentence and that of the labels"
             raise SitusError(field="pair", value=self.pair, allowed=allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns(Checked):
+    """Columns of a set that is looked at, where they are not those that the model remembers."""
+
+    column: str | None = None
+    """Column of the sentences; by default what the model was trained on, or the only one that holds words."""
+
+    pair: str = ""
+    """Column of the second sentence, by default what the model was trained on; none: single sentences."""
+
+    label: str | None = None
+    """Column of the labels; by default what the model was trained on, or label, labels, fine_label, cls or class."""
+
+    def over(self, text: TextConfig) -> TextConfig:
+        """`text` with these columns in the place of its own."""
+        given = {name: own for name in COLUMNS if (own := getattr(self, name))}
+        return replace(text, **given | ({"pair": None} if self.pair == "none" else {}))
+
+    def check_read(self, kind: str | None, name: str) -> None:
+        """Refuses columns for a model that reads no sentences."""
+        for column in COLUMNS if kind != "text" else ():
+            if own := getattr(self, column):
+                takes = "clips" if kind == "audio" else "images"
+                raise SitusError(f"{column}={own}: is for sentences, and {name} takes {takes}", field=f"text.{column}")
 
 
 TEXT = TextConfig()

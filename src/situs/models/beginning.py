@@ -12,7 +12,7 @@ from situs.errors import SitusError
 from situs.methods import METHODS
 from situs.models.model import Model
 from situs.models.module import names_module
-from situs.models.open import PUBLISHED, RANDOM, Unlock, is_locked, model_folder, open_model
+from situs.models.open import CONFIG, PUBLISHED, RANDOM, is_locked, model_folder, open_model
 from situs.train.checkpoint import read_config, run_and_step
 from situs.train.export import POSITIONS, TRAINING_ONLY
 from situs.train.run import RunConfig, is_run
@@ -52,10 +52,10 @@ class Beginning:
     named: bool = False
 
 
-def beginning(source: str | Path, unlock: Unlock | None = None) -> Beginning:
+def beginning(source: str | Path) -> Beginning:
     """A run, a model's folder, a locked folder or a timm name with its weights, as what a fine-tuning starts from.
 
-    Refused is what a run could not make again by itself. unlock: what opens a locked folder, for one that lacks parts.
+    Refused is what a run could not make again by itself. A locked folder needs no key here, nor what was withheld.
     """
     source = str(source)
     if is_run(source):
@@ -74,7 +74,7 @@ def beginning(source: str | Path, unlock: Unlock | None = None) -> Beginning:
         told = f"{source}: {said}; a timm name needs its weights, as NAME=FILE or NAME=pretrained"
         raise SitusError(told, field="source")
     # The shapes tell all; the weights are read when the training starts.
-    model = open_model(folder or name, any_weights=True, device="meta", unlock=unlock)
+    model = open_model(folder or name, any_weights=True, device="meta")
     data = to_dict(model.samples)
     seen = {name: data[name] for name in ("kind", "audio", "text", "img_size", "channels", "mean", "std", "crop_share")}
     if folder is None:
@@ -86,7 +86,7 @@ def _described(model: Model, folder: Path) -> BackboneConfig:
     """How the model of a folder is made again: from itself alone where timm makes it, else by its folder."""
     own = model.backbone.source
     if own["library"] != "timm":
-        return BackboneConfig(str(folder))
+        return BackboneConfig(str(folder / CONFIG if is_locked(folder) else folder))  # a lock may lack weights
     follows = ("num_classes", "in_chans", "img_size", *TRAINING_ONLY)  # from the data and the recipe
     shaped = {name: value for name, value in own["model_args"].items() if name not in follows}
     beside = (folder / POSITIONS).is_file()

@@ -13,13 +13,14 @@ from typing import Any, TypedDict, Unpack
 
 from torch import Tensor, nn
 
+from situs.config import from_dict
 from situs.data.config import DataConfig, Target
 from situs.data.loader import Loader, make_loader
 from situs.data.masks import MaskConfig
 from situs.data.sources import judged_split, open_source
 from situs.data.sources.base import Source
 from situs.data.sources.subset import Subset
-from situs.data.text import COLUMNS
+from situs.data.text import COLUMNS, Columns
 from situs.errors import SitusError
 from situs.limits import check_value
 from situs.models.model import Model, check_classifier
@@ -35,15 +36,25 @@ AnyData = str | Path | Source | None
 """A path to images, a source of them, or None for those that a run was trained on."""
 
 
-class Chosen(TypedDict, total=False):
+class Read(TypedDict, total=False):
+    """How samples are read, where not as the model remembers.
+
+    snr_db: clips with background noise so many decibels below each, cut from the split's own part of the noise and the
+    same every time. masks: what the numbers in masks mean. text: the columns of sentences.
+    """
+
+    snr_db: float | None
+    masks: MaskConfig | None
+    text: Columns | Mapping[str, str] | None
+
+
+class Chosen(Read, total=False):
     """Which of the samples, for every measurement; `load_any` says what each means."""
 
     split: str | None
     held_out: float | None
     count: int | None
     batch: int
-    snr_db: float | None
-    masks: MaskConfig | None
 
 
 def opened(model: AnyModel, seed: int = 0) -> Model:
@@ -90,20 +101,19 @@ def load_any(
     held_out: float | None = None,
     count: int | None = None,
     batch: int = 256,
-    snr_db: float | None = None,
     shared: bool = False,
     target: Target = "class",
-    masks: MaskConfig | None = None,
+    **read: Unpack[Read],
 ) -> Loader:
     """The samples at `data` as the model was trained to see them, on its device: not augmented, in their own order.
 
     split: where none is named, val, or the share that the model's data holds out; all of data that is not split.
     held_out: that share, where it is not the model's own. count: at most so many over all ranks, a uniform choice that
-    is the same every time. batch: so many at a time. snr_db: with background noise so many decibels below each clip,
-    cut from the split's own part of the noise and the same every time. shared: only this rank's part of them, for an
-    evaluation that sums over the ranks; else each rank has them all. target: what is asked of an image, its class, its
-    mask or its objects; of text the class of a sentence, or words. masks: how masks are read, where not as the model's.
+    is the same every time. batch: so many at a time. shared: only this rank's part of them, for an evaluation that sums
+    over the ranks; else each rank has them all. target: what is asked of an image, its class, its mask or its objects;
+    of text the class of a sentence, or words. read: see `Read`.
     """
+    snr_db, masks, text = read.get("snr_db"), read.get("masks"), read.get("text")
     rank, world = (distributed.rank(), distributed.world()) if shared else (0, 1)
     if world > 1:  # each rank takes the same share of a batch
         batch = max(world, batch - batch % world)
@@ -112,6 +122,10 @@ def load_any(
     if target != config.target and config.kind != "audio":
         config = replace(config, target=target, multi_label=config.multi_label and target == "class")
     config = config if masks is None else replace(config, masks=masks)
+    if text is not None:
+        text = text if isinstance(text, Columns) else from_dict(Columns, text, where="text")
+        text.check_read(config.kind, model.name)
+        config = replace(config, text=text.over(config.text))
     if snr_db is not None:
         if config.kind != "audio":
             things = "sentences" if config.kind == "text" else "images"
@@ -123,7 +137,7 @@ def load_any(
         path = str(data or config.path)
         config = replace(config, path=path)
         chosen = split or judged_split(path, config.held_out, **config.split_by())
-        source = _opened(path, chosen, config, model.name)
+        source = _opened(path, chosen, config, model, text or Columns())
         if chosen is None:
             told = ", those of the training too" if data is None else ""
             taken = f"is not split, so that all its {source.things} were taken{told}"
@@ -141,15 +155,18 @@ def load_any(
     return loader
 
 
-def _opened(path: str, split: str | None, config: DataConfig, name: str) -> Source:
-    """The set; where it lacks a column that the model remembers, the sentence says whose column that is."""
+def _opened(path: str, split: str | None, config: DataConfig, model: Model, said: Columns) -> Source:
+    """The set; where it lacks a column that the model remembers and nobody named, the sentence says whose it is."""
     try:
         return open_source(path, split, **config.wanted())
     except SitusError as error:
         part, _, column = (error.field or "").partition(".")
         if config.kind != "text" or part != "text" or column not in COLUMNS or getattr(config.text, column) is None:
             raise
-        raise SitusError(f"{error}; {name} was trained on columns of these names", field="data") from error
+        if getattr(said, column) is not None:
+            raise
+        told = f"{error}; {model.name} was trained on columns of these names: say which they are here"
+        raise SitusError(told, field=error.fields) from error
 
 
 def load_bank(
@@ -161,9 +178,8 @@ def load_bank(
     held_out: float | None = None,
     count: int | None = None,
     batch: int = 256,
-    snr_db: float | None = None,
     target: Target = "class",
-    masks: MaskConfig | None = None,
+    **read: Unpack[Read],
 ) -> tuple[Loader, Loader]:
     """The training split to learn from, at most `train_count` images of it, and another split to be judged on.
 
@@ -180,9 +196,9 @@ def load_bank(
     if train_count is not None:
         check_value("train_count", train_count, ">= 1")
     model = model.holding_out(held_out)
-    told: dict[str, Any] = {"batch": batch, "target": target, "masks": masks}
-    bank = load_set(model, data, split="train", count=train_count, **told)
-    test = load_set(model, data, split=split or "val", count=count, snr_db=snr_db, **told)
+    told: dict[str, Any] = {**read, "batch": batch, "target": target}
+    bank = load_set(model, data, split="train", count=train_count, **told | {"snr_db": None})
+    test = load_set(model, data, split=split or "val", count=count, **told)
     if bank.classes != test.classes:
         raise SitusError(f"{test.source.name}: its classes are not those of the training split", field="data")
     return bank, test

@@ -173,13 +173,14 @@ def curves(
     level: tuple[str, float] | None = None,
     bands: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
 ) -> Figure:
-    """Lines by name, each (x, y); names stand in a legend, and each line has its own colour and dash.
+    """Lines by name, each (x, y); names stand beside the axes, where no line is, and each has its own colour and dash.
 
     y_limits: ends of the axis where the values have some of their own, as shares have; a mark on one is drawn whole.
     x_names: where the steps 0, 1, … have names themselves. level: a pale line to hold the others against. bands: the
     lower and upper ends around a line of that name, which are shaded.
     """
-    figure, (axis,) = canvas(1, 1, 7.2 if x_names else 6.4, 3.6)
+    named = len(series) > 1 or level is not None
+    figure, (axis,) = canvas(1, 1, 7.2 if named or x_names else 6.4, 3.6)
     if level is not None:
         axis.axhline(level[1], color=PALE, linewidth=2.6, label=level[0], zorder=1)
     for index, (name, (x, y)) in enumerate(series.items()):
@@ -193,9 +194,8 @@ def curves(
         axis.set_xticks(range(len(x_names)), list(x_names))
     label(axis, title, x_label, y_label)
     axis.grid(color=FAINT, linewidth=0.6)
-    if len(series) > 1 or level is not None:
-        beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if x_names else {}
-        axis.legend(frameon=False, fontsize=LABEL, **beside)
+    if named:
+        axis.legend(frameon=False, fontsize=LABEL, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 

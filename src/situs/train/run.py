@@ -101,7 +101,7 @@ def settled(config: RunConfig) -> RunConfig:
     if init is not None:
         init = absolute(init)
     name, mark = backbone.name.removeprefix("hf:"), "hf:" if backbone.name.startswith("hf:") else ""
-    if (mark and Path(name).is_file()) or (Path(name) / "config.json").is_file():  # and not a timm name
+    if Path(name).is_file() or (Path(name) / "config.json").is_file():  # and not a timm name
         backbone = replace(backbone, name=mark + absolute(name))
     if backbone.weights is not None:
         backbone = replace(backbone, weights=absolute(backbone.weights))

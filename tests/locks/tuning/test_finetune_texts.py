@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from dataclasses import replace
@@ -15,6 +16,7 @@ from sentences import write_plain, write_set
 from tiny_texts import write_folder
 
 from situs.data.loader import make_loader
+from situs.data.text import Columns
 from situs.errors import SitusError
 from situs.locks.groups import invert_keys, permute_state, random_keys, residual_only
 from situs.locks.tuning.finetune import audit_tuning, make_way, run_ways
@@ -137,6 +139,35 @@ def test_a_test_set_that_is_tuned_on_is_told(places: dict[str, Path]) -> None:
     assert start(places, "bert", SHORT).notes == ()
     [note] = from_model(places["bert"], train, train, SHORT).notes
     assert note.startswith("12 of the 12 sentences of the test set are among those tuned on")
+
+
+def test_columns_of_other_names(places: dict[str, Path], tmp_path: Path) -> None:
+    """In the study and in the audit of the lock; what is read is the set under its usual names."""
+    from situs.locks import audit_lock, lock, new_key
+    from situs.locks.attacks import LockAuditConfig
+
+    for file in places["sentences"].glob("*.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        other = [{"id": "w9", "review": row["sentence"], "stars": row["label"]} for row in rows]
+        (tmp_path / file.name).write_text("\n".join(map(json.dumps, other)))
+    columns = Columns(column="review", label="stars")
+    usual, named = (
+        from_model(places["bert"], str(where), None, replace(SHORT, text=own))
+        for where, own in ((places["sentences"], Columns()), (tmp_path, columns))
+    )
+    for a, b in ((usual.train, named.train), (usual.test, named.test)):
+        assert [a.key(n) for n in range(len(a))] == [b.key(n) for n in range(len(b))]
+        assert [a.label(n) for n in range(len(a))] == [b.label(n) for n in range(len(b))]
+    with pytest.raises(SitusError, match="several columns hold words, id, review") as stop:
+        from_model(places["bert"], str(tmp_path), None, SHORT)
+    assert stop.value.field == "text.column"
+    lock(places["bert"], key := new_key(tmp_path / "owner.key"), tmp_path / "locked")
+    asked = {"key": key, "attacker": "no-base"}
+    found = [
+        audit_lock(tmp_path / "locked", data=where, config=LockAuditConfig(test=12, text=own), **asked)
+        for where, own in ((places["sentences"], Columns()), (tmp_path, columns))
+    ]
+    assert found[0].attacks[0].owner == found[1].attacks[0].owner is not None
 
 
 def test_mistakes(places: dict[str, Path]) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from situs.cli.result import MeasureArgs, measuring
+from situs.cli.result import SentenceArgs, measuring
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(MeasureArgs):
+class Args(SentenceArgs):
     """Accuracy of a classifier."""
 
 

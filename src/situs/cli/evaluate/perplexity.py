@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from situs.cli.result import MeasureArgs, measuring
+from situs.cli.result import WordArgs, measuring
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(MeasureArgs):
+class Args(WordArgs):
     """Perplexity of a language model."""
 
 

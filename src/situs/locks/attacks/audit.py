@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.config import Checked
+from situs.data.text import Columns
 from situs.errors import SitusError, unknown_name
 from situs.limits import Count, NotNegative
 from situs.locks.attacks.adapter import AdapterConfig, Labelled, accuracy_of, recover_with_labels
@@ -72,6 +73,9 @@ class LockAuditConfig(Checked):
 
     seed: int = 0
     """Of the drift and of the attacker's training."""
+
+    text: Columns = field(default_factory=Columns)
+    """Columns of labelled sentences, where they are not those that the model remembers."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +274,7 @@ def _labelled(
         raise SitusError(said, field="data")
     model, sets = open_model(str(folder)), []
     for split, count in (("train", config.k), ("val", config.test)):
-        loader = load_any(model, data, split=split, count=count)
+        loader = load_any(model, data, split=split, count=count, text=config.text)
         check_classes(model, loader)
         sets.append(_joined(list(loader)))
     return sets[0], sets[1]

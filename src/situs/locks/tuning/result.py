@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from situs.config import Checked
+from situs.data.text import Columns
 from situs.errors import SitusError, counted
 from situs.limits import Count, Positive
 from situs.locks.tuning.paper import RuleCheck
@@ -51,6 +52,9 @@ class TuningConfig(Checked):
 
     longest: Count | None = None
     """Ids of a sentence at most, or of a block of words; by default 128, or what the model was trained with."""
+
+    text: Columns = field(default_factory=Columns)
+    """Columns of the sentences, where they are not those that the model remembers."""
 
     looks: Count = 10
     """Points of a curve."""

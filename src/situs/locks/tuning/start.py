@@ -77,13 +77,14 @@ def from_model(
         state = {name: value.clone() for name, value in loaded.method.backbone.model.state_dict().items()}
         begun = None
     else:
-        begun = beginning(source, unlock)
+        begun = beginning(source)
         if data is None:
             raise SitusError(f"{source}: brings no data; say where the labelled samples are", field="data")
         told = {**begun.data, "path": data, **({"img_size": config.img_size} if config.img_size else {})}
-        made_by = replace(begun.backbone, name=_bare(begun.backbone.name))  # a locked folder may lack parts
-        recipe, described = RunConfig(backbone=made_by), from_dict(DataConfig, told)
+        recipe, described = RunConfig(backbone=begun.backbone), from_dict(DataConfig, told)
         about, state = Path(source).name, {}
+    config.text.check_read(described.kind, about)
+    described = replace(described, text=config.text.over(described.text))
     if config.longest is not None:
         described = replace(described, text=replace(described.text, longest=config.longest))
     recipe = settled(replace(recipe, method=method_of(config, texts=False), data=described, init=None))
