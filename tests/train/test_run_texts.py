@@ -157,8 +157,8 @@ def test_columns_that_are_named_win_over_those_that_a_model_remembers(world: Pat
         with pytest.raises(SitusError, match=r"no column 'six', only one, two, y$") as stop:
             evaluate_accuracy(source, sets["single"], text={"column": "six"})
         assert stop.value.field == "text.column"
+    vit = open_model("vit_tiny_patch16_224", weights="random").backbone.model
     with pytest.raises(SitusError, match=r"column=one: is for sentences, and VisionTransformer takes images"):
-        vit = open_model("vit_tiny_patch16_224", weights="random").backbone.model
         evaluate_accuracy(vit, "samples", text={"column": "one"})
 
 
