@@ -37,7 +37,7 @@ def _parse(loads: Callable[[str], Any], failure: type[ValueError], format_name: 
 def read_lines(path: Path, field: str) -> list[str]:
     """The lines of a text file, without blank ones; field: by what the caller was given it."""
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror.lower() if isinstance(error, OSError) and error.strerror else "it is no text"
         raise SitusError(f"{field}={path}: cannot be read: {reason}", field=field) from None

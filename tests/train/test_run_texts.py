@@ -299,6 +299,11 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     refused(
         r"data.text.longest=17: must be at most 16", "bert", data={"path": str(world / "set"), "text": {"longest": 17}}
     )
+    (tmp_path / "roberta").mkdir()
+    (tmp_path / "roberta/config.json").write_text('{"model_type": "roberta"}')
+    with pytest.raises(SitusError, match=r"roberta in .* is refused: its places") as stop:
+        api.finetune(tmp_path / "roberta", data=world / "set", out=tmp_path / "run", **QUICK)
+    assert stop.value.field == "source"  # what was given, and not the backbone that follows from it
     refused("mixup=0.8: is not for sentences", "bert", augment={"mixup": 0.8})
     refused("has no head for the next word", "bert", method="language")
     refused(
@@ -324,6 +329,16 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
         api.pretrain(
             world / "set", method="supervised", backbone="vit_tiny_patch16_224", out=tmp_path / "run", device="cpu"
         )
+
+
+def test_an_export_names_what_loads_it_with_its_head(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from situs.cli.main import main
+
+    for run, kind in (("bert-ft", "BertForSequenceClassification"), ("lm", "GPT2LMHeadModel")):
+        assert main(["export", str(world / run), "--out", str(tmp_path / run)]) == 0
+        assert f'Load it with transformers.{kind}.from_pretrained("{tmp_path / run}")' in capsys.readouterr().out
 
 
 def test_broken_sentences_are_left_out_and_told(

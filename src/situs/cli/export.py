@@ -64,6 +64,6 @@ def run(args: Args) -> None:
     if export.library == "timm":
         print(f'Load it with timm.create_model("local-dir:{args.out}", pretrained=True).')
     elif export.library == "transformers":
-        print(f'Load it with transformers.AutoModel.from_pretrained("{args.out}").')
+        print(f'Load it with transformers.{export.architecture}.from_pretrained("{args.out}").')
     if args.push is not None:
         print(push_folder(args.out, args.push, public=args.public))

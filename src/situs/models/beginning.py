@@ -74,7 +74,11 @@ def beginning(source: str | Path) -> Beginning:
         told = f"{source}: {said}; a timm name needs its weights, as NAME=FILE or NAME=pretrained"
         raise SitusError(told, field="source")
     # The shapes tell all; the weights are read when the training starts.
-    model = open_model(folder or name, any_weights=True, device="meta")
+    try:
+        model = open_model(folder or name, any_weights=True, device="meta")
+    except SitusError as error:
+        fields = ["source" if each == "backbone.name" else each for each in error.fields]
+        raise SitusError(str(error), field=fields) from error
     data = to_dict(model.samples)
     seen = {name: data[name] for name in ("kind", "audio", "text", "img_size", "channels", "mean", "std", "crop_share")}
     if folder is None:

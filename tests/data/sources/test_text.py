@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -281,3 +282,49 @@ def test_categories_of_a_parquet_file_are_read_as_what_they_stand_for(tmp_path: 
     assert [source.read(row) for row in range(3)] == [
         {"text": "w1 w2", "label": 1}, {"text": "w3", "label": 0}, {"text": "w1 w2", "label": 1}
     ]  # fmt: skip
+
+
+def test_tables_of_spreadsheets_are_read(tokeniser: str, tmp_path: Path) -> None:
+    """A mark of UTF-8 in front, semicolons or tabs, line ends of Windows, line breaks and marks within quotes."""
+    rows = [("w1 w2", "0"), ('w3, "w4"', "1"), ("w5\nw6", "1"), ("w7; w8", "")]
+    wanted = [text for text, _ in rows]
+    for delimiter in ",;\t":
+        with (tmp_path / "set.csv").open("w", encoding="utf-8-sig", newline="") as opened:
+            writer = csv.writer(opened, delimiter=delimiter, lineterminator="\r\n")
+            writer.writerows([("sentence", "label"), *rows])
+        found = read(tmp_path / "set.csv", tokeniser)
+        assert [found.text(at) for at in range(4)] == wanted and found.classes == ("0", "1")
+        assert [found.label(at) for at in range(3)] == [0, 1, 1]
+        with pytest.raises(BrokenSampleError, match="row 3: the row has no label"):
+            found.read(3)
+    (tmp_path / "set.csv").write_text("sentence,label\n" + "w1 " * 100_000 + ",1\n")
+    assert len(read(tmp_path / "set.csv", None).text(0)) == 300_000
+    line = json.dumps({"sentence": "w1 w2", "label": 0})
+    (tmp_path / "set.jsonl").write_text(line, encoding="utf-8-sig")
+    assert read(tmp_path / "set.jsonl", tokeniser).read(0)["ids"].tolist() == ids("w1 w2")
+    (tmp_path / "set.txt").write_text("w1 w2", encoding="utf-8-sig")
+    plain = open_source(tmp_path / "set.txt", text=TextConfig(tokeniser=tokeniser), words=True)
+    assert plain.read(0)["ids"].tolist() == [WORDS.index("w1"), WORDS.index("w2")]
+
+
+def test_columns_of_other_kinds(tokeniser: str, tmp_path: Path) -> None:
+    texts, file = [text for text, _ in lines(4)], tmp_path / "set.parquet"
+    pq.write_table(pa.table({"sentence": pa.array(texts, pa.string_view()), "label": [0.0, math.nan, 1.0, 0.0]}), file)
+    found = read(file, tokeniser)
+    assert [found.text(at) for at in range(4)] == texts and found.classes == ("0", "1")
+    with pytest.raises(BrokenSampleError, match="row 1: the row has no label"):
+        found.read(1)
+    held = {"sentence": pa.array([text.encode() for text in texts]), "label": pa.array([[0]] * 4)}
+    pq.write_table(pa.table({**held, "text": texts}), file)
+    assert read(file, tokeniser).notes == ["set: its column 'label' holds list<element: int64>, which is no label"]
+    with pytest.raises(SitusError, match="column 'sentence' holds binary, which is neither words nor numbers"):
+        read(file, tokeniser, column="sentence")
+    pq.write_table(pa.table(held), file)
+    with pytest.raises(SitusError, match=r"holds neither words nor numbers, only sentence \(binary\), label \(list"):
+        open_source(file, kind="text", text=TextConfig(tokeniser=tokeniser))
+    pq.write_table(pa.table({**held, "label": [0, 1, 0, 1]}), file)
+    with pytest.raises(SitusError, match=r"has no column of sentences, only label, sentence \(binary\)"):
+        open_source(file, kind="text", text=TextConfig(tokeniser=tokeniser))
+    (tmp_path / "set.jsonl").write_text('{"sentence": "w1", "label": 0}\n{"sentence": "w1 \\ud83d", "label": 1}\n')
+    with pytest.raises(SitusError, match="line 2: half a character is written there"):
+        read(tmp_path / "set.jsonl", tokeniser)

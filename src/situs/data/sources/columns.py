@@ -26,7 +26,7 @@ def label_columns(file: Path, schema: Any, names: Iterable[str]) -> tuple[str, .
     usual = [name for name in names if name in kinds]
     if listed := next((name for name in usual if _is_list(kinds[name])), None):
         inner = kinds[listed].value_type
-        if not (pa.types.is_integer(inner) or _is_text(inner)):
+        if not (pa.types.is_integer(inner) or is_text(inner)):
             raise SitusError(f"{file}: column {listed!r} holds lists of {str(inner)[:80]}, not of numbers or names")
         return (listed,)
     flags = tuple(name for name, kind in kinds.items() if pa.types.is_boolean(kind))
@@ -59,7 +59,7 @@ def multi_hot(columns: Sequence[Any], names: Sequence[str], classes: Sequence[st
 def _from_list(column: Any, classes: Sequence[str], where: str) -> Tensor:
     labels = np.zeros((len(column), len(classes)), np.int8)
     rows, held = column.value_parent_indices().to_numpy(), column.flatten()
-    number = {name: at for at, name in enumerate(classes if _is_text(held.type) else range(len(classes)))}
+    number = {name: at for at, name in enumerate(classes if is_text(held.type) else range(len(classes)))}
     numbers = np.array([number.get(each, -1) for each in held.to_pylist()], np.int64)
     strange = np.flatnonzero(numbers < 0)
     if strange.size:
@@ -93,7 +93,9 @@ def _is_list(kind: Any) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def _is_text(kind: Any) -> bool:
+def is_text(kind: Any) -> bool:
+    """Whether a column of this type holds words; a category, as pandas writes them, is what it stands for."""
     import pyarrow as pa
 
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    own = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_string(own) or pa.types.is_large_string(own) or pa.types.is_string_view(own)

@@ -28,7 +28,7 @@ from situs.data.sources.base import (
     number_names,
     split_of,
 )
-from situs.data.sources.columns import classes_in, label_columns, multi_hot
+from situs.data.sources.columns import classes_in, is_text, label_columns, multi_hot
 from situs.data.sources.images import read_bytes
 from situs.data.sources.remote import is_kept, opened
 from situs.data.sources.table import LISTS
@@ -221,7 +221,7 @@ def column_kind(file: Path) -> Kind | None:
     with suppress(SitusError):
         schema = open_parquet(file).schema_arrow
         found: list[Kind] = [kind for kind, usual in _COLUMNS.items() if {*schema.names}.intersection(usual)]
-        words = any(str(each.type) in ("string", "large_string") for each in schema)
+        words = any(is_text(each.type) for each in schema)
         return found[0] if len(found) == 1 else "text" if words and not found else None  # of both what is asked for
     return None
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from situs.data.sources.columns import is_text
 from situs.data.sources.parquet import LABEL_COLUMNS, class_names, open_parquet, reading
 from situs.errors import SitusError
 
@@ -15,10 +16,17 @@ LABELS = LABEL_COLUMNS
 
 
 class Table:
-    """The rows of one file. names: its columns. words: those that hold text."""
+    """The rows of one file. names: its columns. words: those that hold text. others: those that hold neither words nor
+    numbers, and what they hold."""
 
-    def __init__(self, file: Path, columns: dict[str, list[Any]], written: dict[str, tuple[str, ...]]) -> None:
-        self.file, self._columns, self._written = file, columns, written
+    def __init__(
+        self,
+        file: Path,
+        columns: dict[str, list[Any]],
+        written: dict[str, tuple[str, ...]],
+        others: dict[str, str] | None = None,
+    ) -> None:
+        self.file, self._columns, self._written, self.others = file, columns, written, others or {}
         self.names = list(columns)
         self.words = [name for name, values in columns.items() if any(isinstance(each, str) for each in values)]
 
@@ -38,7 +46,9 @@ def read_table(file: Path) -> Table:
     """The rows of a file, by its ending; one without any is refused."""
     table = _read_parquet(file) if file.suffix == ".parquet" else _read_plain(file)
     if not len(table):
-        raise SitusError(f"{file}: holds no rows", field="data")
+        others = ", ".join(f"{name} ({kind})" for name, kind in table.others.items())[:200]
+        said = f"neither words nor numbers, only {others}" if others and not table.names else "no rows"
+        raise SitusError(f"{file}: holds {said}", field="data")
     return table
 
 
@@ -58,13 +68,7 @@ def _read_parquet(file: Path) -> Table:
     opened = open_parquet(file)
     with reading(file):
         schema = opened.schema_arrow
-        kinds = (
-            pa.types.is_string,
-            pa.types.is_large_string,
-            pa.types.is_integer,
-            pa.types.is_floating,
-            pa.types.is_boolean,
-        )
+        kinds = (is_text, pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
         held_as = {each.name: each.type for each in schema}  # a category, as pandas writes them, is what it stands for
         held_as = {n: kind.value_type if pa.types.is_dictionary(kind) else kind for n, kind in held_as.items()}
         plain = [name for name, own in held_as.items() if any(kind(own) for kind in kinds)]
@@ -72,14 +76,19 @@ def _read_parquet(file: Path) -> Table:
         held.validate(full=True)
         columns = {name: held[name].to_pylist() for name in plain}
         written = {name: class_names(file, schema, name) for name in LABELS if name in plain}
-    return Table(file, columns, written)
+    return Table(file, columns, written, {name: str(own)[:40] for name, own in held_as.items() if name not in plain})
 
 
 def _read_cells(file: Path) -> dict[str, list[Any]]:
+    csv.field_size_limit(1 << 30)  # a text may be a book
     with file.open(encoding="utf-8-sig", newline="") as lines:
+        heading = lines.readline()
+        lines.seek(0)
         # A quotation mark in a tsv file is one of the sentence: GLUE's open quotes that they never close.
-        tabs = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-        reader = csv.reader(lines, strict=True, **(tabs if file.suffix == ".tsv" else {}))
+        form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {}
+        if not form and "," not in heading:  # as spreadsheets write them where a comma is for decimals
+            form = {"delimiter": next((each for each in ";\t" if each in heading), ",")}
+        reader = csv.reader(lines, strict=True, **form)
         names = next(reader, [])
         if len({*names}) < len(names):
             raise SitusError(f"{file}: two of its columns have one name ({', '.join(names)[:100]})", field="data")
@@ -103,7 +112,7 @@ def _numbers(cells: list[str]) -> list[Any]:
 
 def _read_lines(file: Path) -> dict[str, list[Any]]:
     rows = []
-    with file.open(encoding="utf-8") as lines:
+    with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -113,6 +122,9 @@ def _read_lines(file: Path) -> dict[str, list[Any]]:
                 raise SitusError(f"{file}, line {number}: is no JSON ({str(error)[:80]})", field="data") from error
             if not isinstance(row, dict):
                 raise SitusError(f"{file}, line {number}: must be an object with a name for each value", field="data")
+            if "\\u" in line and any("\ud800" <= each <= "\udfff" for each in json.dumps(row, ensure_ascii=False)):
+                said = "half a character is written there (a surrogate alone), which is no text"
+                raise SitusError(f"{file}, line {number}: {said}", field="data")
             rows.append(row)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}

@@ -6,6 +6,7 @@ classes are those of the training split. Held in memory: the sentences as they a
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,14 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
         known = {name: number for number, name in enumerate(classes)}
         numbers = [_number(table, label, row, known) for table in tables for row in range(len(table))]
     told = {"pairs": pairs, "strict": wanted.strict}
-    return TextSource(name, texts, numbers, classes, entries, tokeniser, text.longest or LONGEST, **told)
+    found = TextSource(name, texts, numbers, classes, entries, tokeniser, text.longest or LONGEST, **told)
+    if label is None and wanted.labels:
+        found.notes += [
+            f"{name}: its column {each!r} holds {tables[0].others[each]}, which is no label"
+            for each in LABELS
+            if each in tables[0].others
+        ]
+    return found
 
 
 def _unlabelled(
@@ -229,7 +237,7 @@ def _plain(file: Path, text: TextConfig) -> list[str]:
         table = read_table(file)
         return [each for each in _sentences(table, _columns([table], text)[0]) if each]
     try:
-        return [file.read_text(encoding="utf-8")]
+        return [file.read_text(encoding="utf-8-sig")]
     except UnicodeDecodeError as error:
         raise SitusError(f"{file}: is no text in UTF-8 ({str(error)[:80]})", field="data") from error
 
@@ -252,8 +260,11 @@ def _columns(tables: list[Table], text: TextConfig) -> tuple[str, str | None]:
 
 
 def _columns_of(table: Table, text: TextConfig) -> tuple[str, str | None]:
-    listed = ", ".join(table.names)[:200]
+    listed = ", ".join([*table.names, *(f"{name} ({kind})" for name, kind in table.others.items())])[:200]
     for field, asked in (("text.column", text.column), ("text.pair", text.pair), ("text.label", text.label)):
+        if asked in table.others:
+            said = f"column {asked!r} holds {table.others[asked]}, which is neither words nor numbers"
+            raise SitusError(f"{table.file}: {said}", field=field)
         if asked is not None and asked not in table.names:
             raise SitusError(f"{table.file}: has no column {asked!r}, only {listed}", field=field)
     label = next((name for name in LABELS if name in table.names and name not in (text.column, text.pair)), None)
@@ -293,6 +304,8 @@ def _label(table: Table, label: str, row: int) -> int | str | None:
     value = table.column(label)[row]
     if isinstance(value, float) and value.is_integer():
         value = int(value)
+    if isinstance(value, float) and math.isnan(value):  # as pandas writes a number that is missing
+        return None
     if value is None or value == "" or (isinstance(value, int) and value == -1):
         return None
     if isinstance(value, str):
