@@ -18,12 +18,14 @@ HARD = ("3 7 1 9", "3 7 8 2", "4 3 7 1", "3 7 8", "20 21 22 23 24 25")
 """Shared beginnings, a sentence that is the beginning of another, words at several places."""
 
 
-def attack(made: TextVictim, *texts: str, deadline: Deadline | None = None, batch: int = 0) -> Found:
+def attack(
+    made: TextVictim, *texts: str, deadline: Deadline | None = None, batch: int = 0, words: tuple[int, ...] = ()
+) -> Found:
     truth = sentences(made, *texts)
     upload = text_gradients(made, truth, dtype=torch.float64)
     assert isinstance(made.backbone, DecoderBackbone)
-    words = torch.arange(len(WORDS))
-    return causal_sentences(made.backbone, upload, batch or len(truth), words, deadline or Deadline())
+    tried = torch.tensor(words or range(len(WORDS)))
+    return causal_sentences(made.backbone, upload, batch or len(truth), tried, deadline or Deadline())
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "untied"])
@@ -61,6 +63,12 @@ def test_as_many_tokens_as_channels_is_a_reason_and_no_pass(tmp_path: Path) -> N
     made = victim(tmp_path, "llama", width=8)
     found = attack(made, *HARD)
     assert found.sentences == () and found.reason is not None and "as many tokens" in found.reason
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_no_beginning_that_passes_is_a_reason_and_no_pass(kind: str, tmp_path: Path) -> None:
+    found = attack(victim(tmp_path, kind), *HARD, words=(40, 41))  # neither stands in the batch
+    assert found.sentences == () and found.reason is not None and "behind no beginning" in found.reason
 
 
 def test_branches_are_the_models_own_first_block(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def endings(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Senten
 
     A sentence whose last word does not fit any has `UNNAMED` there.
     """
-    places = _places(backbone, upload, nodes)
+    places = _places(backbone, upload, nodes) if nodes else None
     inner = {node[:-1] for node in nodes}
     if places is None:
         return [(*node, UNNAMED) for node in nodes if node not in inner]
