@@ -196,9 +196,10 @@ def load_bank(
     if train_count is not None:
         check_value("train_count", train_count, ">= 1")
     model = model.holding_out(held_out)
-    told: dict[str, Any] = {**read, "batch": batch, "target": target}
-    bank = load_set(model, data, split="train", count=train_count, **told | {"snr_db": None})
-    test = load_set(model, data, split=split or "val", count=count, **told)
+    noisy: dict[str, Any] = {**read, "batch": batch, "target": target}
+    quiet: dict[str, Any] = {**noisy, "snr_db": None}
+    bank = load_set(model, data, split="train", count=train_count, **quiet)
+    test = load_set(model, data, split=split or "val", count=count, **noisy)
     if bank.classes != test.classes:
         raise SitusError(f"{test.source.name}: its classes are not those of the training split", field="data")
     return bank, test
