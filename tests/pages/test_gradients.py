@@ -256,6 +256,7 @@ def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
             Remedy("withhold", None, "why", tried=(kept, tried("above", 22.0, unseen=True))),
             Remedy("precision", None, "no images are left that the search has not seen", tried=(high, kept)),
             Remedy("names", None, "why"),
+            Remedy("noise", None, "why", tried=(tried("above", 22.0, unseen=True),), untried_from="noise=0.2"),
         ],
         2,
         2,
@@ -274,6 +275,7 @@ def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
         ["withhold, as a setting", "22", "–", "✗ no defence"],
         ["precision, as a setting", "14.2", "–", "? not judged"],
         ["names", "not attacked", "–", "? not judged"],
+        ["noise, as a setting", "22", "–", "✗ none up to noise=0.2; nothing stronger was tried"],
     ]
     cut = replace(found, remedies=[Remedy("clip", None, "why", tried=(high, high), cut=True)], stopped="Ctrl-C")
     assert rows(cut) == [["clip, as a setting", "31.5", "–", "? not judged"]]  # the next setting might have held

@@ -115,7 +115,10 @@ def _would_help(box: Section, found: Remedies | None) -> Section:
         worst = "not attacked" if trial is None or trial.worst is None else f"{trial.worst:.3g}"
         price = None if each.cost is None else f"cosine {each.cost.cosine:.2f} with the gradient"
         price = price if each.tuned is None else each.tuned.told
-        said = "✓ keeps the limit" if each.named else "✗ no defence" if fails and above else "? not judged"
+        failed = "✗ no defence"
+        if each.untried_from is not None:
+            failed = f"✗ none up to {each.untried_from}; nothing stronger was tried"
+        said = "✓ keeps the limit" if each.named else failed if fails and above else "? not judged"
         rows.append([setting, worst, price, said])
     header = ["defence", f"worst {found.limit.metric}", "cost", f"against {', '.join(found.attacks)}"]
     said = verdict(found)

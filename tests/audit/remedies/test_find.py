@@ -110,6 +110,9 @@ def test_a_setting_that_fails_on_other_images_gives_way_to_a_stronger_one(
     passes |= {"2": 9, "4": 9}
     none = search.remedy("noise", rungs, parts[0], parts[1:])
     assert none.named is None and "3 passed in the search and not on images" in none.said
+    assert none.untried_from == "4" and none.said.endswith("; nothing stronger than 4 was tried")
+    whole = search.remedy("noise", rungs[:5], parts[0], parts[1:])  # which ends with what was tried last
+    assert whole.named is None and whole.untried_from is None and "stronger" not in whole.said
 
 
 def test_a_stronger_setting_that_the_search_did_not_pass_is_not_named(

@@ -670,6 +670,21 @@ def test_no_pictures_where_none_are_wanted(photographs: Path, tmp_path: Path) ->
     assert [row["images"][0]["reidentified"] for row in told["rows"]] == [None] * 4
 
 
+def test_ctrl_c_before_the_first_remedy_keeps_the_audit(
+    photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pressed(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("situs.audit.remedies.find.open_audit", pressed)
+    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "32", "--out", str(tmp_path)]
+    assert main([*words, "--count", "1", "--attack", "patchembed", "--find-defence", "psnr=20"]) == 130
+    told = capsys.readouterr()
+    assert "1 of 1 image recovered exactly" in told.out and str(tmp_path / "gradients.html") in told.out
+    assert "before any defence was tried" in told.err
+    assert "1 of 1 image was rebuilt" in (tmp_path / "gradients.html").read_text()
+
+
 def test_remedies_are_searched_and_written_beside_their_page(photographs: Path, tmp_path: Path) -> None:
     out = tmp_path / "found"
     words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "32", "--out", str(out)]

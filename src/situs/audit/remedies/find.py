@@ -113,7 +113,9 @@ class Search:
                 break
             named += 1
         said = _failed(failed) or "there are no images left that the search has not seen"
-        return Remedy(name, None, said, tried=(*seen.values(), *failed))
+        last = failed[-1].setting if failed and failed[-1].setting != rungs[-1].label else None
+        said += "" if last is None else f"; nothing stronger than {last} was tried"
+        return Remedy(name, None, said, tried=(*seen.values(), *failed), untried_from=last)
 
     def _unseen(self, rung: Rung, others: Sequence[TestSet]) -> Trial:
         """What the gate says on images that the search has not seen: the first set with one above, else the last."""

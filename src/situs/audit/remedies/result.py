@@ -37,7 +37,8 @@ class Trial:
 class Remedy:
     """One defence. named: its weakest setting that passed, also on images that the search had not seen; None where
     there is none, and `said` why. seen, unseen: what the gate said of it; weaker, weaker_unseen: of the next weaker
-    one. cut: whether it was stopped before it was done."""
+    one. cut: whether it was stopped before it was done. untried_from: where settings failed on images that the search
+    had not seen and images ended before settings did, the strongest that was tried on such."""
 
     defence: str
     named: str | None
@@ -50,6 +51,7 @@ class Remedy:
     tuned: Tuned | None = None
     tried: Sequence[Trial] = ()
     cut: bool = False
+    untried_from: str | None = None
 
 
 @dataclass(frozen=True)

@@ -118,10 +118,18 @@ def _find(args: Args, data: str, given: dict[str, Any], deadline: Deadline) -> i
     first = Deadline(deadline.say, None if args.time_limit is None else args.time_limit / 10)
     with first_ctrl_c(deadline):
         today = audit_gradients(args.model, data, **given | {"deadline": first, "fail_above": args.find_defence})
-        found = find_defences(args.model, data, args.find_defence, **costs, **given)
+        today, deadline.closed = today if args.pictures else today.without_pictures(), True
+        publish(today, args.out)  # whatever comes of the search
+        deadline.closed = False
+        try:
+            found = find_defences(args.model, data, args.find_defence, **costs, **given)
+        except KeyboardInterrupt:  # before its first trial: it keeps what it has tried
+            deadline.closed = True
+            remark("stopped by Ctrl-C before any defence was tried: this is what is sent today")
+            present(today, args.out)
+            return INTERRUPTED
         deadline.closed = True
-        audit = replace(today, remedies=found)
-        page = publish(audit if args.pictures else audit.without_pictures(), args.out)
+        page = publish(replace(today, remedies=found), args.out)
         present(found, args.out)
     print(page)
     return INTERRUPTED if deadline.interrupted else 0 if found.found else NOT_JUDGED
