@@ -25,7 +25,7 @@ from situs.data.objects import pack_masks
 from situs.data.sources.base import SPLIT_WORDS, Wanted, choose_split
 from situs.data.sources.folder import FileSource
 from situs.data.sources.images import decode, said_size
-from situs.data.sources.outlines import Outlines, Rle, decode_rles, is_number, mask_api
+from situs.data.sources.outlines import Outlines, Rle, decode_rles, is_number, is_outside, mask_api
 from situs.data.sources.walk import plain
 from situs.errors import BrokenSampleError, SitusError, counted
 from situs.files import read_json
@@ -79,6 +79,11 @@ class CocoSource(FileSource):
             for why, found in told.left.items()
             if found
         ]
+        if told.outside:
+            said = (
+                f"{counted(len(told.outside), 'objects')} with an outline outside of the image, which no training sees"
+            )
+            self.notes.append(f"{self.name}: {said}, the first annotation {told.outside[0]}")
 
     def truth(self, index: int) -> Truth:
         """What the annotations say of an image."""
@@ -247,6 +252,7 @@ class _Told:
         self.categories, self.names = [*own], [*own.values()]
         self.images = _Images(tables["images"], file)
         self.outlines, self.left = Outlines(), {_FLAT: [], _BARE: []}
+        self.outside: list[Any] = []  # their ids
         self._rows: list[tuple[Any, ...]] = []
         numbers = {number: kind for kind, number in enumerate(own)}
         for row in tables["annotations"]:
@@ -289,6 +295,8 @@ class _Told:
                 return
         except SitusError as error:
             raise SitusError(f"has no outline: it {error}") from error
+        if is_outside(row.get("segmentation"), (high, wide)):
+            self.outside.append(row.get("id"))
         area = float(area) if area is not None and is_number(area) else math.nan
         self._rows.append((number, numbers[category], bool(crowd), [float(each) for each in box], area, row.get("id")))
 

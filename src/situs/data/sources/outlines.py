@@ -97,6 +97,19 @@ def encode_masks(masks: Tensor) -> list[Rle]:
     return mask_api().encode(np.asfortranarray(masks.cpu().numpy().transpose(1, 2, 0), dtype=np.uint8))
 
 
+def is_outside(told: Any, sides: tuple[int, int]) -> bool:
+    """Whether a "segmentation" that was added lies wholly beyond a border of its image: of polygons all corners."""
+    return isinstance(told, list) and all(_beyond(part, sides) for part in told if len(part) >= 2 * _CORNERS)
+
+
+def _beyond(part: list[float], sides: tuple[int, int]) -> bool:
+    high, wide = sides
+    if 0 < part[0] < wide and 0 < part[1] < high:  # which is so of nearly all
+        return False
+    across, down = part[0::2], part[1::2]
+    return max(across) <= 0 or min(across) >= wide or max(down) <= 0 or min(down) >= high
+
+
 def _corners(part: list[Any]) -> Sequence[float]:
     try:
         found = array("d", part)
