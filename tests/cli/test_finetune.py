@@ -127,6 +127,10 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     )
     flat = [*told, "--data", str(trained.data / "train" / "dark"), "--batch", "4"]
     assert refused(flat, capsys).startswith(f"supervised needs labels, and {trained.data / 'train' / 'dark'} has none")
+    (tmp_path / "broken.safetensors").write_bytes(b"abc" * 9)
+    start = ["--data", str(trained.data), "--from", f"test_vit={tmp_path / 'broken.safetensors'}", *QUICK]
+    said = refused([*out, *start], capsys)
+    assert said.startswith(f"{tmp_path / 'broken.safetensors'}: not a readable") and said.endswith("(--from, --init)")
     assert not (tmp_path / "ft").exists()
 
 

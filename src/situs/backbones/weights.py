@@ -34,12 +34,13 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
         try:
             return _strip(load_file(path))
         except SafetensorError as error:
-            raise SitusError(f"weights={path}: not a readable safetensors file ({error})") from error
+            raise SitusError(f"weights={path}: not a readable safetensors file ({error})", field="weights") from error
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a different class for each kind of damage
         # Its own words would tell the user to allow the code.
-        raise SitusError(f"weights={path}: no torch file that can be loaded without running code from it") from error
+        said = f"weights={path}: no torch file that can be loaded without running code from it"
+        raise SitusError(said, field="weights") from error
     return _strip(_unwrap(loaded, path))
 
 
@@ -60,10 +61,11 @@ def _unwrap(loaded: Any, path: Path) -> dict[str, Tensor]:
             loaded = loaded[container]
             break
     if not isinstance(loaded, Mapping):
-        raise SitusError(f"weights={path}: holds a {type(loaded).__name__}, not named tensors")
+        raise SitusError(f"weights={path}: holds a {type(loaded).__name__}, not named tensors", field="weights")
     state = {str(key): value for key, value in loaded.items() if isinstance(value, Tensor)}
     if not state:
-        raise SitusError(f"weights={path}: holds no tensors under {', '.join(CONTAINERS)} or at its top")
+        said = f"weights={path}: holds no tensors under {', '.join(CONTAINERS)} or at its top"
+        raise SitusError(said, field="weights")
     return state
 
 

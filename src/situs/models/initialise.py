@@ -13,6 +13,7 @@ from situs.backbones.base import Backbone
 from situs.backbones.lora import merged_state
 from situs.backbones.weights import load_into, load_weights, read_state_dict
 from situs.core.position import resample_table
+from situs.errors import SitusError
 from situs.models.module import make_module, names_module
 from situs.models.open import PUBLISHED, Unlock, is_locked, open_whole
 from situs.train.checkpoint import RunFolder, run_and_step
@@ -130,15 +131,23 @@ def _read(source: str, unlock: Unlock | None) -> tuple[dict[str, Tensor], dict[s
         return _apart(open_whole(path, unlock).backbone.state_dict())
     if path.exists():
         table = path / POSITIONS
-        return read_state_dict(path), read_state_dict(table) if table.is_file() else {}
+        return _weights(path), _weights(table) if table.is_file() else {}
     if names_module(source):
         return make_module(source).state_dict(), {}
     name, _, file = source.partition("=")
     if file and file != PUBLISHED:
-        return read_state_dict(file), {}
+        return _weights(file), {}
     from situs.backbones.timm.create import pretrained_state  # timm takes seconds, which `pretrain --help` would pay
 
     return pretrained_state(name), {}
+
+
+def _weights(path: str | Path) -> dict[str, Tensor]:
+    """`read_state_dict`; what is wrong with the file is said of the fields that name it here."""
+    try:
+        return read_state_dict(path)
+    except SitusError as error:
+        raise SitusError(str(error).removeprefix("weights="), field=("source", "init")) from error
 
 
 def _apart(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

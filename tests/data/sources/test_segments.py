@@ -152,11 +152,15 @@ def test_parquet_has_a_column_of_each(tmp_path: Path) -> None:
     test = open_source(tmp_path, "val", channels=3, masks=MaskConfig(1, ()))
     assert (len(test), test.classes) == (1, ("1", "2"))
     assert open_source(tmp_path).read(0).keys() == {"image", "label"}  # nobody asks for masks
-    write_rows(tmp_path / "other.parquet", rows)
-    table = pq.read_table(tmp_path / "other.parquet").drop(["mask", "label"])
-    pq.write_table(table, tmp_path / "other.parquet")
-    with pytest.raises(SitusError, match="has no column of masks, one of mask, masks, annotation"):
-        open_source(tmp_path / "other.parquet", masks=ADE)
+    for gone, said in (
+        (["mask"], "column 'label' is int64, masks must be bytes"),
+        (["mask", "label"], "has no column of masks, one of mask, masks, annotation"),
+        (["image"], "has no image column"),
+    ):
+        pq.write_table(pq.read_table(tmp_path / "train-0.parquet").drop(gone), tmp_path / "other.parquet")
+        with pytest.raises(SitusError, match=said) as caught:
+            open_source(tmp_path / "other.parquet", masks=ADE)
+        assert caught.value.fields == ("data",)
 
 
 @pytest.mark.shared_data

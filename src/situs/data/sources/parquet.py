@@ -338,8 +338,8 @@ def _columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, tuple[str, .
     usual = _COLUMNS[wanted.kind]
     image = next((name for name in usual if name in schema.names), None)
     if image is None:
-        columns = ", ".join(schema.names)[:200]
-        raise SitusError(f"{file}: has no {wanted.kind} column, one of {', '.join(usual)}, only {columns}")
+        said = f"one of {', '.join(usual)}, only {', '.join(schema.names)[:200]}"
+        raise SitusError(f"{file}: has no {wanted.kind} column, {said}", field="data")
     _check_bytes_column(file, schema, image, "images" if wanted.kind == "image" else "clips")
     if wanted.masks is not None:
         mask = next((name for name in _MASK_COLUMNS if name in schema.names), None)
@@ -367,12 +367,12 @@ def _check_bytes_column(file: Path, schema: Any, name: str, what: str) -> None:
 
     with reading(file):
         kind = schema.field(name).type
-    if pa.types.is_struct(kind):
-        place = kind.get_field_index("bytes")
-        kind = kind.field(place).type if place >= 0 else kind
+    if pa.types.is_struct(kind) and (place := kind.get_field_index("bytes")) >= 0:
+        kind = kind.field(place).type
     named = what == "clips" and pa.types.is_string(kind)
     if not (named or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
-        raise SitusError(f"{file}: column {name!r} is {str(kind)[:80]}, {what} must be bytes or {{bytes, path}}")
+        said = f"{file}: column {name!r} is {str(kind)[:80]}, {what} must be bytes or {{bytes, path}}"
+        raise SitusError(said, field="data")
 
 
 def class_names(file: Path, schema: Any, label: str) -> tuple[str, ...]:
