@@ -59,7 +59,7 @@ class Training(Recipe):
     """cpu, cuda or cuda:N; by default a GPU where there is one."""
 
     dry_run: bool = False
-    """Check data, model, one batch and the length, and write nothing."""
+    """Check data, model, one batch and the length, and write nothing (shards of a remote set go to its cache)."""
 
     def place(self) -> dict[str, Any]:
         """What is no part of the config, by the names of `situs.api.PLACE`."""

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from situs.data.loader import Loader
+from situs.data.sources.remote.cache import cache_folder
+from situs.data.sources.remote.names import is_remote
 from situs.data.sources.tar_index import nothing_kept
 from situs.errors import SitusError, counted
 from situs.methods.base import Method
@@ -47,6 +49,8 @@ class Rehearsal:
     steps: int
     steps_per_epoch: int
     begins_at: int
+    cached: str | None = None
+    """Where the shards of a remote set stay that were fetched."""
 
     def lines(self) -> list[str]:
         """For people."""
@@ -59,7 +63,9 @@ class Rehearsal:
             f"a batch: {shape}; the loss of {min(FEW, self.batch[0])} of its samples is {self.loss:.4g}",
             f"{self.parameters:,} parameters, {self.trained:,} trained: {held} with gradients and moments",
             f"{counted(self.steps, 'steps')}, {epochs}{gone}",
-            "nothing was written: this was a dry run",
+            "nothing was written: this was a dry run"
+            if self.cached is None
+            else f"this was a dry run: no run was written; shards that were fetched stay in {self.cached}",
         ]
 
 
@@ -100,6 +106,7 @@ def rehearse(
             config.train.total_steps(loader.steps_per_epoch),
             loader.steps_per_epoch,
             0 if newest is None else newest.step,
+            str(cache_folder()) if is_remote(config.data.path) else None,
         )
     finally:
         distributed.stop()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from situs.cli.main import main
 from situs.data.augment.recipes import RECIPES
 from situs.data.check import check
 from situs.data.config import DataConfig
@@ -332,3 +333,15 @@ def test_a_folder_that_can_be_listed(tmp_path, monkeypatch):
     same(open_source(f"file://{local}", "train"), open_source(local, "train"))
     held = json.loads(next((tmp_path / "cache").rglob(".shards.json")).read_text())["shards"]
     assert all(each["url"].startswith("file:///") and each["version"] for each in held)
+
+
+def test_a_dry_run_of_a_remote_set_says_what_it_leaves(server, tmp_path: Path, capsys) -> None:
+    serve(server, packed(tmp_path, "webdataset"))
+    model = ["--backbone.name", "test_vit", "--data.img-size", "32", "--batch", "2", "--steps", "1", "--device", "cpu"]
+    words = ["pretrain", "--dry-run", "--method", "mp3", *model, "--out", str(tmp_path / "run"), "--data"]
+    assert main([*words, str(tmp_path / "photos")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "nothing was written: this was a dry run"
+    assert main([*words, f"{server.url}/set/"]) == 0
+    left = f"this was a dry run: no run was written; shards that were fetched stay in {tmp_path / 'cache'}"
+    assert capsys.readouterr().out.splitlines()[-1] == left
+    assert list((tmp_path / "cache").rglob("*.tar")) and not (tmp_path / "run").exists()
