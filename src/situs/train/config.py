@@ -67,7 +67,7 @@ class TrainConfig(Checked):
     """Keep the checkpoint of the best validation too, and take it for the run's model: early stopping by choice."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Where the log also goes: tensorboard, wandb, trackio (the extra `track`)."""
+    """Where the log also goes: tensorboard, wandb (the extra `track`), trackio (`trackio`)."""
 
     def check(self) -> None:
         if self.epochs is None and self.max_steps is None:

@@ -79,7 +79,7 @@ def _tracking(name: str, module: str = "") -> Any:
     try:
         return import_module(module or name)
     except ImportError:
-        raise missing_extra(name, "track", f"the tracker {name}") from None
+        raise missing_extra(name, "trackio" if name == "trackio" else "track", f"the tracker {name}") from None
 
 
 TRACKERS: dict[str, Callable[[RunFolder, int], Tracker]] = {
