@@ -98,10 +98,25 @@ class Tokeniser:
         if room < 1:
             raise SitusError(field="text.longest", value=longest, allowed="more than the ids that the tokeniser adds")
         for start in range(0, len(texts), _AT_ONCE):
-            part = list(texts[start : start + _AT_ONCE])
-            for text, coded in zip(part, self._coder.encode_batch(part, add_special_tokens=False), strict=True):
-                spans = [coded.offsets[at : at + room] for at in range(0, len(coded.offsets), room)]
-                found.append([text[span[0][0] : span[-1][1]] for span in spans] if len(spans) > 1 else [text])
+            found += self._cut(texts[start : start + _AT_ONCE], room, room)
+        return found
+
+    def _cut(self, texts: Sequence[str], room: int, size: int) -> list[list[str]]:
+        """Each text that has more than `room` ids in pieces of `size`; a piece that has more when it is read alone, for
+        it begins within a word, is cut again."""
+        found = []
+        for text, coded in zip(texts, self._coder.encode_batch(list(texts), add_special_tokens=False), strict=True):
+            at = coded.offsets
+            if len(at) <= room:
+                found.append([text])
+                continue
+            starts = [at[first][0] for first in range(0, len(at), size)]
+            ends = [at[min(first + size, len(at)) - 1][1] for first in range(0, len(at), size)]
+            afters = [*starts[1:], len(text)]  # where a letter is several ids, it goes to the next piece
+            spans = zip(starts, map(min, ends, afters), strict=True)
+            parts = [text[start:end] for start, end in spans if start < end]
+            again = self._cut(parts, room, max(1, room // 2)) if len(parts) > 1 else [parts]
+            found.append([each for own in again for each in own])
         return found
 
     @property
