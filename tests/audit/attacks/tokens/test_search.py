@@ -14,8 +14,8 @@ from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.count import count
 from situs.audit.attacks.tokens.descent import Descent, Range
 from situs.audit.attacks.tokens.linear import Tokens, read_spans
-from situs.audit.attacks.tokens.roots import find_roots, shared_places
-from situs.audit.attacks.tokens.search import Effort, Search
+from situs.audit.attacks.tokens.roots import CHUNK, PICTURES, Roots, _starts, find_roots, shared_places
+from situs.audit.attacks.tokens.search import Effort, Found, Search
 from situs.audit.client import victim_gradients
 from situs.core.tokens import patchify
 
@@ -141,3 +141,42 @@ def test_time_that_is_over_leaves_a_guess_that_proves_nothing() -> None:
     search.stop = lambda: True
     roots = find_roots(search, 1)
     assert len(roots.place) == 9 and bool((roots.fit > SOLVED).all())
+
+
+@torch.no_grad()
+def test_paths_begin_at_tokens_with_the_attention_of_a_picture() -> None:
+    search, patches = scene(vit(size=8), 2)
+    block, places, first = search.block, torch.arange(4).repeat(50), len(search.block.prefix)
+    none = Roots(places[:0], search.family.fixed.at(places[:0]), block.base[:0, 0], torch.full((4,), 2))
+    search.chance.manual_seed(3)
+    m, o = (part[:, first:] for part in block.middle(search.smooth(PICTURES, 3)))  # by the block's own attention
+    for number, at in ((0, m.mean(dim=0)[places]), (1, None)):
+        search.chance.manual_seed(3)
+        begun = _starts(search, none, places, number)
+        if at is not None:
+            torch.testing.assert_close(begun.m, at)
+            continue
+        away = torch.cat([m, o], dim=2)[:, places] - torch.cat([begun.m, begun.o], dim=1)
+        which = away.norm(dim=2).argmin(dim=0)
+        assert float(away.norm(dim=2).amin(dim=0).max()) < 1e-9 and len(which.unique()) > PICTURES // 2
+    # Of found ones the patch comes with the attention that it was given.
+    known = true_tokens(search, patches)
+    two = Tokens(*(part[[0, 5]] for part in known))  # place 0 of the first image, 1 of the second
+    begun = _starts(search, Roots(torch.tensor([0, 1]), two, none.fit.new_zeros(2), none.wanted), places, 1)
+    patch, given = ((part.unsqueeze(1) - of).norm(dim=2) < 1e-9 for part, of in ((begun.x, two.x), (begun.o, two.o)))
+    assert int(given.any(dim=1).sum()) >= 60 and int((patch & given).any(dim=1).sum()) >= 30  # of 200
+
+
+@torch.no_grad()
+def test_of_ends_that_are_no_tokens_only_the_best_few_are_polished(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, _ = scene(SINCOS())
+    search.effort, asked = Effort(rounds=1, steps=0), []
+
+    def polished(self: Search, places: torch.Tensor, tokens: Tokens) -> Found:
+        asked.append(self.span.residual(self.block.late(tokens.m)))
+        return Found(tokens, torch.full((len(places),), 2 * SOLVED, dtype=torch.float64))
+
+    monkeypatch.setattr(Search, "polished", polished)
+    monkeypatch.setattr("situs.audit.attacks.tokens.roots.TELLING", 10.0)  # every end is near enough
+    find_roots(search, 1)
+    assert [len(each) for each in asked] == [CHUNK]

@@ -119,7 +119,6 @@ class Descent:
         metric = torch.cat([family.along.z, family.along.m - family.along.z, 1e-3 * family.along.x], dim=1)
         self._axes, upper = torch.linalg.qr(metric.T)
         self._turn = upper.T.contiguous()
-        self._from = torch.linalg.pinv(torch.cat([family.along.x, 1e-3 * family.along.o], dim=1), rtol=1e-12)
         along = Tokens(*(torch.linalg.solve_triangular(self._turn, part, upper=False) for part in family.along))
         norm, (weight, bias) = block.norm2, block.entry()
         layers = torch.arange(len(weight) // activation.hidden, device=every.device).unsqueeze(1)
@@ -145,11 +144,6 @@ class Descent:
         mixed = tokens.m - tokens.z - fixed.m + fixed.z
         away = torch.cat([tokens.z - fixed.z, mixed, 1e-3 * (tokens.x - fixed.x)], dim=1)
         return torch.linalg.solve_triangular(self._turn, away @ self._axes, upper=False, left=False)
-
-    def near(self, places: Tensor, x: Tensor) -> Tensor:
-        """φ of tokens whose patches are near x [Q, K], with as little attention as can be."""
-        fixed = self.family.fixed.at(places)
-        return torch.cat([x - fixed.x, -1e-3 * fixed.o], dim=1) @ self._from
 
     def normal(self, places: Tensor, phi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Cost [Q], slope [Q, f] and normal matrix [Q, f, f], pixels that no byte has included; φ in its own units.

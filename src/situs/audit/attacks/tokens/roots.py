@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from situs.audit.attacks.spans import SOLVED, TELLING
+from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.linear import Tokens
 from situs.audit.attacks.tokens.search import Found, Search
 
@@ -17,8 +18,20 @@ APART = 1e-3
 LEAST = 48
 """Starts of a round at all places together at least."""
 
+GROWTH = 8.0
+"""Times as many in a round, at most, once fewer directions are open and a path costs less."""
+
 PICTURES = 16
-"""Smooth pictures that the starts of a round are cut from."""
+"""Smooth pictures of a kind that the starts of a round are cut from."""
+
+FINE = (1.0, 2.0)
+"""Contrasts of those with something to see inside a patch: they lead to tokens that plain ones do not."""
+
+LATE = 3.0
+"""They are taken once a path costs so many times less than at first: what is left is what plain ones do not reach."""
+
+CHUNK = 4
+"""Ends that are polished together, those first of which least sticks out."""
 
 IDLE = 10
 """Rounds in which nothing was found, after which nothing more is expected."""
@@ -66,7 +79,7 @@ def find_roots(search: Search, batch: int) -> Roots:
     taken = torch.zeros_like(first[:0], dtype=torch.bool)
     best = Found(Tokens(*(part.clone() for part in family.fixed)), torch.full_like(block.base[:, 0], torch.inf))
     stage = search.stage(wanted > 0)
-    grey = family.tokens(everywhere, stage.near(everywhere, _starts(search, roots, everywhere, 0)))
+    grey = family.tokens(everywhere, stage.start(everywhere, _starts(search, roots, everywhere, 0)))
     if float(search.span.expected(block.late(grey.m)).median()) > TELLING:  # wrong tokens would pass like right ones
         return _filled(roots, Found(grey, best.fit.nan_to_num(posinf=1e9)))
     idle = 0
@@ -75,8 +88,11 @@ def find_roots(search: Search, batch: int) -> Roots:
         if not bool((lacking > 0).any()) or (number and search.stop()) or idle == IDLE:
             break
         here = (lacking > 0).nonzero()[:, 0]
-        places = here.repeat(-(-LEAST // len(here)) if number else 1)
-        rest = stage.run(places, stage.near(places, _starts(search, roots, places, number)), effort.steps, search.stop)
+        cheaper = (family.along.x.shape[0] / stage.family.along.x.shape[0]) ** 2
+        more = max(-(-LEAST // len(here)), int(LEAST * min(cheaper, GROWTH) / len(here)))
+        places = here.repeat(more if number else 1)
+        begun = stage.start(places, _starts(search, roots, places, number, cheaper > LATE))
+        rest = stage.run(places, begun, effort.steps, search.stop)
         ends = stage.family.tokens(places, rest.phi)
         share = rest.cost.clamp(min=0).sqrt()
         _keep_best(best, places, Found(ends, 1e3 + share))
@@ -84,9 +100,12 @@ def find_roots(search: Search, batch: int) -> Roots:
         before = len(roots.place)
         if len(near):
             near = near[_distinct(places[near], ends.at(near).m)]
-            found = search.polished(places[near], ends.at(near))
-            _keep_best(best, places[near], found)
-            roots = _with(roots, places[near], found)
+            for some in near[share[near].argsort()].split(CHUNK):
+                found = search.polished(places[some], ends.at(some))
+                _keep_best(best, places[some], found)
+                roots = _with(roots, places[some], found)
+                if not bool((found.fit <= SOLVED).all()):  # what sticks out more is hardly one
+                    break
         fresh = roots.tokens.m[before:]
         idle = 0 if len(fresh) else idle + 1
         if len(fresh):
@@ -98,26 +117,43 @@ def find_roots(search: Search, batch: int) -> Roots:
     return _filled(roots, best)
 
 
-def _starts(search: Search, roots: Roots, places: Tensor, number: int) -> Tensor:
-    """Patches to begin with [Q, K]: grey at first, then by turns smooth colours, a patch found nearby and a mixture of
-    two found anywhere."""
-    chance, count = search.chance, len(places)
+def _starts(search: Search, roots: Roots, places: Tensor, number: int, fine: bool = False) -> Tokens:
+    """Tokens to begin with [Q], with the attention of some picture: the mean of smooth pictures' own tokens at first,
+    then by turns a smooth picture's, a found one's from nearby and a mixture of two found anywhere. fine: of pictures
+    with more to see as well."""
+    block, chance, count = search.block, search.chance, len(places)
+    side = max(block.grid)
+    drawn = search.smooth(PICTURES, side + 1)
+    if fine:
+        drawn = torch.cat([drawn, *(search.smooth(PICTURES, 2 * side, contrast) for contrast in FINE)])
+    given = block.middle(drawn)[1][:, len(block.prefix) :]
     if number == 0:
-        return ((search.pixels.low + search.pixels.high) / 2).expand(count, -1)
-    drawn = search.smooth(PICTURES, max(search.block.grid) + 1)
-    smooth = drawn[torch.randint(PICTURES, (count,), generator=chance).to(places.device), places]
-    pool = roots.tokens.x
-    if len(pool) < 2:
-        return smooth
-    one, other = (pool[torch.randint(len(pool), (count,), generator=chance).to(places.device)] for _ in range(2))
-    columns = search.block.grid[1]
-    where = [torch.stack([of // columns, of % columns], dim=1).double() for of in (places, roots.place)]
-    nearest = torch.cdist(where[0], where[1]).argsort(dim=1)[:, : min(8, len(pool))]
-    pick = torch.randint(nearest.shape[1], (count, 1), generator=chance).to(places.device)
-    near = pool[nearest.gather(1, pick)[:, 0]]
-    share = torch.rand(count, 1, generator=chance, dtype=torch.float64).to(pool)
-    turn = torch.randint(4, (count, 1), generator=chance).to(places.device)
-    return torch.where(turn < 2, smooth, torch.where(turn == 2, near, share * one + (1 - share) * other))
+        return _token(block, places, drawn.mean(dim=0)[places], given.mean(dim=0)[places])
+
+    def any_of(size: int) -> Tensor:
+        return torch.randint(size, (count,), generator=chance).to(places.device)
+
+    which = any_of(len(drawn))
+    x, o = drawn[which, places], given[which, places]
+    pool = roots.tokens
+    if len(pool.x) > 1:
+        columns = block.grid[1]
+        where = [torch.stack([of // columns, of % columns], dim=1).double() for of in (places, roots.place)]
+        nearest = torch.cdist(where[0], where[1]).argsort(dim=1)[:, : min(8, len(pool.x))]
+        near = nearest.gather(1, any_of(nearest.shape[1]).unsqueeze(1))[:, 0]
+        one, other = any_of(len(pool.x)), any_of(len(pool.x))
+        share = torch.rand(count, 1, generator=chance, dtype=torch.float64).to(pool.x)
+        turn = any_of(4).unsqueeze(1)
+        mixed = share * pool.x[one] + (1 - share) * pool.x[other]
+        x = torch.where(turn < 2, x, torch.where(turn == 2, pool.x[near], mixed))
+        o = torch.where(turn < 2, o, torch.where(turn == 2, pool.o[near], pool.o[one]))
+    return _token(block, places, x, o)
+
+
+def _token(block: Block, places: Tensor, x: Tensor, o: Tensor) -> Tokens:
+    """Tokens of patches x [Q, K] at places [Q] whose attention gave o [Q, ·]."""
+    z = x @ block.weight.T + block.base[places]
+    return Tokens(x, o, z, z + o @ block.into + block.shift)
 
 
 def _keep_best(best: Found, places: Tensor, ends: Found) -> None:
