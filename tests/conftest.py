@@ -112,7 +112,7 @@ def undrawing() -> Callable[[pytest.MonkeyPatch], None]:
     """
     from PIL import Image
 
-    from situs.report import figures
+    from situs.report import figures, html
 
     dot, image_grid, canvas = io.BytesIO(), figures.image_grid, figures.canvas
     Image.new("L", (2, 2)).save(dot, "PNG")
@@ -129,6 +129,7 @@ def undrawing() -> Callable[[pytest.MonkeyPatch], None]:
     def undraw(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(figures, "png", lambda _: dot.getvalue())
         patch.setattr(figures, "image_grid", on_one_panel)
+        patch.setattr(html, "_smaller", lambda picture: ("image/png", picture))
 
     return undraw
 

@@ -9,22 +9,27 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any, Self
 
 import pytest
 
 from situs.cli import progress
-from situs.cli.demo import findings, stage
+from situs.cli.demo import findings, server, split, stage
 from situs.cli.demo import run as demo
 from situs.cli.demo.stage import Stage, _followed
 from situs.cli.main import main
+from situs.config import to_dict
 from situs.errors import SitusError
 from situs.evaluate import hooks
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.report.html import Page
 from situs.results import Table
+from situs.train.run import RunConfig
 
 _measure = hooks.measure_accuracy
 
@@ -46,6 +51,26 @@ class Here:
         pass
 
 
+class Served:
+    """The server in a thread: a process starts longer than it serves, and tests of demo/split.py start real ones."""
+
+    def __init__(self, config: RunConfig, *places: Path) -> None:
+        self.end, self.told = Event(), SimpleQueue[str]()
+        self.thread = Thread(target=server.serve, args=(to_dict(config), *map(str, places), self.told.put))
+
+    def __enter__(self) -> Self:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server, "run_server", partial(server.run_server, stopped=self.end.is_set))
+            self.thread.start()
+            self.address = self.told.get(timeout=60).removeprefix(server.LISTENING).split()[0]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end.set()
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+
+
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory, undrawing: Callable[[pytest.MonkeyPatch], None]) -> tuple[str, str]:
     """One whole `situs demo --quick` in a folder that is not there yet: (what it printed, the page)."""
@@ -57,6 +82,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, undrawing: Callable[[pytest.Mo
         patch.setattr(stage, "QUICK", replace(stage.QUICK, looked_at=16))
         patch.setattr(hooks, "measure_accuracy", lambda model, images, **how: _measure(model, islice(images, 3), **how))
         patch.setattr(findings, "Aside", Here)
+        patch.setattr(split, "Server", Served)
         patch.setattr(progress, "FIRST", 1e9)  # else a slow machine is told how far it is
         assert main(["demo", "--quick", "--out", str(out)]) == 0
     assert complained.getvalue() == ""
