@@ -61,7 +61,6 @@ def pytest_collection() -> Iterator[Any]:
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.set_threshold(10_000, 10, 10)
         gc.enable()

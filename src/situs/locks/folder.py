@@ -16,6 +16,7 @@ from torch import nn
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
+from situs.backbones.shapes import shapes_alone
 from situs.errors import SitusError
 from situs.files import read_json, write_text
 from situs.locks.shards import Header, Spec, plain_source, read_header, reason_of, unique
@@ -84,7 +85,7 @@ def structure_of(folder: Path, device: str = "meta", changed: Mapping[str, Any] 
     changed: `model_args` that take the place of its own.
     """
     described = read_json(folder / CONFIG)
-    with torch.device(device):
+    with shapes_alone() if device == "meta" else torch.device(device):
         if "architecture" not in described:
             return create_backbone(f"hf:{folder / CONFIG}", model_args=changed)
         return create_backbone(

@@ -39,13 +39,15 @@ def entrance_and_exit(groups: Sequence[Group]) -> tuple[str, str]:
 
 def axis_index(member: Member, size: int, length: int, p: Tensor) -> Tensor:
     """The gather index [length] of a member's whole axis when its group's key is p [size]."""
-    index = torch.arange(length, device=p.device)
     stretch = (length if member.length is None else member.start + member.length) - member.start
     if member.outer * size * member.inner != stretch:
         raise SitusError(
             f"{member.tensor}: axis {member.axis} holds {stretch} places where the group has "
             f"{member.outer} x {size} x {member.inner}"
         )
+    if size == length:
+        return p
+    index = torch.arange(length, device=p.device)
     laid_out = index[member.start : member.start + stretch].view(member.outer, size, member.inner)
     moved = laid_out.index_select(1, p).flatten()
     return torch.cat([index[: member.start], moved, index[member.start + stretch :]])

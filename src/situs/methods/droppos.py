@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from situs.backbones.base import Backbone, Features, join
 from situs.backbones.cells import enable_cells, encode_cells
+from situs.backbones.shapes import shapes_alone
 from situs.config import Checked
 from situs.core.jigsaw import patch_size_of
 from situs.core.masking import kept_each, kept_of, one_of_cells
@@ -187,7 +188,7 @@ class DropPos(Method):
         """The same weights at another γ and γ_pos, for evaluations; only positions are asked for, and no loss."""
         others = dict(zip(self.puzzle_ratios, ratios, strict=True))
         config = replace(self.config, **others, mae_weight=0.0, affinity=None)  # its weights cost a forward
-        with torch.device("meta"):  # what is made here gives way to this one's, and must draw no random numbers
+        with shapes_alone():  # what is made here gives way to this one's, and must draw no random numbers
             other = DropPos(self.backbone, config)
         other.decoder, other.mask_token, other.training = self.decoder, self.mask_token, self.training
         return other
