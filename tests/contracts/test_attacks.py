@@ -106,7 +106,8 @@ def test_other_images_with_the_same_gradients_change_nothing(name: str, backbone
 
 @pytest.fixture(scope="module", params=[1, 2])
 def whole(backbone: Any, request: pytest.FixtureRequest) -> Audit:
-    defences = DEFENCES if request.param == 1 else ("none", "no-pe-gradient", "clip", "mjp", "accumulate")
+    # Every pair is recovered above; here of one image against every second defence.
+    defences = [*DEFENCES][::2] if request.param == 1 else ("none", "no-pe-gradient", "clip", "mjp", "accumulate")
     return attack_gradients(
         backbone,
         TestSet(IMAGES[: 2 * request.param], LABELS[: 2 * request.param], NORMALISATION),  # two uploads

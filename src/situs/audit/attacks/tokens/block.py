@@ -254,6 +254,8 @@ def read_norm(norm: Callable[[Tensor], Tensor], dim: int) -> Norm:
     low, high = 0.0, max(4 * eps, 1e-3)
     for _ in range(200):
         eps = (low + high) / 2
+        if eps in (low, high):  # nothing lies between them
+            break
         made = (away * 1e-3 / (var + eps).sqrt()) * weight
         low, high = (eps, high) if float((made * small).sum()) > float(small.square().sum()) else (low, eps)
     found = Norm(weight, bias, eps, centred)
