@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,17 @@ NO_ROWS = [*CAUSAL, *RELATIVE, "swin"]
 
 def make(name: str, dtype: torch.dtype = torch.float64) -> Backbone:
     """A backbone whose every weight is random: the ones and zeros of an initialisation would hide mistakes."""
+    made, chance = _made(name)
+    torch.set_rng_state(chance)
+    backbone = deepcopy(made).to(dtype)
+    if name == "rope_mixed":
+        backbone.model.rope.float()  # timm computes mixed frequencies in float32 whatever the model's type
+    return backbone.eval()
+
+
+@cache
+def _made(name: str) -> tuple[Backbone, torch.Tensor]:
+    """It in float32, and the state of torch's chance behind it."""
     torch.manual_seed(0)
     if name in TIMM:
         architecture, arguments = TIMM[name]
@@ -102,10 +115,7 @@ def make(name: str, dtype: torch.dtype = torch.float64) -> Backbone:
     with torch.no_grad():
         for parameter in backbone.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    backbone.to(dtype)
-    if name == "rope_mixed":
-        backbone.model.rope.float()  # timm computes mixed frequencies in float32 whatever the model's type
-    return backbone.eval()
+    return backbone, torch.get_rng_state()
 
 
 def inputs(backbone: Backbone, batch: int = 2) -> torch.Tensor:
