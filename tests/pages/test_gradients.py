@@ -279,6 +279,8 @@ def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
     ]
     cut = replace(found, remedies=[Remedy("clip", None, "why", tried=(high, high), cut=True)], stopped="Ctrl-C")
     assert rows(cut) == [["clip, as a setting", "31.5", "–", "? not judged"]]  # the next setting might have held
+    nothing = make_page(example(WORKED, remedies=replace(found, remedies=[], stopped="Ctrl-C"))).render()
+    assert "<table" not in nothing[nothing.index("<h2>What would help</h2>") :].split("</section>")[0]
     half = replace(found, remedies=found.remedies[:1], stopped="Ctrl-C, with 1 defence finished")
     text = make_page(example(WORKED, remedies=half)).render()
     assert "Stopped by Ctrl-C, with 1 defence finished: what has no row was not searched." in text

@@ -95,8 +95,7 @@ class Curves(Result):
 
     def summary(self) -> Summary:
         """Where each line ends, and a table of all points."""
-        said = () if self.stopped is None else (f"A partial result: stopped by {self.stopped}.",)
-        return Summary(verdict(self), (Table(f"{self.model}, by strength", *curve_table(self)),), said)
+        return Summary(verdict(self), (Table(f"{self.model}, by strength", *curve_table(self)),))
 
     def numbers(self) -> dict[str, Any]:
         """Every point."""
@@ -135,7 +134,8 @@ def curve_table(found: Curves) -> tuple[list[str], list[list[Cell]]]:
 
 def verdict(found: Curves) -> str:
     """For each line where all comes back, and where little does; what fails here may be read otherwise."""
-    said = [_ended(line, found) for line in found.lines]
+    said = [] if found.stopped is None else [f"A partial result: stopped by {found.stopped}."]
+    said += [_ended(line, found) for line in found.lines]
     return " ".join([*said, "An attack that stops proves nothing about others."])
 
 
@@ -143,7 +143,7 @@ def _ended(line: Line, found: Curves) -> str:
     name = f"{line.curve}, {line.beside}:"
     there = [point for point in line.points if point.values]
     if not there:
-        return f"{name} {REFUSED}."
+        return f"{name} {REFUSED if found.stopped is None else 'not attacked before the stop'}."
     key, bound = ("exact", 1.0) if "exact" in found.metrics else ("sentences", 1.0)
     ended = [point for point in there if point.whole]
     whole = [point.strength for point in ended if point.values[key] >= bound]

@@ -30,8 +30,6 @@ def page(found: Curves) -> Page:
     if things == "images":
         page.box("Threat model").facts({**THREAT, **found.notes}).fold("Attacks and defences", _about(found))
     section = page.section("Where attacks stop")
-    if found.stopped is not None:
-        section.note(f"A partial result: stopped by {found.stopped}.")
     drawn = ("psnr", "patches") if things == "images" else ("tokens", "sentences")
     for number, curve in enumerate(dict.fromkeys(line.curve for line in found.lines)):
         lines = [line for line in found.lines if line.curve == curve]

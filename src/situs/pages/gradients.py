@@ -124,7 +124,8 @@ def _would_help(box: Section, found: Remedies | None) -> Section:
     said = verdict(found)
     if found.stopped is not None and found.found:  # else the verdict says so
         said = f"{said} Stopped by {found.stopped}: what has no row was not searched."
-    return box.table(header, rows).text(f"{said} All that was tried stands in `defences.html` beside this.")
+    box = box.table(header, rows) if rows else box
+    return box.text(f"{said} All that was tried stands in `defences.html` beside this.")
 
 
 def _worst(audit: Audit) -> Outcome | None:

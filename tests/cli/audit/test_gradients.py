@@ -266,6 +266,10 @@ def test_a_file_is_no_folder(photographs: Path, tmp_path: Path, capsys: pytest.C
     (tmp_path / "audit").write_text("mine")
     assert main(["audit", "gradients", NAME, "--data", str(photographs), "--out", str(tmp_path / "audit")]) == 2
     assert "must be a folder (--out)" in capsys.readouterr().err
+    below = tmp_path / "audit" / "new"  # refused before anything is attacked
+    assert main(["audit", "gradients", NAME, "--data", "no such", "--out", str(below)]) == 2
+    said = f"situs: out={below}: cannot be written, for {tmp_path / 'audit'} cannot be (--out)\n"
+    assert capsys.readouterr().err == said
     assert (tmp_path / "audit").read_text() == "mine"
 
 

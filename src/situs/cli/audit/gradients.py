@@ -67,7 +67,7 @@ class Args(ModelArgs, CostConfig, AuditConfig):
     """Show the images; the page is then private."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("audit")
-    """Where gradients.json and gradients.html go, of texts texts.json and texts.html."""
+    """Where gradients.json and gradients.html go."""
 
 
 def run(args: Args) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -123,6 +124,9 @@ def check_folder(folder: Path | None, *results: str) -> None:
         return
     if not folder.is_dir() if folder.exists() else folder.suffix in (".json", ".html"):
         raise SitusError(field="out", value=str(folder), allowed="a folder")
+    above = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise SitusError(f"out={folder}: cannot be written, for {above} cannot be", field="out")
     if "settings" in results and (folder / "study.toml").exists():
         raise SitusError(f"out={folder}: is the folder of a study, whose settings.json is its own", field="out")
     for name in results:
