@@ -89,8 +89,8 @@ def test_everything_stays_within_the_range_of_an_image():
     assert float(pixels.max()) < 1 + 1e-6
 
 
-LONG = ("deit", "cifar-deit", "deit-pretrain")
-"""Recipes whose every operation is in "everything" too."""
+LONG = ("cifar", "cifar-deit", "crop", "deit", "deit-pretrain")
+"""Recipes whose every operation is in "everything" or in "pad" too."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in CONFIGS])
