@@ -260,8 +260,9 @@ def test_positions_are_refused_for_a_reason_in_the_model(tmp_path: Path) -> None
             create_backbone(dinov2, positions=kind, img_size=(28, 42))
     assert create_backbone(vit, positions="sincos", img_size=(28, 42)).positions().table.shape == (24, 16)
     bert = transformers.BertConfig(**SIZES, intermediate_size=24, vocab_size=9, max_position_embeddings=8)
-    with pytest.raises(SitusError, match="'learned': BertModel reads text and keeps its own"):
+    with pytest.raises(SitusError, match="'learned': BertModel reads text and keeps its own") as stop:
         create_backbone(bert, positions="learned")
+    assert stop.value.field == "positions"
     with pytest.raises(SitusError, match="positions=none: shapes a new model"):
         create_backbone(transformers.ViTModel.from_pretrained(vit), positions="none")
     with pytest.raises(SitusError, match=r"^drop_path=0.1: transformers models have no stochastic depth that rises"):

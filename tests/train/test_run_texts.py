@@ -313,6 +313,9 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     )
     (tmp_path / "bare.jsonl").write_text('{"text": "w1 w2"}\n' * 9)
     refused("supervised needs labels, and .*bare.jsonl has none", "bert", data=tmp_path / "bare.jsonl")
+    with pytest.raises(SitusError, match="has no labels to compare with") as stop:
+        evaluate_accuracy(world / "bert-ft", tmp_path / "bare.jsonl")
+    assert stop.value.fields == ("data", "text.label")
     large = write_folder(tmp_path / "large", "bert", width=16)
     vocabulary = json.loads((large / "tokenizer.json").read_text())
     vocabulary["model"]["vocab"]["w99"] = 99

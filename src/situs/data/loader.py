@@ -275,7 +275,7 @@ class TextLoader(StreamLoader):
 
     def describe(self) -> str:
         """Count, and how they are shuffled."""
-        said = f"{self.source.name}: {len(self.source):,} {self.source.things} in memory as ids{self.order}"
+        said = f"{self.source.name}: {counted(len(self.source), self.source.things)} in memory as ids{self.order}"
         return "\n".join([said, *self.source.notes])
 
 

@@ -133,7 +133,7 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     if kind.needs_targets and classes is None and "words" not in kind.needs_targets:
         said = f"{config.method_name} needs labels, and {config.data.path} has none"
         if texts or config.data.kind == "audio":
-            raise SitusError(said, field="data")
+            raise SitusError(said, field=("data", "data.text.label") if texts else "data")
         more = "" if config.data.multi_label else ", not one class an image; with any number of them it is multi-label"
         raise SitusError(said + more, field=("data", "data.multi_label"))
     count = 0 if classes is None else len(classes)

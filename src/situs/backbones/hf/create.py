@@ -129,7 +129,7 @@ def create_hf_backbone(source: Any, wanted: BackboneConfig) -> Backbone:
     if wanted.positions is not None:
         if not isinstance(backbone, hf_image.ImageBackbone):
             said = f"positions={wanted.positions!r}: {backbone.name} reads text and keeps its own"
-            raise SitusError(said, field="backbone.name")
+            raise SitusError(said, field="positions")
         backbone.set_positions(wanted.positions)
     entries = model.config.to_diff_dict()
     backbone.source = {"library": "transformers", "architecture": backbone.name, "model_args": entries}

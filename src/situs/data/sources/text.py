@@ -18,7 +18,7 @@ from situs.data.sources.base import SPLITS, Source, Wanted, choose_split, list_s
 from situs.data.sources.rows import LABELS, SUFFIXES, Table, read_table
 from situs.data.text import LONGEST, TextConfig
 from situs.data.tokeniser import Ids, Tokeniser
-from situs.errors import BrokenSampleError, SitusError, counted
+from situs.errors import BrokenSampleError, SitusError, counted, verb
 
 PLAIN = ".txt"
 
@@ -144,7 +144,9 @@ class TextSource(Source):
             self.ids = tokeniser.encode(both, longest)
             if self.ids.cut:
                 things = "sentences" if pairs is None else "pairs"
-                said = f"of its {len(texts):,} {things} {self.ids.cut:,} were cut at {longest} ids"
+                said = (
+                    f"of its {len(texts):,} {things} {self.ids.cut:,} {verb(self.ids.cut, 'were')} cut at {longest} ids"
+                )
                 self.notes.append(f"{name}: {said} (text.longest)")
 
     def __len__(self) -> int:
