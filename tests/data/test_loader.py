@@ -76,7 +76,7 @@ def test_batches_are_what_they_should_be():
     assert loader.steps_per_epoch == 140
     assert loader.classes is not None
     assert len(loader.classes) == 10
-    assert loader.describe() == "samples (train): 9000 images of 1 × 28 × 28 on cpu, 7 MiB"
+    assert loader.describe() == "samples (train): 9,000 images of 1 × 28 × 28 on cpu, 7 MiB"
 
 
 def test_the_images_are_the_samples_own():
