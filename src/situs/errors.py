@@ -80,7 +80,8 @@ def counted(count: int, things: str) -> str:
 
 def verb(count: int, many: str) -> str:
     """The verb of so many things: were, and of one was."""
-    return {"are": "is", "were": "was", "do": "does", "have": "has", "fill": "fills"}[many] if count == 1 else many
+    irregular = {"are": "is", "were": "was", "do": "does", "have": "has"}
+    return many if count != 1 else irregular.get(many, f"{many}s")
 
 
 def none_read(name: str, count: int, things: str) -> str:

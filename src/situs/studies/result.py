@@ -159,7 +159,8 @@ class StudyResult(Result):
             return ""
         within = sum(gap <= max(cell.reading, 0.5 * 10**-cell.digits) for gap, _, cell in found)
         gap, where, cell = max(found, key=lambda each: each[0])
-        said = f" Of {len(found)} numbers beside the paper's {within} agree to its last digit or its reading"
+        agree = f"{within} {verb(within, 'agree')} to its last digit or its reading"
+        said = f" Of {counted(len(found), 'numbers')} beside the paper's {agree}"
         return f"{said}; the farthest ({where}) is {gap:.{cell.digits}f} off."
 
     def _notes(self) -> Iterator[str]:
@@ -179,7 +180,8 @@ class StudyResult(Result):
             if len(of) > 1:
                 yield f"Not all jobs had the same {name}: those of {', '.join(reversed(of.values()))} were different."
         if unread := self.unread:
-            yield f"{len(unread)} numbers of jobs that are done were not found: {'; '.join(unread[:LISTED])}."
+            lost = f"{counted(len(unread), 'numbers')} of jobs that are done {verb(len(unread), 'were')} not found"
+            yield f"{lost}: {'; '.join(unread[:LISTED])}."
         for each in self.study.missing:
             names = ", ".join((*each.rows, *each.columns)) or "all of it"
             yield f"Missing: {names} needs {each.package}: {each.why}."

@@ -82,7 +82,7 @@ class Remedies(Result):
         tables = [Table(title, *remedy_table(self))]
         if self.found:
             tables.append(Table("What they cost", *cost_table(self)))
-        notes = [] if self.stopped is None else [f"Stopped by {self.stopped}."]
+        notes = [] if self.stopped is None or not self.found else [f"Stopped by {self.stopped}."]  # else said first
         return Summary(verdict(self), tuple(tables), (*notes, *([] if self.tuned or not self.found else [UNTUNED])))
 
     def numbers(self) -> dict[str, Any]:
