@@ -154,7 +154,6 @@ COVERED = {
     "situs.train.config": "test_loop",
     "situs.train.inputs": "test_run_texts",
     "situs.data.sources.rows": "test_text",
-    "situs.data.tokeniser": "test_text",
     "situs.methods.language": "test_run_texts",
     "situs.evaluate.perplexity": "test_run_texts",
     "situs.cli.evaluate.perplexity": "test_run_texts",
