@@ -216,12 +216,12 @@ def test_ctrl_c_in_a_closed_form_keeps_those_before() -> None:
 def test_a_time_limit_is_shared() -> None:
     """Both searches get a part of it, and neither all."""
     ticks = itertools.count()
-    deadline = Deadline(seconds=60, clock=lambda: float(next(ticks)))
+    deadline = Deadline(seconds=20, clock=lambda: float(next(ticks)))
     found = partial([Matching(MatchingConfig(iterations=10**6))], deadline, batch=4)
     assert [pair.count for pair in found.pairs] == [4, 4]
     assert all("of 1,000,000 iterations" in str(pair.partial) for pair in found.pairs)
     assert found.undone == []
-    assert str(found.stopped).startswith("the time limit of 60 s, with 0 of 2 attacks")
+    assert str(found.stopped).startswith("the time limit of 20 s, with 0 of 2 attacks")
 
 
 def test_a_batch_of_matching_is_scored_in_the_best_order() -> None:
