@@ -6,6 +6,7 @@ import signal
 import socket
 import types
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -301,18 +302,21 @@ def test_a_loader_that_ends_early_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_other_precisions_learn_and_resume(tmp_path: Path, precision: str) -> None:
+def test_other_precisions_learn_and_resume(tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(TRAIN, epochs=12, precision=precision)
     _, learned, run = train(tmp_path / "learned", config, LEARN, method=toy())
     records = run.records()
     assert records[-1]["loss"] < 0.75 * records[0]["loss"]
     assert ("loss_scale" in records[0]) == (precision == "fp16")
     assert learned.backbone.model.head.weight.dtype == torch.float32
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, growth_interval=3))
     config = dataclasses.replace(config, epochs=3)
-    _, peace, _ = train(tmp_path / "peace", config)
+    _, peace, whole = train(tmp_path / "peace", config)
     train(tmp_path / "run", config, hooks=[StopAt(7)])
-    _, method, _ = train(tmp_path / "run", config)
+    _, method, run = train(tmp_path / "run", config)
     assert same(method, peace)
+    scales = [[record.get("loss_scale") for record in each.records()] for each in (whole, run)]
+    assert scales[0] == scales[1] and (len(set(scales[0])) > 1) == (precision == "fp16")  # its scale grows, and goes on
 
 
 def test_a_method_that_comes_in_eval_mode_is_trained_all_the_same(tmp_path: Path) -> None:
