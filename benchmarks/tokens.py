@@ -13,6 +13,7 @@ Images: every tenth by name (`--held-out`), or the others, on which limits may b
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Iterator
 from copy import deepcopy
@@ -44,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dinov2-98": {"source": "vit_small_patch14_dinov2", "img_size": 98, "weights": "WEIGHTS"},
     "dinov2-140": {"source": "vit_small_patch14_dinov2", "img_size": 140, "weights": "WEIGHTS"},
     "dinov2-224": {"source": "vit_small_patch14_dinov2", "img_size": 224, "weights": "WEIGHTS"},
+    "dinov2-p4": {"source": "vit_small_patch14_dinov2", **SMALL, "weights": "WEIGHTS"},
     "eva02-98": {"source": "eva02_small_patch14_224", "img_size": 98},
     "clip-b32": {"source": "vit_base_patch32_clip_224"},
     "aimv2-98": {"source": "aimv2_large_patch14_224", "img_size": 98, "args": {"embed_dim": 384, "num_heads": 6}},
@@ -52,9 +54,9 @@ CASES: dict[str, dict[str, Any]] = {
     "rope-s4": {"source": "vit_small_patch16_rope_224", **SMALL},
     "relpos-s4": {"source": "vit_relpos_small_patch16_224", **SMALL},
 }
-"""Those with random weights have `DEPTH` blocks. eva02: SwiGLU, table and rotary; clip: a norm before the first block;
-aimv2: a norm inside the patch embedding; rms-swiglu: RMS norms, SwiGLU, queries without bias; dinov3-plus: SwiGLU,
-rotary, registers."""
+"""Those with random weights have `DEPTH` blocks. dinov2-p4: its patch embedding resampled to 4 pixels; eva02: SwiGLU,
+table and rotary; clip: a norm before the first block; aimv2: a norm inside the patch embedding; rms-swiglu: RMS norms,
+SwiGLU, queries without bias; dinov3-plus: SwiGLU, rotary, registers."""
 
 DEPTH = 4
 
@@ -96,6 +98,7 @@ def opened(case: str, positions: str, args: argparse.Namespace) -> Any:
     if source == args.trained:
         return open_model(source).backbone.float()
     if weights is not None:
+        weights = resampled(weights, fields["patch_size"]) if "patch_size" in fields else weights
         return open_model(source, weights=weights, num_classes=100, **fields).backbone.float()
     torch.manual_seed(0)
     if source == "RMS":
@@ -109,6 +112,18 @@ def opened(case: str, positions: str, args: argparse.Namespace) -> Any:
     fields |= {"positions": positions} if other else {}
     shape = {"depth": DEPTH, **fields.pop("args", {})}
     return create_backbone(source, num_classes=100, model_args=shape, **fields).float().eval()
+
+
+def resampled(weights: str, side: int) -> str:
+    """A copy of a file of weights whose patch embedding is one of `side` pixels."""
+    from safetensors.torch import load_file, save_file
+    from timm.layers import resample_patch_embed
+
+    state, name = load_file(weights), "patch_embed.proj.weight"
+    state[name] = resample_patch_embed(state[name].float(), [side, side]).contiguous()
+    copy = str(Path(tempfile.mkdtemp()) / f"p{side}.safetensors")
+    save_file(state, copy)
+    return copy
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,16 @@ from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.count import count
 from situs.audit.attacks.tokens.descent import Descent, Range
 from situs.audit.attacks.tokens.linear import Tokens, read_spans
-from situs.audit.attacks.tokens.roots import CHUNK, PICTURES, Roots, _starts, find_roots, shared_places
+from situs.audit.attacks.tokens.roots import (
+    CHUNK,
+    PICTURES,
+    VAIN,
+    Roots,
+    _polished,
+    _starts,
+    find_roots,
+    shared_places,
+)
 from situs.audit.attacks.tokens.search import Effort, Found, Search
 from situs.audit.client import victim_gradients
 from situs.core.tokens import patchify
@@ -167,16 +177,26 @@ def test_paths_begin_at_tokens_with_the_attention_of_a_picture() -> None:
     assert int(given.any(dim=1).sum()) >= 60 and int((patch & given).any(dim=1).sum()) >= 30  # of 200
 
 
-@torch.no_grad()
-def test_of_ends_that_are_no_tokens_only_the_best_few_are_polished(monkeypatch: pytest.MonkeyPatch) -> None:
-    search, _ = scene(SINCOS())
-    search.effort, asked = Effort(rounds=1, steps=0), []
+@pytest.mark.parametrize(
+    ("share", "right", "polished"),
+    [
+        ([1e-5, 2e-5, 3e-5, 4e-5, 1e-4, 4e-3, 5e-3, 6e-3, *[7e-3] * 8], range(5), 8),  # roots stand apart
+        ([4e-3] * 40, (), VAIN * CHUNK),  # none
+        ([4e-3] * 40, range(0, 40, 7), 40),  # rounding hides which: all are tried
+        ([1e-5, *[4e-3] * 15], (), 16),  # what is near and none says nothing of the others
+    ],
+)
+def test_ends_are_polished_as_long_as_tokens_can_be_among_them(
+    share: list[float], right: Collection[int], polished: int
+) -> None:
+    shares, order = torch.tensor(share), torch.arange(len(share))
+    tokens = Tokens(*(order.double().unsqueeze(1) for _ in range(4)))
 
-    def polished(self: Search, places: torch.Tensor, tokens: Tokens) -> Found:
-        asked.append(self.span.residual(self.block.late(tokens.m)))
-        return Found(tokens, torch.full((len(places),), 2 * SOLVED, dtype=torch.float64))
+    class Fake:
+        def polished(self, places: torch.Tensor, some: Tokens) -> Found:
+            assert torch.equal(places.double(), some.x[:, 0])
+            return Found(some, torch.tensor([0.5 if int(each) in right else 2 * SOLVED for each in places]))
 
-    monkeypatch.setattr(Search, "polished", polished)
-    monkeypatch.setattr("situs.audit.attacks.tokens.roots.TELLING", 10.0)  # every end is near enough
-    find_roots(search, 1)
-    assert [len(each) for each in asked] == [CHUNK]
+    found = list(_polished(Fake(), order, tokens, order, shares))  # pyright: ignore[reportArgumentType]
+    assert torch.cat([some for _, some in found]).tolist() == list(range(polished))
+    assert sum(int((each.fit <= SOLVED).sum()) for each, _ in found) == len(right)

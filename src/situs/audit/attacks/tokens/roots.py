@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,12 @@ LATE = 3.0
 
 CHUNK = 4
 """Ends that are polished together, those first of which least sticks out."""
+
+VAIN = 4
+"""Chunks of which nothing fits, after which no more are polished."""
+
+FAR = 10.0
+"""Times more sticks out of an end than of any that fits: it is none."""
 
 IDLE = 10
 """Rounds in which nothing was found, after which nothing more is expected."""
@@ -100,12 +107,9 @@ def find_roots(search: Search, batch: int) -> Roots:
         before = len(roots.place)
         if len(near):
             near = near[_distinct(places[near], ends.at(near).m)]
-            for some in near[share[near].argsort()].split(CHUNK):
-                found = search.polished(places[some], ends.at(some))
+            for found, some in _polished(search, places, ends, near[share[near].argsort()], share):
                 _keep_best(best, places[some], found)
                 roots = _with(roots, places[some], found)
-                if not bool((found.fit <= SOLVED).all()):  # what sticks out more is hardly one
-                    break
         fresh = roots.tokens.m[before:]
         idle = 0 if len(fresh) else idle + 1
         if len(fresh):
@@ -115,6 +119,25 @@ def find_roots(search: Search, batch: int) -> Roots:
             stage = search.stage(present) if bool((roots.lacking > 0).any()) else stage
         search.say(f"tokens: round {number + 1}, {len(roots.place)} of {int(wanted.sum())} tokens found")
     return _filled(roots, best)
+
+
+def _polished(
+    search: Search, places: Tensor, ends: Tokens, order: Tensor, share: Tensor
+) -> Iterator[tuple[Found, Tensor]]:
+    """Ends polished in the order of how much sticks out, a few at a time, and their numbers.
+
+    Tokens stand apart from other places of rest unless rounding hides that: it ends `FAR` above the last that fits, and
+    where none of the best few chunks do.
+    """
+    reached, vain = torch.inf, 0
+    for some in order.split(CHUNK):
+        if vain == VAIN or float(share[some[0]]) > FAR * reached:
+            return
+        found = search.polished(places[some], ends.at(some))
+        right = found.fit <= SOLVED
+        vain = 0 if bool(right.any()) else vain + 1
+        reached = float(share[some][right].max()) if bool(right.any()) else reached
+        yield found, some
 
 
 def _starts(search: Search, roots: Roots, places: Tensor, number: int, fine: bool = False) -> Tokens:
