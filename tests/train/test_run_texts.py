@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sentences import lines, write_pairs, write_plain, write_set
 from tiny_texts import WORDS, write_folder
 
@@ -342,6 +343,18 @@ def test_an_export_names_what_loads_it_with_its_head(
     for run, kind in (("bert-ft", "BertForSequenceClassification"), ("lm", "GPT2LMHeadModel")):
         assert main(["export", str(world / run), "--out", str(tmp_path / run)]) == 0
         assert f'Load it with transformers.{kind}.from_pretrained("{tmp_path / run}")' in capsys.readouterr().out
+
+
+def test_the_export_of_mp3_on_sentences_says_where_the_places_are_kept(world: Path, tmp_path: Path) -> None:
+    told = {"steps": 1, "device": "cpu", "quiet": True}
+    api.pretrain(world / "set", method="mp3", backbone=str(world / "bert"), out=tmp_path / "run", **told)
+    api.export(tmp_path / "run", tmp_path / "x")
+    card = (tmp_path / "x" / "README.md").read_text()
+    assert "entries of the words are zero here" in card and "begin with the run, which has kept the table" in card
+    kept = RunFolder.open(tmp_path / "run", writer=False).latest()
+    began, name = load_file(world / "bert" / "model.safetensors"), "embeddings.position_embeddings.weight"
+    (table,) = (value for key, value in kept.tensors("model").items() if key.endswith(name))  # pyright: ignore[reportOptionalMemberAccess]
+    assert any(key.endswith(name) and torch.equal(value, table) for key, value in began.items())
 
 
 def test_broken_sentences_are_left_out_and_told(

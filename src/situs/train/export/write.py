@@ -103,7 +103,7 @@ def write_export(
             "build it with create_backbone(name, …) to export it"
         )
     backbone = copy.deepcopy(method.backbone).cpu()
-    notes, acting = _settle_positions(backbone, method)
+    notes, acting = _settle_positions(backbone, method, sentences=provenance.tokeniser is not None)
     with new_folder(folder, force) as aside:
         if library == "timm":
             notes += _write_timm(aside, backbone, method, provenance)
@@ -141,7 +141,7 @@ def new_folder(folder: Path, force: bool, held: tuple[str, ...] = (WEIGHTS, CONF
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _settle_positions(backbone: Backbone, method: Method) -> tuple[list[str], bool]:
+def _settle_positions(backbone: Backbone, method: Method, *, sentences: bool) -> tuple[list[str], bool]:
     """Zeroes positions that took no part in training; says so and what cannot be taken out, and whether any is left."""
     if method.sees_positions or "tokens" in backbone.refusals:
         return [], False
@@ -151,8 +151,8 @@ def _settle_positions(backbone: Backbone, method: Method) -> tuple[list[str], bo
     if gone := [kind for kind in had if kind not in left]:
         notes.append(
             f"It was trained without positions. Its {' and '.join(map(_WORDS.__getitem__, gone))} took no part, so "
-            "the entries of the patches are zero here: the plain forward gives the trained features. Give it new "
-            "positions before you fine-tune it with positions."
+            f"the entries of the {'words' if sentences else 'patches'} are zero here: the plain forward gives the "
+            f"trained features. {_GIVE_WORDS if sentences else _GIVE}"
         )
     if left:
         notes.append(
@@ -163,6 +163,8 @@ def _settle_positions(backbone: Backbone, method: Method) -> tuple[list[str], bo
     return notes, bool(left)
 
 
+_GIVE = "Give it new positions before you fine-tune it with positions."
+_GIVE_WORDS = "To fine-tune it with positions, begin with the run, which has kept the table."
 _WORDS = {"table": "position table", "bias": "relative position bias", "rotary": "rotation"}
 
 
