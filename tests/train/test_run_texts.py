@@ -143,6 +143,7 @@ def test_columns_that_are_named_win_over_those_that_a_model_remembers(world: Pat
     for name, made in {
         "others": [{"one": row["a"], "two": row["b"], "cls": "x", "y": row["label"]} for row in rows],
         "single": [{"one": row["a"], "two": "w1", "y": row["label"]} for row in rows],
+        "alone": [{"a": row["a"], "label": row["label"]} for row in rows],
     }.items():
         sets[name] = tmp_path / f"{name}.jsonl"
         sets[name].write_text("\n".join(map(json.dumps, made)))
@@ -151,6 +152,9 @@ def test_columns_that_are_named_win_over_those_that_a_model_remembers(world: Pat
         with pytest.raises(SitusError, match=r"no column 'a', only one, .* was trained on columns of these") as stop:
             evaluate_accuracy(source, sets["others"])
         assert stop.value.field == "text.column"
+        with pytest.raises(SitusError, match=r"no column 'b', only a, label; .* was trained on columns") as stop:
+            evaluate_accuracy(source, sets["alone"])
+        assert stop.value.field == "text.pair"
         named = {"column": "one", "pair": "two", "label": "y"}
         assert evaluate_accuracy(source, sets["others"], text=named).accuracy == wanted.accuracy
         alone = evaluate_accuracy(source, sets["single"], text={"column": "one", "pair": "none", "label": "y"})

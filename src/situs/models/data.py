@@ -163,7 +163,7 @@ def _opened(path: str, split: str | None, config: DataConfig, model: Model, said
         part, _, column = (error.field or "").partition(".")
         if config.kind != "text" or part != "text" or column not in COLUMNS or getattr(config.text, column) is None:
             raise
-        if getattr(said, column) is not None:
+        if getattr(said, column):
             raise
         told = f"{error}; {model.name} was trained on columns of these names: say which they are here"
         raise SitusError(told, field=error.fields) from error
