@@ -59,6 +59,11 @@ def test_what_was_not_reached_is_no_point(photographs: Path) -> None:
         f"A partial result: stopped by {found.stopped}. precision, none: not attacked before"
     )
     assert "not attacked here" not in verdict(found)
+    both = found.lines[1].points[0].said  # what does not apply, and what was not come to
+    assert "model.pos_embed is not sent" in both and both.endswith("; not attacked before the stop")
+    none = {"img_size": 32, "count": 2, "attacks": ("patchembed",), "deadline": Deadline(seconds=1e-9)}
+    found = trace_defences(NAME, photographs, ["precision"], **none)
+    assert "none: not attacked before the stop. precision, no-pe-gradient: not attacked here." in verdict(found)
 
 
 def test_strengths_grow_and_names_are_known() -> None:

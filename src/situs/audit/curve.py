@@ -24,7 +24,7 @@ from situs.backbones.base import Backbone
 from situs.core.tokens import patchify
 from situs.errors import SitusError, unknown_name
 from situs.methods.base import Method
-from situs.results import Cell, Provenance, Result, Summary, Table
+from situs.results import Cell, Provenance, Result, Summary, Table, percent
 
 NOISES = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Deviations of noise, in units of the gradient's root mean square."""
@@ -34,6 +34,8 @@ MULTIPLIERS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-2, 1.0)
 
 BESIDE = ("none", "no-pe-gradient")
 """What else is done, a line each, where nothing is said."""
+
+UNREACHED = "not attacked before the stop"
 
 FAILED = 20.0
 """PSNR in dB of the worst image below which an attack is said to have failed."""
@@ -143,7 +145,8 @@ def _ended(line: Line, found: Curves) -> str:
     name = f"{line.curve}, {line.beside}:"
     there = [point for point in line.points if point.values]
     if not there:
-        return f"{name} {REFUSED if found.stopped is None else 'not attacked before the stop'}."
+        cut = found.stopped is not None and any(not p.said or UNREACHED in p.said for p in line.points)
+        return f"{name} {UNREACHED if cut else REFUSED}."
     key, bound = ("exact", 1.0) if "exact" in found.metrics else ("sentences", 1.0)
     ended = [point for point in there if point.whole]
     whole = [point.strength for point in ended if point.values[key] >= bound]
@@ -152,7 +155,8 @@ def _ended(line: Line, found: Curves) -> str:
     left = [point.strength for point in line.points if not (point.values and point.whole)]
     cut = f"; not attacked to the end, which says nothing, at {', '.join(left)}" if left else ""
     if "worst" not in found.metrics:
-        return f"{name} {kept}{cut}."
+        words = [f"{percent(p.values['words'], 0)} at {p.strength}" for p in there if p.values[key] < bound]
+        return f"{name} {kept}{'; of the words ' * bool(words)}{', '.join(words)}{cut}."
     low = [point.strength for point in ended if point.values["worst"] < FAILED]
     said = f"below {FAILED:g} dB at {', '.join(low)}" if low else f"never below {FAILED:g} dB where it was attacked"
     return f"{name} {kept}; {said}{cut}."
@@ -254,7 +258,8 @@ def point_of(audit: Audit, name: str, defence: str, model: Backbone | Method, te
     tried = [pair for pair in pairs if pair.attacked]
     if not tried:
         reasons = dict.fromkeys(f"{pair.attack}: {pair.reason}" for pair in pairs)
-        return Point(name, defence, "", {}, said="; ".join(reasons) or "not attacked before the stop")
+        left = [UNREACHED] if not pairs or any(other == defence for _, other in audit.undone) else []
+        return Point(name, defence, "", {}, said="; ".join([*reasons, *left]))
     best = max(tried, key=lambda pair: (pair.mean_psnr, pair.exact))
     psnr = mean_of(best.scores["psnr"] or [0.0])
     # The image that came back best may be another attack's.

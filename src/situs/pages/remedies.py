@@ -30,19 +30,22 @@ def page(found: Remedies) -> Page:
         page.judge("good" if whole else "unsure", f"{found.limit} is kept against these attackers")
     else:
         page.judge("unsure" if found.stopped else "bad", stopped)
+    facts = dict(found.provenance.facts)
+    attacks = Section("").facts(described(found.attacks))
+    page.box("Threat model").facts({**THREAT, **found.notes}).fold("How the attacks work", attacks)
+    if not found.remedies:  # nothing was tried to its end, and the page's first line says so
+        return page.end(facts)
     page.number(f"{len(found.found)} of {len(found.remedies)}", f"defences with a setting that keeps {found.limit}")
     page.opening.bars(
         _worst(found), found.limit.metric, "The image that came back best, at the setting named or tried."
     )
-    attacks = Section("").facts(described(found.attacks))
-    page.box("Threat model").facts({**THREAT, **found.notes}).fold("How the attacks work", attacks)
     section = page.section("What keeps the limit")
     section.table(*remedy_table(found), READ)
     if found.found:
         section.table(*cost_table(found), PAID)
         if not found.tuned:
             section.note(UNTUNED)
-    if found.stopped is not None:
+    if found.stopped is not None and found.found:  # else said first
         section.note(f"Stopped by {found.stopped}.")
     header = ["defence", "setting", "images", "unseen", f"worst {found.limit.metric}", "by", "gate", "why"]
     rows = [
@@ -51,7 +54,7 @@ def page(found: Remedies) -> Page:
         for t in (*each.tried, *(trial for trial in (each.unseen, each.weaker_unseen) if trial is not None))
     ]
     page.section("All that was tried").table(header, rows)
-    return page.end(dict(found.provenance.facts))
+    return page.end(facts)
 
 
 def _worst(found: Remedies) -> dict[str, tuple[float, Tone]]:

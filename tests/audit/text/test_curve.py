@@ -22,6 +22,11 @@ def test_sentences_are_lost_as_noise_grows(tmp_path: Path) -> None:
         assert line.points[0].values["sentences"] == 1.0 and line.points[-1].values["sentences"] == 0.0
     assert [point.strength for point in found.lines[2].points] == ["fp32", "fp16", "bf16", "int8"]
     assert "every sentence exactly at" in found.summary().sentence
+    # A sentence that is not whole is not hidden: what is known of its words is said too.
+    told = found.summary().sentence.split(f"noise, {SENT}: ")[1].split(". ")[0]
+    left = [point for point in found.lines[0].points if point.values["sentences"] < 1]
+    assert left[-1].values["words"] == 1.0 and told.endswith("100 % at 1")
+    assert told.split("; of the words ")[1].count(" at ") == len(left)
     assert set(make_page(found).pictures) == {
         f"{curve}-{metric}" for curve in ("noise", "precision") for metric in ("tokens", "sentences")
     }

@@ -79,7 +79,7 @@ class Remedies(Result):
     def summary(self) -> Summary:
         """The table of settings, and the sentence."""
         title = f"{self.model}: weakest settings under which {', '.join(self.attacks)} stay at {self.limit} or below"
-        tables = [Table(title, *remedy_table(self))]
+        tables = [Table(title, *remedy_table(self))] if self.remedies else []
         if self.found:
             tables.append(Table("What they cost", *cost_table(self)))
         notes = [] if self.stopped is None or not self.found else [f"Stopped by {self.stopped}."]  # else said first
