@@ -74,7 +74,7 @@ def same_state(one: Checkpoint, two: Checkpoint, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("step", [5, 10, 12])
+@pytest.mark.parametrize("step", [4, 8])
 def test_two_ranks_are_one_rank_with_the_same_batch(ranks: Path, kind: str, step: int) -> None:
     # Accumulation, a ragged last batch (3 + 2 samples), layer-wise rates, clipping; another seed on rank 1.
     same_state(last(ranks / "plain-ddp-1", step), last(ranks / f"plain-{kind}-2", step), kind)
@@ -83,7 +83,7 @@ def test_two_ranks_are_one_rank_with_the_same_batch(ranks: Path, kind: str, step
 @pytest.mark.parametrize("name", MOVES)
 def test_a_run_goes_on_with_other_ranks_and_is_the_same(ranks: Path, name: str) -> None:
     first, then = MOVES[name]
-    begun, ended = last(ranks / name, 5), last(ranks / name)
+    begun, ended = last(ranks / name, 4), last(ranks / name)
     assert [begun.state["world"], ended.state["world"]] == [int(first[-1]), int(then[-1])]
     assert [begun.state["format"], ended.state["format"]] == [3 if "fsdp" in each else 2 for each in (first, then)]
     same_state(last(ranks / "plain-ddp-1"), ended, "fsdp")
@@ -133,7 +133,7 @@ def test_four_ranks_are_one_and_may_become_more_or_fewer(ranks: Path, tmp_path: 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_the_log_is_the_mean_over_the_ranks(ranks: Path, kind: str) -> None:
     one, two = RunFolder.open(ranks / "plain-ddp-1").records(), RunFolder.open(ranks / f"plain-{kind}-2").records()
-    assert [r["step"] for r in one] == [r["step"] for r in two] == [4, 8, 12]
+    assert [r["step"] for r in one] == [r["step"] for r in two] == [4, 8]
     for left, right in zip(one, two, strict=True):
         for name in ("loss", "accuracy", "gradient_norm", "lr"):
             assert right[name] == pytest.approx(left[name], rel=1e-5)
@@ -142,7 +142,7 @@ def test_the_log_is_the_mean_over_the_ranks(ranks: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_one_rank_asked_to_stop_stops_all_and_the_rest_is_the_same(ranks: Path, kind: str) -> None:
     peace, stopped = last(ranks / f"drop_path-{kind}-2"), last(ranks / f"interrupted-{kind}-2")
-    assert peace.step == stopped.step == 12
+    assert peace.step == stopped.step == 8
     for file in ("model", "optimizer", "ema", "generators"):
         left, right = peace.tensors(file), stopped.tensors(file)
         assert left.keys() == right.keys()
@@ -154,8 +154,8 @@ def test_one_rank_asked_to_stop_stops_all_and_the_rest_is_the_same(ranks: Path, 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_one_bad_rank_stops_all_and_its_part_runs_again(ranks: Path, kind: str) -> None:
     folder = ranks / f"not_finite-{kind}-2"
-    poison = int(list(ToyLoader(45, 8).iterate(0, 0))[2].ids[-1])
-    assert RunFolder.open(folder).steps() == []  # step 3 was bad, the first checkpoint was due at 5
+    poison = int(list(ToyLoader(29, 8).iterate(0, 0))[2].ids[-1])
+    assert RunFolder.open(folder).steps() == []  # step 3 was bad, the first checkpoint was due at 4
     results = [replay(folder, toy(dtype=torch.float64, poison=poison), rank) for rank in (0, 1)]
     assert [r.step for r in results] == [3, 3]
     assert [torch.isfinite(torch.tensor(r.loss)).item() for r in results] == [True, False]
