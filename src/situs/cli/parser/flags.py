@@ -8,15 +8,18 @@ field is a flag: `--batch`, `--optim.lr`, `--method.mask-ratio`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import ast
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from cyclopts import Parameter
-from docstring_parser import parse_from_object
 
 from situs.cli.shell import FLAGS
 from situs.config import choices_of
@@ -158,9 +161,35 @@ def texts_of(cls: type[Any]) -> dict[str, str]:
     texts = dict.fromkeys((f.name for f in fields(cls)), "")
     for base in reversed(cls.__mro__):
         if is_dataclass(base):
-            told = parse_from_object(base).params
-            texts |= {each.arg_name: " ".join((each.description or "").split()) for each in told}
+            texts |= _written(base.__module__).get(base.__qualname__, {})
     return texts
+
+
+@cache
+def _written(module: str) -> dict[str, dict[str, str]]:
+    """The docstrings under fields, of every class of a module; none where its source is not at hand."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError):
+        return {}
+    return dict(_classes(tree.body, ""))
+
+
+def _classes(body: Sequence[ast.stmt], path: str) -> Iterator[tuple[str, dict[str, str]]]:
+    for each in body:
+        match each:
+            case ast.ClassDef():
+                yield f"{path}{each.name}", dict(_under(each.body))
+                yield from _classes(each.body, f"{path}{each.name}.")
+            case ast.FunctionDef():
+                yield from _classes(each.body, f"{path}{each.name}.<locals>.")
+
+
+def _under(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for each, after in pairwise(body):
+        match each, after:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, " ".join(text.split())
 
 
 def metavar_of(kind: Any) -> str:

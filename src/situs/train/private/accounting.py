@@ -82,7 +82,10 @@ class Spent:
 
 @cache
 def epsilon_of(noise: float, rate: float, steps: int, delta: float) -> float:
-    """ε after so many steps, an upper bound; the first of a noise takes a second. rate: the chance that a step takes a given sample."""
+    """ε after so many steps, an upper bound; the first of a noise takes a second.
+
+    rate: the chance that a step takes a given sample.
+    """
     if steps == 0:
         return 0.0
     accountant = _accountants().PRVAccountant()
