@@ -270,6 +270,10 @@ def test_a_file_is_no_folder(photographs: Path, tmp_path: Path, capsys: pytest.C
     assert main(["audit", "gradients", NAME, "--data", "no such", "--out", str(below)]) == 2
     said = f"situs: out={below}: cannot be written, for {tmp_path / 'audit'} cannot be (--out)\n"
     assert capsys.readouterr().err == said
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for name, why in (("link", f"for {tmp_path / 'link'} cannot be"), ("a" * 300, "file name too long")):
+        assert main(["audit", "gradients", NAME, "--data", "no such", "--out", str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err.endswith(f"{why} (--out)\n")
     assert (tmp_path / "audit").read_text() == "mine"
 
 

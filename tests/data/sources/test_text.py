@@ -171,7 +171,7 @@ def test_faults_of_files(tokeniser: str, tmp_path: Path) -> None:
     (tmp_path / "e.csv").write_text("")
     said = {
         "a.jsonl": "line 2: is no JSON",
-        "b.csv": "line 3: has 1 cells, and the heading 2",
+        "b.csv": "line 3: has 1 cell, and the heading 2",
         "c.csv": "cannot be read",
     }
     said |= {"d.txt": "is plain text without labels", "e.csv": "holds no rows"}

@@ -122,9 +122,16 @@ def check_folder(folder: Path | None, *results: str) -> None:
     whatever model they are of; that one is there already is said."""
     if folder is None:
         return
-    if not folder.is_dir() if folder.exists() else folder.suffix in (".json", ".html"):
+    try:
+        there = bool(folder.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        there = False
+    except OSError as error:  # above it something may not be read, or its name is too long
+        said = f"out={folder}: cannot be written: {(error.strerror or str(error)).lower()}"
+        raise SitusError(said, field="out") from error
+    if not folder.is_dir() if there else folder.suffix in (".json", ".html"):
         raise SitusError(field="out", value=str(folder), allowed="a folder")
-    above = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    above = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise SitusError(f"out={folder}: cannot be written, for {above} cannot be", field="out")
     if "settings" in results and (folder / "study.toml").exists():

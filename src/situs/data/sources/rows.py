@@ -9,7 +9,7 @@ from typing import Any
 
 from situs.data.sources.columns import is_text
 from situs.data.sources.parquet import LABEL_COLUMNS, class_names, open_parquet, reading
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 
 SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl")
 LABELS = LABEL_COLUMNS
@@ -95,7 +95,7 @@ def _read_cells(file: Path) -> dict[str, list[Any]]:
         rows = []
         for row in filter(None, reader):  # a blank line is no row
             if len(row) != len(names):
-                said = f"has {len(row)} cells, and the heading {len(names)}"
+                said = f"has {counted(len(row), 'cells')}, and the heading {len(names)}"
                 raise SitusError(f"{file}, line {reader.line_num}: {said}", field="data")
             rows.append(row)
     return {name: _numbers([row[at] for row in rows]) for at, name in enumerate(names)}
