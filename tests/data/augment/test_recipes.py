@@ -72,6 +72,16 @@ def test_flips_half_of_them():
     assert abs(float(turned.float().mean()) - 0.5) < 0.04
 
 
+@pytest.mark.parametrize("name", ["cifar", "cifar-deit"])
+def test_cifar_moves_an_image_by_up_to_four_pixels(name):
+    """As He et al. 2016 pad by four and crop: a dot comes to each of 9 x 9 places, and to no other."""
+    images = torch.zeros(3000, 1, 20, 20)
+    images[..., 9, 9] = 1
+    config = dataclasses.replace(recipe(name), flip=0.0, operations=0, erasing=0.0)
+    dots = (views(images, torch.arange(3000), config).flatten(1).argmax(1)).tolist()
+    assert {divmod(dot, 20) for dot in dots} == {(row, column) for row in range(5, 14) for column in range(5, 14)}
+
+
 @pytest.mark.parametrize("channels", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", ["everything", "deit", "cifar", "none"])
 def test_any_number_of_channels_and_another_size(name, channels):

@@ -175,6 +175,7 @@ def test_paths_begin_at_tokens_with_the_attention_of_a_picture() -> None:
     begun = _starts(search, Roots(torch.tensor([0, 1]), two, none.fit.new_zeros(2), none.wanted), places, 1)
     patch, given = ((part.unsqueeze(1) - of).norm(dim=2) < 1e-9 for part, of in ((begun.x, two.x), (begun.o, two.o)))
     assert int(given.any(dim=1).sum()) >= 60 and int((patch & given).any(dim=1).sum()) >= 30  # of 200
+    assert torch.equal(patch.any(dim=1), (patch & given).any(dim=1))  # and never with another's
 
 
 @pytest.mark.parametrize(
