@@ -96,7 +96,7 @@ def test_it_trains_a_few_samples_to_a_lower_loss(method: str, name: str) -> None
     model = make(method, name)
     data = batch(model)
     draws = model.draw(data, seed=0, epoch=0)
-    optimiser = torch.optim.Adam(model.parameters(), lr=2e-3)
+    optimiser = torch.optim.Adam(model.parameters(), lr=2e-3, fused=True)
     losses = []
     while len(losses) < 25 and not (losses and losses[-1] < 0.9 * losses[0]):  # most need far fewer
         loss = model(data, draws).loss
