@@ -149,9 +149,9 @@ def _chosen(chosen: Choice, data: Any, path: str) -> Any:
 
 def convert(kind: Any, value: Any, path: str) -> Any:
     """The value in this type, with the type's rules; what does not fit is an error of the field `path`."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if kind is Any:
+    if kind is Any or (type(value) is kind and kind in _EXACT):  # as most are
         return value
+    origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _ruled(kind, value, path)
     if is_dataclass(kind):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -79,9 +79,8 @@ class SpectrogramConfig(Checked):
         if not self.low_hz < self.highest <= self.rate / 2:
             allowed = f"above {self.low_hz:g} Hz and at most half the rate, {self.rate / 2:g}"
             raise SitusError(field="high_hz", value=self.highest, allowed=allowed)
-        empty = (_mel_bank(self) == 0).all(0).nonzero()
-        if len(empty):
-            said = f"band {int(empty[0])} would hold no frequency of a transform of {self.transform} samples"
+        if (empty := _empty_band(self)) is not None:
+            said = f"band {empty} would hold no frequency of a transform of {self.transform} samples"
             raise SitusError(field="mels", value=self.mels, allowed=f"fewer, or a longer transform: {said}")
 
     @property
@@ -180,6 +179,12 @@ def _mel_bank(config: SpectrogramConfig) -> Tensor:
     left, peak, right = edges[:-2], edges[1:-1], edges[2:]
     rising, falling = (bins[:, None] - left) / (peak - left), (right - bins[:, None]) / (right - peak)
     return torch.minimum(rising, falling).clamp(min=0) * (2 / (right - left))
+
+
+@cache
+def _empty_band(config: SpectrogramConfig) -> int | None:
+    """The first band that holds no frequency."""
+    return next(iter((_mel_bank(config) == 0).all(0).nonzero().flatten().tolist()), None)
 
 
 def _mel(hertz: float) -> float:
