@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from situs.audit.curve import IMAGES, Curves, Line, curve_table, verdict
+from situs.audit.curve import FAILED, IMAGES, Curves, Line, Point, curve_table, verdict
 from situs.audit.defences import THREAT
 from situs.errors import counted
 from situs.report import figures
@@ -15,6 +15,12 @@ READ = (
 )
 
 
+def _leaks(point: Point) -> bool:
+    """Whether anything came back: a patch, a word, or an image that can be made out."""
+    shares = (point.values.get(name, 0.0) for name in ("exact", "patches", "sentences", "tokens", "words"))
+    return any(shares) or point.values.get("worst", 0.0) >= FAILED
+
+
 def page(found: Curves) -> Page:
     """A figure for each curve and metric, and all points."""
     things = "images" if found.metrics == IMAGES else "sentences"
@@ -22,10 +28,13 @@ def page(found: Curves) -> Page:
     key = "exact" if things == "images" else "sentences"
     had = [point.values[key] for line in found.lines for point in line.points if key in point.values]
     broken = sum(share > 0 for share in had)
-    if broken:
+    if any(_leaks(point) for line in found.lines for point in line.points):
         page.judge("bad", "Not private at every strength")
     else:
         page.judge("unsure", "Not proved private" if had else "Not attacked, which is not private")
+    if had and found.stopped is None:
+        said = f"{things.capitalize()} came back whole at {broken} of {counted(len(had), 'strengths')} attacked."
+        page.lead = f"{said}\n\n{page.lead}"
     page.number(f"{broken} of {len(had)}", f"strengths attacked at which {things} came back whole")
     if things == "images":
         page.box("Threat model").facts({**THREAT, **found.notes}).fold("Attacks and defences", _about(found))

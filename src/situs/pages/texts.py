@@ -60,13 +60,15 @@ def page(audit: TextAudit) -> Page:
     read = [row for row in audit.rows if row.reads]
     unsure = "Not proved private" if read else "Not attacked, which is not private"
     page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)
-    if best := max(read, key=lambda row: (row.whole, row.shares["tokens"]), default=None):
+    if best := max(read, key=lambda row: (row.whole, row.shares["tokens"], row.shares["words"]), default=None):
+        known = max(row.shares["words"] for row in read)
         first = f"{best.whole} of {counted(len(best.reads), 'sentences')} {verb(best.whole, 'were')} read word for word"
-        page.lead = f"{first}, and {percent(best.shares['tokens'], 0)} of the tokens, from one step. {page.lead}"
+        shares = f"{percent(best.shares['tokens'], 0)} of the tokens in their place and {percent(known, 0)} as words"
+        page.lead = f"{first}, {shares}, from one step.\n\n{page.lead}"
     for row in read[:3]:
         page.number(f"{row.whole} of {len(row.reads)}", f"sentences word for word, {row.defence}")
-    shares: dict[str, tuple[float, Tone]] = {row.defence: (100 * row.shares["tokens"], "bad") for row in read}
-    page.opening.bars(shares, "%", "Tokens known with their place in their sentence.")
+    bars: dict[str, tuple[float, Tone]] = {row.defence: (100 * row.shares["tokens"], "bad") for row in read}
+    page.opening.bars(bars, "%", "Tokens known with their place in their sentence.")
     if audit.private and read:
         first = read[0].reads[0]
         page.opening.words(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,12 @@ def test_sentences_are_lost_as_noise_grows(tmp_path: Path) -> None:
     left = [point for point in found.lines[0].points if point.values["sentences"] < 1]
     assert left[-1].values["words"] == 1.0 and told.endswith("100 % at 1")
     assert told.split("; of the words ")[1].count(" at ") == len(left)
+    words = replace(found, lines=[replace(found.lines[0], points=[left[-1]])])  # no sentence, and every word
+    none = replace(left[-1], values=dict.fromkeys(left[-1].values, 0.0))
+    nothing = replace(found, lines=[replace(found.lines[0], points=[none])])
+    said = "Sentences came back whole at 0 of 1 strength attacked.</h1>"
+    for curves, judged in ((words, "Not private at every strength"), (nothing, "Not proved private")):
+        assert all(each in make_page(curves).render() for each in (judged, said))
     assert set(make_page(found).pictures) == {
         f"{curve}-{metric}" for curve in ("noise", "precision") for metric in ("tokens", "sentences")
     }
