@@ -115,6 +115,11 @@ class Block:
         _, m, calls = self._given(tokens)
         return m, calls[self._fc1 - 1].inputs
 
+    def attended(self, patches: Tensor) -> tuple[Tensor, Tensor]:
+        """What enters queries, keys and values, and what their attention gave: [B, p + N, ·] each."""
+        calls = self._given(patches @ self.weight.T)[2]
+        return calls[0].inputs, calls[self._fc1 - 1].inputs
+
     def _given(self, tokens: Tensor, instead: Mapping[int, Tensor] | None = None) -> tuple[Tensor, Tensor, list[Call]]:
         """What the norms before attention and MLP are given, [B, p + N, D] each, and the products."""
         first, second = list[Tensor](), list[Tensor]()

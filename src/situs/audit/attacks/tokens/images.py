@@ -1,8 +1,8 @@
 """From tokens to images: which tokens are of one image, and where each stands.
 
-What a token's attention gave it, o, is a mean over the tokens of its own image, so that those of one image are alike:
-every place gives each image one token, by the means of those it has (`_part`). Places that no vector tells apart are
-put in order by their borders.
+What a token's attention gave it, o, is a mean over the tokens of its own image. Where attention is a plain one that
+tells which they are (`members`); with rotary or relative positions the o of one image are taken to be alike. Every
+place gives each image one token (`_part`). Places that no vector tells apart are put in order by their borders.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from situs.audit.attacks.adaptive.ordering import order_hidden
 from situs.audit.attacks.spans import SOLVED, Span
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.linear import Tokens
+from situs.audit.attacks.tokens.members import company
 from situs.audit.attacks.tokens.roots import Roots, shared_places
 from situs.audit.defences import Gradients
 from situs.audit.stem import to_images
@@ -37,7 +38,7 @@ SEEDS = 8
 def make_images(block: Block, roots: Roots, batch: int) -> tuple[Tensor, Tensor]:
     """Patches [B, N, K] and whether each is proved [B, N]; what is missing is grey, 0."""
     first, tokens = shared_places(block.base), roots.tokens
-    owner = _part(tokens.o, roots, batch)
+    owner = _part(block, roots, batch)
     patches = tokens.x.new_zeros(batch, block.places, tokens.x.shape[1])
     proved = torch.zeros(batch, block.places, dtype=torch.bool, device=first.device)
     for image in range(batch):
@@ -111,8 +112,8 @@ def _copied(patches: Tensor, proved: Tensor, batch: int) -> tuple[Tensor, Tensor
     return patches, proved
 
 
-def _part(o: Tensor, roots: Roots, batch: int) -> Tensor:
-    """The image of each token, [T]: one of each place for every image, so that the o of an image are alike."""
+def _part(block: Block, roots: Roots, batch: int) -> Tensor:
+    """The image of each token, [T]: one of each place for every image, so that those of an image belong together."""
     if batch == 1:
         return torch.zeros_like(roots.place)
     best, least = torch.zeros_like(roots.place), torch.inf
@@ -120,15 +121,28 @@ def _part(o: Tensor, roots: Roots, batch: int) -> Tensor:
     counts = torch.bincount(roots.place[sure], minlength=len(roots.wanted))
     whole = (counts == roots.wanted).nonzero()[:, 0]
     whole = whole[roots.wanted[whole] > 0] if len(whole) else counts.argmax().view(1)
-    away = o - o[sure].mean(dim=0)
-    # The strongest directions alone: what a token's own query adds is noise here.
-    _, _, axes = torch.linalg.svd(away[sure], full_matrices=False)
-    points = away @ axes[: max(batch - 1, 1) * 2].T
+    points = _points(block, roots, batch, sure)
     for seed in whole[torch.linspace(0, len(whole) - 1, min(SEEDS, len(whole))).long()].tolist():
         owner, cost = _cluster(points, roots, batch, roots.at(seed)[:batch])
         if cost < least:
             best, least = owner, cost
     return best
+
+
+def _points(block: Block, roots: Roots, batch: int, sure: Tensor) -> Tensor:
+    """[T, ·], near each other for tokens of one image; those that are not sure tell nothing of others."""
+    o, found = roots.tokens.o, sure.nonzero()[:, 0]
+    known = Roots(roots.place[found], roots.tokens.at(found), roots.fit[found], roots.wanted)
+    links = company(block, known, batch) if len(found) else None
+    if links is None:
+        away = o - o[sure].mean(dim=0)
+        # The strongest directions alone: what a token's own query adds is noise here.
+        _, _, axes = torch.linalg.svd(away[sure], full_matrices=False)
+        return away @ axes[: max(batch - 1, 1) * 2].T
+    values, axes = torch.linalg.eigh(links)
+    points = o.new_zeros(len(o), min(batch, len(found)))
+    points[found] = (axes * values.clamp(min=0).sqrt())[:, -batch:]
+    return points
 
 
 def _cluster(points: Tensor, roots: Roots, batch: int, seeds: Tensor) -> tuple[Tensor, float]:
