@@ -233,7 +233,11 @@ def train(backbone: Backbone, move: Callable[[Tensor], Tensor], back: Callable[[
     return first, dict(backbone.model.named_parameters()), logits.detach()
 
 
-@pytest.mark.parametrize("name", ZOO)
+TRAINED = ("vit", "res_post", "eva", "relpos", "swin", "hf_vit", "bert", "gpt2", "llama")
+"""One of each kind; the steps of all others are among what `verify` finds above, and stand here among the slow."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in TRAINED else pytest.mark.slow) for n in ZOO])
 def test_authorised_training_of_a_locked_model_is_normal_training(name: str) -> None:
     clear, locked = make(name), make(name)
     groups = clear.groups()  # with the inner groups too
