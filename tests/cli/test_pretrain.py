@@ -69,7 +69,7 @@ def test_a_first_run_says_what_it_does_and_what_comes_next(
     assert main([*small, "--steps", "2", "--out", str(out)]) == 0
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
-    assert lines[0] == "samples (train): 9000 images of 1 × 28 × 28 on cpu, 7 MiB"
+    assert lines[0] == "samples (train): 9,000 images of 1 × 28 × 28 on cpu, 7 MiB"
     told = r"mp3 on vit_tiny_patch16_224: 4 x 4 patches, [\d,]+ trained parameters, fp32, cpu.*"
     assert re.fullmatch(told, lines[1])
     assert re.fullmatch(rf"done: 2 steps, loss [\d.]+, position accuracy [\d.]+; the run is in {out}", lines[2])

@@ -173,7 +173,7 @@ def mp3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     said: list[str] = []
     result = train_run(config(), out=out, device="cpu", say=said.append)
     assert (result.step, result.total, result.interrupted) == (3, 3, False)
-    assert said[0].startswith("samples (train): 9000 images of 1 × 28 × 28")
+    assert said[0].startswith("samples (train): 9,000 images of 1 × 28 × 28")
     assert said[1].startswith("mp3 on vit_tiny_patch16_224: 4 x 4 patches, ")
     return out
 
