@@ -101,7 +101,8 @@ def settled(config: RunConfig) -> RunConfig:
     if init is not None:
         init = absolute(init)
     name, mark = backbone.name.removeprefix("hf:"), "hf:" if backbone.name.startswith("hf:") else ""
-    if Path(name).is_file() or (Path(name) / "config.json").is_file():  # and not a timm name
+    held = Path(name) if name.endswith(".json") else Path(name) / "config.json"
+    if held.is_file():  # and not a timm name, whatever else is named so here
         backbone = replace(backbone, name=mark + absolute(name))
     if backbone.weights is not None:
         backbone = replace(backbone, weights=absolute(backbone.weights))
