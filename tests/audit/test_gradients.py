@@ -209,7 +209,7 @@ def test_ctrl_c_in_a_closed_form_keeps_those_before() -> None:
     nothing = partial([Cut()], deadline)
     assert deadline.interrupted and nothing.stopped == "Ctrl-C, with 0 of 2 attacks finished"
     assert judge(nothing, Limit("psnr", 20.0)).status == 4
-    assert nothing.pairs == [] and "before anything was attacked" in verdict(nothing)
+    assert nothing.pairs == [] and "before any attack had a result" in verdict(nothing)
     assert nothing.numbers()["partial"] and "Verdict" in make_page(nothing).render()
 
 
@@ -259,7 +259,7 @@ GUESS = "mean image 11.0 dB, random pair 8.5 dB."
 
 def test_openings() -> None:
     refused = outcome("patchembed", "none", reason="no table")
-    nothing = "Stopped by Ctrl-C, before anything was attacked: this page says nothing about the model."
+    nothing = "Stopped by Ctrl-C, before any attack had a result: this page says nothing about the model."
     assert opening(said_of(refused, undone("april", "noise"), stopped="Ctrl-C")) == nothing
     assert opening(said_of(undone("april", "noise"), stopped="Ctrl-C")) == nothing
     assert opening(said_of(refused)) == (

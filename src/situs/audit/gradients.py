@@ -180,7 +180,9 @@ def opening(audit: Audit) -> str:
     """What is not as it should be: nothing was attacked, or not all; else ""."""
     if not audit.attacked:
         if audit.undone:
-            return f"Stopped by {audit.stopped}, before anything was attacked: this page says nothing about the model."
+            return (
+                f"Stopped by {audit.stopped}, before any attack had a result: this page says nothing about the model."
+            )
         return (
             "No attack of this audit applies to what this model sends: see the reasons. Not attacked does not mean "
             "private; gradient matching applies to any model (the attack matching)."

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, Any
 
 from situs.config import Checked
@@ -100,8 +100,9 @@ def epsilon_of(noise: float, rate: float, steps: int, delta: float) -> float:
 def _accountants() -> Any:
     """Opacus' own. Most of their time goes to the orders that bound the grid, the same after any number of steps."""
     orders = opacus("accountants.analysis.rdp")
-    if not hasattr(orders._compute_rdp, "cache_info"):
-        orders._compute_rdp = cache(orders._compute_rdp)
+    slow = getattr(orders, "_compute_rdp", None)  # not public: where it is gone, nothing is quicker
+    if slow is not None and not hasattr(slow, "cache_info"):
+        orders._compute_rdp = lru_cache(4096)(slow)
     return opacus("accountants")
 
 
