@@ -61,8 +61,11 @@ def test_the_verb_writes_every_row(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(cost, "ProcessPoolExecutor", Here)
     shape = ["--model", "vit_tiny_patch16_224", "--img-size", "32", "--patch-size", "8", "--depth", "1"]
     words = [*shape, "--batch", "2", "--device", "cpu"]
+    (tmp_path / "split-cost.json").touch()
     assert main(["split", "cost", *words, "--out", str(tmp_path)]) == 0
-    assert "Permuted rows and columns add +0.00 % operations" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "Permuted rows and columns add +0.00 % operations" in printed.out
+    assert "split-cost.html and .json are there, and what this finds replaces them" in printed.err
     written = json.loads((tmp_path / "split-cost.json").read_text())
     assert list(written["rows"]) == list(cost.CASES) and written["batch"] == 2
     assert (tmp_path / "split-cost.html").exists()

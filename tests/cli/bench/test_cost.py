@@ -15,8 +15,10 @@ WORDS = ["--model", "vit_tiny_patch16_224", "--img-size", "8", "--patch-size", "
 
 
 def test_every_point_is_drawn_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cost.json").touch()
     assert main(["bench", "cost", "supervised", *WORDS, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr()
+    assert "cost.html and .json are there, and what this finds replaces them" in printed.err
     assert "situs: patches of 3 pixels do not fill the images and are left out" in printed.err
     found = json.loads((tmp_path / "cost.json").read_text())
     assert [point["value"] for point in found["axes"]["batch"]] == [2, 3]

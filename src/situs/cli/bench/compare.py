@@ -35,5 +35,5 @@ def run(args: Args) -> None:
     """Reads both, prints the table and writes the page."""
     from situs.bench import compare_steps
 
-    check_folder(args.out)
+    check_folder(args.out, "comparison")
     present(compare_steps(args.before, args.after), args.out)

@@ -36,7 +36,7 @@ def run(args: Args) -> int:
     """Measures every point, prints them and writes the page; 1 where a point failed."""
     from situs.bench import bench_cost
 
-    check_folder(args.out)
+    check_folder(args.out, "cost")
     found = bench_cost(
         args.case,
         args.config,

@@ -61,7 +61,7 @@ def run(args: Args) -> int:
     """Measures, prints the table and writes the page; 1 where a case failed."""
     from situs.bench import bench_step
 
-    check_folder(args.out)
+    check_folder(args.out, "step")
     found = bench_step(
         args.cases,
         args.config,

@@ -72,8 +72,7 @@ def run(args: Args) -> int:
     for kind in kinds:
         if kind not in KINDS:
             raise unknown_name("kind of finding", kind, KINDS, field="fail_on")
-    if args.out is not None:
-        check_folder(args.out)
+    check_folder(args.out, "check")
     with task() as told:
         found = check(
             args.data,

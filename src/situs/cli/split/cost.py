@@ -37,5 +37,5 @@ def run(args: Args) -> None:
     """Measures and prints."""
     from situs.split.cost import split_cost
 
-    check_folder(args.out)
+    check_folder(args.out, "split-cost")
     present(split_cost(args.config, device=args.device), args.out)
