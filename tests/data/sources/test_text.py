@@ -188,6 +188,28 @@ def test_faults_of_files(tokeniser: str, tmp_path: Path) -> None:
         Tokeniser(tmp_path)
 
 
+@pytest.mark.parametrize("unlabelled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("a.csv", "w1 w2,1\nw3,0\n"), ("a.csv", "w1\nw2\n"), ("a.tsv", "1\tw1\n0\tw2")]
+)
+def test_a_first_row_of_sentences_is_not_lost_as_a_heading(
+    name: str, rows: str, unlabelled: bool, tokeniser: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.write_text(rows)
+    shown = ", ".join(rows.splitlines()[0].replace("\t", ",").split(","))
+    with pytest.raises(
+        SitusError, match=rf"a\..sv: its first row must be a heading, and reads {shown}, with none of text"
+    ):
+        read(file, tokeniser, unlabelled=unlabelled)
+    with pytest.raises(SitusError, match=f"no column 'text', and must have a heading; its first row is {shown}"):
+        read(file, tokeniser, column="text", unlabelled=unlabelled)
+    file.write_text("said\nw1\n")
+    with pytest.raises(SitusError, match="reads said"):
+        read(file, tokeniser, unlabelled=unlabelled)
+    assert read(file, tokeniser, column="said", unlabelled=unlabelled).text(0) == "w1"
+
+
 def test_a_label_that_the_training_split_has_not_is_refused(tokeniser: str, tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [{"text": "w1", "label": "x"}])
     write(tmp_path / "val.jsonl", [{"text": "w1", "label": "y"}])

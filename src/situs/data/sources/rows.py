@@ -13,6 +13,7 @@ from situs.errors import SitusError, counted
 
 SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl")
 LABELS = LABEL_COLUMNS
+SENTENCES = ("text", "sentence")
 
 
 class Table:
@@ -29,6 +30,12 @@ class Table:
         self.file, self._columns, self._written, self.others = file, columns, written, others or {}
         self.names = list(columns)
         self.words = [name for name, values in columns.items() if any(isinstance(each, str) for each in values)]
+
+    @property
+    def headed(self) -> bool:
+        """Whether its columns have names for sure: the first row of csv and tsv may be data."""
+        told = {name.strip().lower() for name in self.names}
+        return self.file.suffix not in (".csv", ".tsv") or not told.isdisjoint((*SENTENCES, *LABELS))
 
     def __len__(self) -> int:
         return len(next(iter(self._columns.values()), ()))

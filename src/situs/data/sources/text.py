@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from situs.data.sources.base import SPLITS, Source, Wanted, choose_split, list_shards, number_names, split_of, splits_of
-from situs.data.sources.rows import LABELS, SUFFIXES, Table, read_table
+from situs.data.sources.rows import LABELS, SENTENCES, SUFFIXES, Table, read_table
 from situs.data.text import LONGEST, TextConfig
 from situs.data.tokeniser import Ids, Tokeniser
 from situs.errors import BrokenSampleError, SitusError, counted, verb
@@ -268,7 +268,12 @@ def _columns_of(table: Table, text: TextConfig) -> tuple[str, str | None]:
             said = f"column {asked!r} holds {table.others[asked]}, which is neither words nor numbers"
             raise SitusError(f"{table.file}: {said}", field=field)
         if asked is not None and asked not in table.names:
-            raise SitusError(f"{table.file}: has no column {asked!r}, only {listed}", field=field)
+            where = "only" if table.headed else "and must have a heading; its first row is"
+            raise SitusError(f"{table.file}: has no column {asked!r}, {where} {listed}", field=field)
+    if not table.headed and (text.column, text.pair, text.label) == (None, None, None):
+        known = ", ".join((*SENTENCES, *LABELS))
+        said = f"its first row must be a heading, and reads {listed}, with none of {known}: put a heading above it"
+        raise SitusError(f"{table.file}: {said}, or if it is one name the column of sentences", field="text.column")
     label = next((name for name in LABELS if name in table.names and name not in (text.column, text.pair)), None)
     label = text.label or label
     if text.column is not None:
