@@ -22,6 +22,8 @@ def test_sentences_are_lost_as_noise_grows(tmp_path: Path) -> None:
     for line in found.lines[:2]:
         assert line.points[0].values["sentences"] == 1.0 and line.points[-1].values["sentences"] == 0.0
     assert [point.strength for point in found.lines[2].points] == ["fp32", "fp16", "bf16", "int8"]
+    points = [point for line in found.lines for point in line.points]
+    assert {point.values["sentences"] < 1 for point in points if point.said} == {True}  # why no more, where there is
     assert "every sentence exactly at" in found.summary().sentence
     # A sentence that is not whole is not hidden: what is known of its words is said too.
     told = found.summary().sentence.split(f"noise, {SENT}: ")[1].split(". ")[0]

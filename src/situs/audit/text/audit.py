@@ -245,12 +245,13 @@ class _Run:
         self._last = found
         reads = score(audit.names[span], truth, found)
         took = time.monotonic() - begun
+        why = [found.reason] if found.reason and not all(read.whole for read in reads) else []
         row = replace(
             before,
             status="done",
             reads=[*before.reads, *reads],
             facts=[*before.facts, dict(found.facts)],
-            reasons=[*before.reasons, *([found.reason] if found.reason else [])],
+            reasons=[*before.reasons, *why],
             partial=before.partial or found.partial,
             seconds=None if twin or before.seconds is None else before.seconds + took,
         )

@@ -88,7 +88,7 @@ def encoder_sentences(
         reason = f"{len(found)} of {batch} sentences were found; equal ones cannot be told apart"
     facts |= {"searched": len(search.tried), "roots": search.roots}
     if not found and batch == 1 and (placed := at_places(able)):
-        said = "no whole sentence was put together; shown are the words at places where no other word passes"
+        said = "no whole sentence was confirmed; shown are the words at places where no other word passes"
         found, reason = (placed,), reason and said
     return Found(named, found, facts, reason, partial)
 
