@@ -75,7 +75,8 @@ def test_several_attackers_with_data_and_key(
     for attack in written["attacks"]:
         assert attack["size"] == 16 and 0 <= attack["right"] <= 16
         assert all(0 <= attack[name] <= 1 for name in ("before", "after", "owner"))
-    last = written["attacks"][-1]
+    *_, blind, last = written["attacks"]
+    assert blind["cost"] == "the locked file and 6 samples, labels unread"
     assert last["cost"] == "6 labelled samples, 4 steps of 6"
     assert 0 <= last["control"] <= 1
     printed = capsys.readouterr().out

@@ -264,7 +264,7 @@ def test_centring_is_found_without_a_base() -> None:
     backbone.model.load_state_dict(permute_state(backbone.model.state_dict(), groups, truth))
     found = recover_blind(backbone, groups, truth=truth, inputs=probes)
     assert found.share is not None and found.share > 0.5
-    assert found.cost == "the locked file and 16 unlabelled samples"
+    assert found.cost == "the locked file and 16 samples, labels unread"
     assert recover_blind(backbone, groups).cost == "the locked file alone"
 
 

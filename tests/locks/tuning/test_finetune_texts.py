@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -168,6 +169,9 @@ def test_columns_of_other_names(places: dict[str, Path], tmp_path: Path) -> None
         for where, own in ((places["sentences"], Columns()), (tmp_path, columns))
     ]
     assert found[0].attacks[0].owner == found[1].attacks[0].owner is not None
+    assert re.fullmatch(
+        r"the locked file and the \d+ of \d+ samples that have one length, labels unread", found[0].attacks[0].cost
+    )
 
 
 def test_mistakes(places: dict[str, Path]) -> None:

@@ -304,8 +304,9 @@ def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[KeyReco
         sets = (target.samples, target.test)
         return [recover_with_labels(target.backbone, target.groups, *sets, settings, truth=truth, owner=owner)]
     if name == "no-base":
-        inputs = None if target.samples is None else target.samples.unpadded()
-        found = [recover_blind(target.backbone, target.groups, truth=truth, inputs=inputs)]
+        had = target.samples
+        inputs, of = (None, None) if had is None else (had.unpadded(), None if had.mask is None else len(had.inputs))
+        found = [recover_blind(target.backbone, target.groups, truth=truth, inputs=inputs, of=of)]
     elif name == "images":
         assert target.seen is not None
         seen, known = target.seen, {"truth": truth, "seed": config.seed}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.limits import check_value
 from situs.locks.attacks.blind import match_blind
 from situs.locks.attacks.match import Keys, State, match_keys
@@ -196,14 +196,20 @@ def recover_blind(
     *,
     truth: Mapping[str, Tensor] | None = None,
     inputs: Tensor | None = None,
+    of: int | None = None,
 ) -> KeyRecovery:
     """What the locked file gives away: its clear parts against its locked ones, see `attacks.blind`.
 
-    inputs: unlabelled samples that this attacker has as well; None: the locked file alone.
+    inputs: samples that this attacker has as well, without labels; None: the locked file alone. of: how many samples
+    there were, where those of one length were taken.
     """
     began = time.perf_counter()
     keys = match_blind(backbone, groups, inputs)
-    cost = f"the locked file {'alone' if inputs is None else f'and {len(inputs)} unlabelled samples'}"
+    had = "alone"
+    if inputs is not None:
+        some = f"the {len(inputs)} of {counted(of, 'samples')} that have one length" if of else None
+        had = f"and {some or counted(len(inputs), 'samples')}, labels unread"
+    cost = f"the locked file {had}"
     return judged("no-base", groups, keys, truth, seconds=time.perf_counter() - began, cost=cost)
 
 
