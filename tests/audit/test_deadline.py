@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from situs.audit.deadline import SECOND, Deadline, first_ctrl_c
+from situs.audit.deadline import FIRST, SECOND, Deadline, first_ctrl_c
 from situs.errors import SitusError
 
 
@@ -58,6 +58,21 @@ def test_a_turn_may_have_a_limit_of_its_own() -> None:
     assert held.over() and held.spent()
 
 
+def test_the_time_begins_with_the_first_attack() -> None:
+    now = [0.0]
+    whole = Deadline(seconds=40, clock=lambda: now[0])
+    first = Deadline(seconds=4, clock=lambda: now[0], whole=whole)
+    now[0] = 1000.0  # until here a model was opened, and its images were read
+    assert not first.spent()
+    first.begin(1)
+    now[0] = 1003.9
+    assert not first.over() and first.taken == pytest.approx(3.9)
+    now[0] = 1004.0
+    assert first.over() and first.spent() and not whole.spent()
+    now[0] = 1040.0
+    assert whole.spent()  # the first part was one of it
+
+
 def test_without_a_limit_only_ctrl_c_stops() -> None:
     deadline = Deadline()
     deadline.begin(2)
@@ -83,6 +98,18 @@ def test_the_second_ctrl_c_takes_nothing_away(capfd: pytest.CaptureFixture[str])
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_search_that_keeps_what_it_has_is_not_broken_off(capfd: pytest.CaptureFixture[str]) -> None:
+    deadline = Deadline()
+    with first_ctrl_c(deadline):
+        with first_ctrl_c(deadline, keeps=True):
+            signal.raise_signal(signal.SIGINT)
+            assert deadline.over()
+        signal.raise_signal(signal.SIGINT)  # scores and files: counted on
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err.encode() == FIRST + SECOND
 
 
 def test_ctrl_c_while_the_result_is_written_takes_nothing_away(capfd: pytest.CaptureFixture[str]) -> None:

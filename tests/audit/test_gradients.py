@@ -224,6 +224,13 @@ def test_a_time_limit_is_shared() -> None:
     assert str(found.stopped).startswith("the time limit of 20 s, with 0 of 2 attacks")
 
 
+def test_a_time_limit_begins_with_the_first_attack() -> None:
+    now = [0.0]
+    deadline = Deadline(seconds=20, clock=lambda: now[0])
+    now[0] = 100.0  # a model was opened
+    assert partial([PatchEmbedding()], deadline).stopped is None
+
+
 def test_a_batch_of_matching_is_scored_in_the_best_order() -> None:
     torch.manual_seed(0)
     [pair] = audit("matching", "none", batch=2).pairs

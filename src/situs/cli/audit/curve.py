@@ -57,7 +57,7 @@ class Args(ModelArgs):
     """Of random weights and of noise."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """For all attacks together, in even shares."""
+    """For all attacks together, in even shares, from the first on."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("curve")
     """Where curve.json, curve.html and its figures go."""

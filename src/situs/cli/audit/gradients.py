@@ -58,7 +58,7 @@ class Args(ModelArgs, CostConfig, AuditConfig):
     """Also: the weakest setting of each defence that keeps this, as psnr=20, against attackers who know it."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """For all attacks together, in even shares."""
+    """For all attacks together, in even shares, from the first on."""
 
     junit: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """What the gate says as JUnit XML; not judged is an error."""
@@ -115,7 +115,7 @@ def _find(args: Args, data: str, given: dict[str, Any], deadline: Deadline) -> i
     assert args.find_defence is not None
     parse_limit(args.find_defence, "find_defence")  # the audit would call it --fail-above
     costs = {each.name: getattr(args, each.name) for each in fields(CostConfig)}
-    first = Deadline(deadline.say, None if args.time_limit is None else args.time_limit / 10)
+    first = Deadline(deadline.say, None if args.time_limit is None else args.time_limit / 10, whole=deadline)
     with first_ctrl_c(deadline):
         today = audit_gradients(args.model, data, **given | {"deadline": first, "fail_above": args.find_defence})
         today, deadline.closed = today if args.pictures else today.without_pictures(), True

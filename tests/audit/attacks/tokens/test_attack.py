@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from situs.audit import Knowledge, create_attack
 from situs.audit.adapter import adapt
 from situs.audit.attacks.base import Ready, Recovery, Refused
 from situs.audit.attacks.tokens.attack import TokensConfig
+from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
-from situs.audit.deadline import Deadline
+from situs.audit.deadline import FIRST, Deadline
 from situs.audit.defences import (
     Clip,
     Defence,
@@ -25,6 +27,7 @@ from situs.audit.defences import (
     Training,
     create_defence,
 )
+from situs.audit.gradients import Audit, attack_gradients, verdict
 from situs.audit.judge.gate import doubt_of
 from situs.backbones import create_backbone
 from situs.backbones.lora import add_lora
@@ -179,9 +182,41 @@ def test_time_that_is_over_is_told_as_a_part() -> None:
     clock = iter(range(10_000))
     deadline = Deadline(seconds=1.0, clock=lambda: float(next(clock)))
     found = create_attack("tokens").recover(backbone, [sent], Knowledge(), deadline)
-    assert found.partial == "a part of the last image's search"
+    assert found.partial == f"{found.facts[0]['patches_that_fit']} of 9 patches proved in the last search"
     assert found.facts[0]["fits"] is False and "not every patch is proved" in str(found.facts[0]["verdict"])
     assert found.images.isfinite().all()
+
+
+@pytest.mark.parametrize("stop", ["Ctrl-C", "the time limit of 100 s"])
+def test_a_search_that_is_stopped_keeps_what_is_proved(stop: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The first image is whole by then, and of the second some patches: leaked is leaked, the rest is not judged."""
+    now, before = [0.0], signal.getsignal(signal.SIGINT)
+
+    def say(line: str) -> None:
+        if "round 1, 6 of 9" in line and stop == "Ctrl-C":
+            signal.raise_signal(signal.SIGINT)
+        elif "round 1, 6 of 9" in line:
+            now[0] = 200.0
+
+    backbone, x = vit(size=12, positions="sincos").float(), photographs(2, size=12)
+
+    def audited(images: torch.Tensor) -> Audit:
+        now[0], test = 0.0, TestSet(images, torch.arange(len(images)), ([0.5] * 3, [0.5] * 3))
+        deadline = Deadline(say, 100.0, clock=lambda: now[0])
+        return attack_gradients(backbone, test, [create_attack("tokens")], [NoDefence()], deadline=deadline)
+
+    found = audited(x)
+    [pair], ruling = found.pairs, found.judge(psnr=50)
+    assert str(found.stopped).startswith(stop) and pair.partial == "6 of 9 patches proved in the last search"
+    assert pair.exact == 1 and ruling.status == 3 and "1 of 2 images above 50" in str(ruling)
+    assert "stopped after 6 of 9 patches proved in the last search" in verdict(found)
+    assert pair.pictures is not None
+    away = patchify((pair.pictures - (x / 2 + 0.5).clamp(0, 1)).abs(), (4, 4))[1].amax(dim=1)
+    assert int((away < 1e-4).sum()) == 6  # what was proved is shown, exactly
+    alone = audited(x[1:]).judge(psnr=50)
+    assert alone.status == 4 and "tokens was stopped after 6 of 9 patches" in str(alone)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert capfd.readouterr().err.encode() == FIRST * 2 * (stop == "Ctrl-C")
 
 
 def test_a_table_that_hardly_tells_places_apart_blurs_pixels_and_passes_no_gate() -> None:

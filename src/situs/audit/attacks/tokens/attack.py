@@ -13,6 +13,7 @@ import math
 import time
 import weakref
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -32,7 +33,7 @@ from situs.audit.attacks.tokens.order import order_by_attention
 from situs.audit.attacks.tokens.roots import find_roots
 from situs.audit.attacks.tokens.search import SHARP, Effort, Search
 from situs.audit.attacks.tokens.steps import halfway, times_counted
-from situs.audit.deadline import Deadline
+from situs.audit.deadline import Deadline, first_ctrl_c
 from situs.audit.defences import Gradients
 from situs.audit.stem import patches_of, to_images
 from situs.backbones.base import Backbone
@@ -120,7 +121,12 @@ class TokenSpans(Attack):
         known: Knowledge | None = None,
         deadline: Deadline | None = None,
     ) -> Recovery:
-        known, deadline = known or Knowledge(), deadline or Deadline()
+        with nullcontext() if deadline is None else first_ctrl_c(deadline, keeps=True):
+            return self._recover(backbone, uploads, known or Knowledge(), deadline or Deadline())
+
+    def _recover(
+        self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline
+    ) -> Recovery:
         block = self._block(backbone)
         assert isinstance(block, Block), block
         images: list[Tensor] = []
@@ -144,8 +150,11 @@ class TokenSpans(Attack):
             patches = patches[torch.arange(known.batch, device=patches.device) % len(patches)]
             images.append(to_images(patches, block.backbone, block.stem))
             facts.append(fact)
-        cut = deadline.over() and facts[-1]["fits"] is not True and facts[-1]["open_directions"] != 0
-        return Recovery(torch.cat(images).float(), facts, partial="a part of the last image's search" if cut else None)
+        last, partial = facts[-1], None
+        if deadline.over() and last["fits"] is not True and last["open_directions"] != 0:
+            proved = f"{last.get('patches_that_fit')} of {last.get('patches')} patches proved in the last search"
+            partial = proved if "patches" in last else "a part of the last image's search"
+        return Recovery(torch.cat(images).float(), facts, partial=partial)
 
     def _later(self, block: Block, sent: Collection[str], known: Knowledge, counts: Counts) -> Later | None:
         """The block behind those of which nothing is sent, through which one image can be looked for; else None."""

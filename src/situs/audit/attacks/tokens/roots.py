@@ -131,7 +131,7 @@ def _polished(
     """
     reached, vain = torch.inf, 0
     for some in order.split(CHUNK):
-        if vain == VAIN or float(share[some[0]]) > FAR * reached:
+        if vain == VAIN or float(share[some[0]]) > FAR * reached or search.stop():
             return
         found = search.polished(places[some], ends.at(some))
         right = found.fit <= SOLVED
