@@ -99,8 +99,7 @@ class Backbone(nn.Module, ABC):
     """A wrapped model. Subclasses know one library's layout; everything above knows only this class.
 
     model: the wrapped module itself, its parameter names untouched. grid: how many patch tokens along each side, (h, w)
-    of an image. dim: D. input: what it takes.
-    out_grid: the grid of `Features.patches` (coarser than `grid` in a hierarchical model). out_dim: their width.
+    of an image. dim: D. input: what it takes. out_grid, out_dim: of `Features.patches` (coarser in a hierarchical one).
     """
 
     refusals: ClassVar[dict[str, str]] = {}
@@ -290,6 +289,11 @@ class Backbone(nn.Module, ABC):
         if self.input.patch is None:
             raise SitusError(f"{self.name} takes no images of a fixed size, so it has no patches of pixels")
         return self.input.channels * math.prod(self.input.patch)
+
+    @property
+    def token_dim(self) -> int:
+        """The width of tokens and positions before the blocks: D, but where a model widens them only then."""
+        return self.dim
 
     @property
     def out_grid(self) -> Grid:

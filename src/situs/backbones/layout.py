@@ -99,7 +99,7 @@ class Group:
 
 NORMS = (
     *("LayerNorm", "LayerNormFp32", "RmsNorm", "RmsNormFp32", "SimpleNorm", "SimpleNormFp32"),
-    *("RMSNorm", "LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm"),
+    *("RMSNorm", "LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"),
 )
 """Norms whose statistics do not see an order: a permutation of their input permutes their output."""
 

@@ -150,7 +150,7 @@ class DropPos(Method):
             )
         width, heads = config.decoder_width, config.decoder_heads
         self.decoder = Decoder(backbone.out_dim, width, config.decoder_depth, heads, self.count)
-        self.mask_token = nn.Parameter(torch.empty(backbone.dim).normal_(std=0.02))
+        self.mask_token = nn.Parameter(torch.empty(backbone.token_dim).normal_(std=0.02))
         if config.target_grid is not None:
             cut_targets(self.count, config.target_grid, 0.0)  # refuses a grid that is too small
         if config.mae_weight:

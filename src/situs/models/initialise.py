@@ -11,7 +11,7 @@ from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.backbones.lora import merged_state
-from situs.backbones.weights import load_into, load_weights, read_state_dict
+from situs.backbones.weights import HEADS, load_into, load_weights, read_state_dict
 from situs.core.position import resample_table
 from situs.errors import SitusError
 from situs.models.module import make_module, names_module
@@ -27,7 +27,7 @@ POSITION_PARTS = re.compile(r"(^|\.)(pos_embed|position_embeddings|rel_pos|share
 """Parameters that tell a place: left as the model was made where fresh positions are asked for. The bias within
 Swin's windows belongs to its blocks and comes along."""
 
-MAY_BE_NEW = re.compile(r"^(head|head_dist|fc|fc_norm|norm|classifier|score|cls|lm_head|((vit|bert)\.)?pooler)\.")
+MAY_BE_NEW = (*HEADS, "norm.")
 """What a model may have that a file has not: a classifier, and the norm of another way of pooling."""
 
 BACKBONE, MODEL = "backbone.", "model."
@@ -66,8 +66,8 @@ def taken_from(
     if not positions or backbone.table_name not in own:
         state |= _keep_prefix(state, own, backbone)
     state = {name: value for name, value in state.items() if name not in places or (positions and name in own)}
-    left = {name for name in own if name not in state and (name in places or MAY_BE_NEW.match(name))}
-    unused = {name for name in state if name not in own and MAY_BE_NEW.match(name)}
+    left = {name for name in own if name not in state and (name in places or name.startswith(MAY_BE_NEW))}
+    unused = {name for name in state if name not in own and name.startswith(MAY_BE_NEW)}
     whole = {**{name: own[name] for name in left}, **{k: v for k, v in state.items() if k not in unused}}
     kept = load_weights(backbone, whole, f"init={source}")
     taken, missed = _load_beside(backbone, beside if positions else {}, source)

@@ -12,7 +12,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.text.causal import causal_sentences
 from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.victim import TextVictim, text_gradients
-from situs.backbones.hf.text import DecoderBackbone
+from situs.backbones.hf.decoders import DecoderBackbone
 
 HARD = ("3 7 1 9", "3 7 8 2", "4 3 7 1", "3 7 8", "20 21 22 23 24 25")
 """Shared beginnings, a sentence that is the beginning of another, words at several places."""

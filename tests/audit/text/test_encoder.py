@@ -12,7 +12,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.text.encoder import encoder_sentences
 from situs.audit.text.found import Found
 from situs.audit.text.victim import TextVictim, text_gradients
-from situs.backbones.hf.text import BertBackbone
+from situs.backbones.hf.encoders import TextEncoder
 
 HARD = ("3 7 1 9", "4 3 8 2 9", "11 7 13 1 3", "30 31")
 
@@ -20,7 +20,7 @@ HARD = ("3 7 1 9", "4 3 8 2 9", "11 7 13 1 3", "30 31")
 def attack(made: TextVictim, *texts: str, deadline: Deadline | None = None) -> Found:
     truth = sentences(made, *texts)
     upload = text_gradients(made, truth, labels=[row % 2 for row in range(len(truth))], dtype=torch.float64)
-    assert isinstance(made.backbone, BertBackbone)
+    assert isinstance(made.backbone, TextEncoder)
     return encoder_sentences(made.backbone, upload, len(truth), torch.arange(len(WORDS)), deadline or Deadline())
 
 

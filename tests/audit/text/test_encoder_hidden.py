@@ -14,7 +14,7 @@ from situs.audit.defences import Clip
 from situs.audit.text.encoder import encoder_sentences
 from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.victim import TextVictim, text_gradients
-from situs.backbones.hf.text import BertBackbone
+from situs.backbones.hf.encoders import TextEncoder
 from situs.data.batch import Batch
 from situs.methods import MJP, MJPConfig
 
@@ -32,7 +32,7 @@ def hiding(tmp_path_factory: pytest.TempPathFactory) -> TextVictim:
 def attack(made: TextVictim, *texts: str, aware: bool) -> Found:
     truth = sentences(made, *texts)
     upload = text_gradients(made, truth, labels=[0, 1][: len(truth)], dtype=torch.float64)
-    assert isinstance(made.backbone, BertBackbone)
+    assert isinstance(made.backbone, TextEncoder)
     unknown = made.unknown if aware else None
     return encoder_sentences(made.backbone, upload, len(truth), torch.arange(len(WORDS)), Deadline(), unknown=unknown)
 

@@ -11,7 +11,8 @@ from situs.audit.defences import Clip
 from situs.audit.text.found import UNNAMED
 from situs.audit.text.learned import Head, Place, endings, masked_words
 from situs.audit.text.victim import masked_places, text_gradients, word_weight
-from situs.backbones.hf.text import BertBackbone, DecoderBackbone
+from situs.backbones.hf.decoders import DecoderBackbone
+from situs.backbones.hf.encoders import TextEncoder
 
 TEXTS = ("3 7 1 9", "3 7 8 2", "3 7 8", "3 7 8", "4 5 6 7 8")
 
@@ -66,7 +67,7 @@ def test_masked_words_come_back(tmp_path: Path) -> None:
         for place in masked_places(made, one, 3 + row):
             seen[row][place] = hidden
     masked = [tuple(one) for one in seen]
-    assert isinstance(made.backbone, BertBackbone) and masked != truth
+    assert isinstance(made.backbone, TextEncoder) and masked != truth
     assert masked_words(made.backbone, upload, masked, hidden) == truth
     kept = {name: g for name, g in upload.items() if name != word_weight(made.backbone)}
     assert masked_words(made.backbone, kept, masked, hidden) == truth  # the head's own weight is not needed

@@ -10,7 +10,7 @@ from tiny_texts import WORDS, sentences, victim
 from situs.audit.text.layers import entering, qkv_weights, span_of, word_inputs, words_at
 from situs.audit.text.roots import FirstBlock
 from situs.audit.text.victim import padded, text_gradients
-from situs.backbones.hf.text import BertBackbone
+from situs.backbones.hf.encoders import TextEncoder
 
 TEXTS = ("3 7 1 9", "4 3 8 2 9", "11 7 13 1 3")
 
@@ -18,7 +18,7 @@ TEXTS = ("3 7 1 9", "4 3 8 2 9", "11 7 13 1 3")
 def test_roots_are_the_attentions_outputs_and_false_words_have_none(tmp_path: Path) -> None:
     made = victim(tmp_path, "bert")
     backbone, batch = made.backbone, sentences(made, *TEXTS)
-    assert isinstance(backbone, BertBackbone)
+    assert isinstance(backbone, TextEncoder)
     upload = text_gradients(made, batch, labels=[0, 1, 0], dtype=torch.float64)
     block = FirstBlock(backbone, upload)
     first = span_of(backbone, upload, qkv_weights(backbone, 1))
@@ -44,7 +44,7 @@ def test_roots_are_the_attentions_outputs_and_false_words_have_none(tmp_path: Pa
 def test_the_search_follows_its_own_derivative(tmp_path: Path) -> None:
     made = victim(tmp_path, "bert")
     upload = text_gradients(made, sentences(made, *TEXTS), labels=[0, 1, 0], dtype=torch.float64)
-    assert isinstance(made.backbone, BertBackbone)
+    assert isinstance(made.backbone, TextEncoder)
     block = FirstBlock(made.backbone, upload)
     z = word_inputs(made.backbone, torch.tensor([8, 9]), 1).double()
     x = block.start(z) + 0.3

@@ -14,6 +14,7 @@ from situs.backbones import create_backbone
 from situs.backbones.base import join
 from situs.backbones.hf import layers as hf_layers
 from situs.backbones.hf.create import BARE, FAMILIES
+from situs.backbones.hf.decoders import DecoderBackbone
 from situs.core.position import resample_table
 from situs.errors import SitusError
 
@@ -42,7 +43,17 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+ROBERTA = {**BERT, "max_position_embeddings": 22, "pad_token_id": 1, "type_vocab_size": 1}
+DISTIL = {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "vocab_size": 50, "max_position_embeddings": 20}
+ELECTRA = {**BERT, "embedding_size": 32}
 LLAMA = {**BERT, "num_key_value_heads": 2, "pad_token_id": None}
+QWEN3 = {**LLAMA, "head_dim": 8}
+NEOX = {
+    **BERT,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 5}
 
 # name -> (class, config entries, img_size)
@@ -67,6 +78,18 @@ TEXTS = {
     "bert": ("BertModel", BERT, None),
     "bert_classes": ("BertForSequenceClassification", {**BERT, "num_labels": 5}, None),
     "bert_words": ("BertForMaskedLM", BERT, (1, 15)),
+    "roberta": ("RobertaModel", ROBERTA, None),
+    "roberta_classes": ("RobertaForSequenceClassification", {**ROBERTA, "num_labels": 5}, None),
+    "roberta_words": ("RobertaForMaskedLM", ROBERTA, (1, 15)),
+    "xlm_classes": ("XLMRobertaForSequenceClassification", {**ROBERTA, "num_labels": 5}, None),
+    "camembert_words": ("CamembertForMaskedLM", ROBERTA, None),
+    "distilbert": ("DistilBertModel", DISTIL, None),
+    "distilbert_classes": ("DistilBertForSequenceClassification", {**DISTIL, "num_labels": 5}, None),
+    "distilbert_words": ("DistilBertForMaskedLM", {**DISTIL, "activation": "relu"}, (1, 15)),
+    "electra": ("ElectraModel", ELECTRA, None),
+    "electra_classes": ("ElectraForSequenceClassification", {**ELECTRA, "embedding_size": 12, "num_labels": 5}, None),
+    "electra_words": ("ElectraForMaskedLM", {**ELECTRA, "embedding_size": 12}, (1, 15)),
+    "electra_replaced": ("ElectraForPreTraining", ELECTRA, None),
     "gpt2": ("GPT2Model", GPT2, None),
     "gpt2_words": ("GPT2LMHeadModel", {**GPT2, "scale_attn_by_inverse_layer_idx": True}, (1, 15)),
     "gpt2_classes": ("GPT2ForSequenceClassification", {**GPT2, "num_labels": 5, "pad_token_id": 0}, None),
@@ -81,10 +104,21 @@ TEXTS = {
         {**LLAMA, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
         None,
     ),
+    "qwen3": ("Qwen3Model", QWEN3, None),
+    "qwen3_window": (
+        "Qwen3ForCausalLM",
+        {**QWEN3, "head_dim": 12, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        None,
+    ),
+    "neox": ("GPTNeoXModel", NEOX, None),
+    "neox_words": ("GPTNeoXForCausalLM", {**NEOX, "use_parallel_residual": False}, (1, 15)),
+    "neox_classes": ("GPTNeoXForSequenceClassification", {**NEOX, "num_labels": 5, "pad_token_id": 0}, None),
 }
-ENCODERS = [*IMAGES, "bert", "bert_classes"]
-DECODERS = [name for name in TEXTS if not name.startswith("bert")]
+DECODERS = [name for name, (kind, *_) in TEXTS.items() if issubclass(FAMILIES[kind].adapter, DecoderBackbone)]
+ENCODERS = [*IMAGES, "bert", "bert_classes", "roberta_classes", "distilbert_classes", "electra_classes"]
 ROTARY = [name for name in DECODERS if not name.startswith("gpt2")]
+ROUNDED = [name for name in ROTARY if not name.startswith("neox")]
+"""Those whose RMSNorm rounds to float32 whatever the weights are."""
 
 
 def make_model(name):
@@ -123,6 +157,8 @@ def own_answer(model, x, **arguments):
     out = model(own_input(model, x), **arguments)
     if "logits" in out:
         return out.logits
+    if model.config.model_type in ("distilbert", "electra"):  # which have no pooler
+        return out.last_hidden_state[:, 0]
     return out.pooler_output if out.get("pooler_output") is not None else out.last_hidden_state
 
 
@@ -140,7 +176,7 @@ def test_equals_the_models_own_forward(name):
     b = make(name)
     x = inputs(b, name)
     tokens = b.embed(x)
-    assert tokens.shape[2] == b.dim == 32
+    assert b.dim == 32 and tokens.shape[2] == b.token_dim
     features = b.encode(tokens, positions=b.positions())
     assert features.patches.shape[1] == tokens.shape[1]
     assert features.prefix.shape[1] == b.num_prefix
@@ -211,14 +247,46 @@ def test_padding_agrees_with_the_models_attention_mask(name, padding):
     assert gap(found[mask], expected[mask]) < EXACT
     places = torch.arange(9)[mask[1]]
     alone = b.encode(b.embed(x[1:, places]), b.positions().take(places)).patches  # as if the padding were not there
-    assert gap(found[1, places], alone[0]) < (1e-5 if name in ROTARY else EXACT)  # their RMSNorm rounds to float32
+    assert gap(found[1, places], alone[0]) < (1e-5 if name in ROUNDED else EXACT)
     other = x.clone()
     other[1, padding] = 3
     assert torch.equal(b.encode(b.embed(other), b.positions(), mask=mask).patches[mask], found[mask])
-    if name in ("bert_classes", "gpt2_words"):
+    if name not in DECODERS or name in ("gpt2_words", "neox_words"):
         logits = own_answer(b.model, x, attention_mask=mask.long())
-        kept = mask if name == "gpt2_words" else slice(None)
+        words = logits.shape[:2] == mask.shape
+        kept = mask if words else mask[:, 0]  # where padding stands first, a classifier reads it
         assert gap(b(x, mask=mask)[kept], logits[kept]) < EXACT
+
+
+@pytest.mark.parametrize("name", ["roberta_classes", "roberta_words", "xlm_classes"])
+def test_roberta_numbers_the_places_of_words_alone(name):
+    """transformers gives its padding no place; behind a sentence that is the same, and before it none are asked for."""
+    b = make(name)
+    x = inputs(b, name)
+    mask = torch.arange(9) < torch.tensor([[9], [5]])
+    x[~mask] = b.model.config.pad_token_id
+    expected, found = own_answer(b.model, x, attention_mask=mask.long()), b(x, mask)
+    kept = mask if found.shape[:2] == mask.shape else slice(None)
+    assert gap(found[kept], expected[kept]) < EXACT
+    assert gap(b(x[1:, :5])[0], found[1][:5] if found.dim() == 3 else found[1]) < EXACT
+    left = own_answer(b.model, x[1:].roll(4, 1), attention_mask=mask[1:].roll(4, 1).long())
+    if found.dim() == 3:
+        assert gap(left[0, 4:], found[1, :5]) < EXACT
+    assert b.num_tokens == (15 if name == "roberta_words" else 20)  # of 22 rows
+    with pytest.raises(SitusError, match=r"img_size=\(1, 21\): .* reads a row of 1 to 20 tokens"):
+        create_backbone(make_model(name), img_size=(1, 21))
+
+
+def test_roberta_without_a_padding_token_is_refused():
+    with pytest.raises(SitusError, match="pad_token_id=None: RobertaModel numbers its places behind the padding's row"):
+        create_backbone(transformers.RobertaConfig(**{**ROBERTA, "pad_token_id": None}))
+
+
+@pytest.mark.parametrize("name", ["roberta", "distilbert"])
+def test_pairs_are_told_apart_by_what_stands_between_them(name):
+    b = make(name)
+    x = inputs(b, name)
+    assert torch.equal(b.embed(torch.stack([x, x % 2], 1)), b.embed(x))
 
 
 def test_bert_segments():
@@ -242,10 +310,10 @@ def own_with_mask(b, x, allowed):
     inner, bias = b.model.base_model, torch.zeros(allowed.shape, dtype=torch.float64)
     bias = bias.masked_fill(~allowed, float("-inf")).unsqueeze(1)
     z = inner.embeddings(own_input(b.model, x))
-    layers = inner.layers if b.name.startswith(("ViT", "AST")) else inner.encoder.layer
-    for layer in layers:
+    z = inner.embeddings_project(z) if hasattr(inner, "embeddings_project") else z
+    for layer in b.layers():
         z = layer(z, bias)
-    return z if b.name.startswith("Bert") else inner.layernorm(z)
+    return z if b.input.words else inner.layernorm(z)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -319,7 +387,7 @@ def test_an_unknown_attention_class_is_refused_by_name():
 
     model = make_model("vit")
     model.layers[1].attention = OtherAttention()
-    with pytest.raises(SitusError, match=r"OtherAttention is not among .*BertSelfAttention, Dinov2Attention"):
+    with pytest.raises(SitusError, match=r"OtherAttention is not among .*BertSelfAttention, .*Dinov2Attention"):
         create_backbone(model)
 
 
@@ -375,8 +443,9 @@ def test_a_forgotten_rotary_token_is_not_token_zero(name):
     where[5] = True
     unknown = torch.randn(32, dtype=torch.float64)
     places = b.positions((9,))
-    assert places.rotary.shape == (1, 1, 1, 9, 16)
-    assert places.rotary[0, 0, 0, 0].tolist() == [0.0] * 8 + [1.0] * 8  # place 0 is the identity, YaRN or not
+    turned = {"neox": 4, "qwen3_window": 12}.get(name.removesuffix("_words").removesuffix("_classes"), 8)
+    assert places.rotary.shape == (1, 1, 1, 9, 2 * turned)
+    assert places.rotary[0, 0, 0, 0].tolist() == [0.0] * turned + [1.0] * turned  # place 0 is the identity, YaRN or not
     claims_zero = places.take(torch.tensor([0, 1, 2, 3, 4, 0, 6, 7, 8]))
     forgotten = b.encode(tokens, places.forget(where, unknown)).patches
     for other in (places, claims_zero):
@@ -398,7 +467,7 @@ def test_rotation_without_positions_keeps_yarns_factor():
     assert gap(b.encode(tokens).patches, b.encode(tokens, all_at_zero).patches) < EXACT
 
 
-@pytest.mark.parametrize("name", [*IMAGES, "bert", "bert_words", "gpt2"])
+@pytest.mark.parametrize("name", [*IMAGES, "bert", "bert_words", "roberta", "distilbert", "electra_classes", "gpt2"])
 def test_gradients_reach_the_position_table(name):
     b = make(name)
     features = b.encode(b.embed(inputs(b, name)), b.positions())
@@ -409,12 +478,14 @@ def test_gradients_reach_the_position_table(name):
         assert (table.grad[0].abs().sum(-1) > 0).all()
     else:
         table = inner.wpe.weight if name == "gpt2" else inner.embeddings.position_embeddings.weight
-        assert (table.grad.abs().sum(-1) > 0).tolist() == [True] * 9 + [False] * 11
+        first = 2 if name == "roberta" else 0  # the padding's row, and one that no place has
+        assert (table.grad.abs().sum(-1) > 0).tolist() == [False] * first + [True] * 9 + [False] * 11
     if name not in (
         "dinov2_rectangular",
         "registers",
     ):  # those resample it in every forward, as transformers does
         assert b.positions().table.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
+        assert len(b.positions().table) == b.num_tokens
 
 
 def test_the_cls_row_stays_without_positions():
@@ -443,7 +514,7 @@ def test_a_subset_of_the_tokens():
 # --- refusals ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral_window", "qwen2"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral_window", "qwen2", "neox"])
 def test_causal_models_refuse_rows_and_context(name):
     b = make(name)
     with pytest.raises(SitusError, match=r"refuses permuting the tokens .*row sums reveal the order"):
@@ -591,7 +662,7 @@ def test_a_folder_that_does_not_fit_names_the_keys(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["gpt2_words", "bert_words", "llama_words"])
+@pytest.mark.parametrize("name", [name for name in TEXTS if name.endswith("_words")])
 def test_tied_weights_load_from_a_file_that_holds_them_once(tmp_path, name):
     model = make_model(name).float()
     model.save_pretrained(tmp_path)
@@ -604,6 +675,9 @@ def test_num_classes_gives_a_new_head_to_the_saved_body(tmp_path):
     for name, kind in (
         ("dinov2", "Dinov2ForImageClassification"),
         ("bert_words", "BertForSequenceClassification"),
+        ("roberta_words", "RobertaForSequenceClassification"),
+        ("distilbert_words", "DistilBertForSequenceClassification"),
+        ("electra_replaced", "ElectraForSequenceClassification"),
     ):
         folder = tmp_path / name
         model = make_model(name).float()
@@ -662,7 +736,7 @@ def test_a_given_model_keeps_its_mode_and_its_names():
     assert list(b.state_dict()) == [f"model.{key}" for key in model.state_dict()]
 
 
-@pytest.mark.parametrize("kind", ["clip_vision_model", "swin", "deit", "beit", "roberta"])
+@pytest.mark.parametrize("kind", ["clip_vision_model", "swin", "deit", "beit"])
 def test_what_users_try_and_situs_does_not_take_has_its_reason(kind: str, tmp_path) -> None:
     from situs.backbones.hf.create import ELSEWHERE
 

@@ -16,7 +16,9 @@ from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.layers import qkv_weights
 from situs.audit.text.learned import masked_words
 from situs.audit.text.victim import is_tied, word_weight
-from situs.backbones.hf.text import BertBackbone, DecoderBackbone, TextBackbone
+from situs.backbones.hf.decoders import DecoderBackbone
+from situs.backbones.hf.encoders import TextEncoder
+from situs.backbones.hf.text import TextBackbone
 
 NAME = "sentences"
 
@@ -61,7 +63,7 @@ def find_sentences(
     if isinstance(backbone, DecoderBackbone):
         found = causal_sentences(backbone, upload, batch, words, deadline, even=even)
         return replace(found, words=found.words | sure)
-    assert isinstance(backbone, BertBackbone)
+    assert isinstance(backbone, TextEncoder)
     found = encoder_sentences(backbone, upload, batch, words, deadline, even, unknown)
     found = replace(found, words=found.words | sure)
     if hidden is None or any(

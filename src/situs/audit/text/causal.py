@@ -19,7 +19,7 @@ from situs.audit.text.layers import entering, qkv_weights, span_of, tells, words
 from situs.audit.text.learned import endings
 from situs.audit.text.victim import Sentence
 from situs.backbones.base import Stream
-from situs.backbones.hf.text import DecoderBackbone
+from situs.backbones.hf.decoders import DecoderBackbone
 
 REPEATED = 8
 """How often a first word is repeated at most, where no table tells its places apart."""

@@ -30,7 +30,7 @@ from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.layers import entering, qkv_weights, span_of, word_inputs, words_at
 from situs.audit.text.roots import FirstBlock
 from situs.audit.text.victim import Sentence
-from situs.backbones.hf.text import BertBackbone
+from situs.backbones.hf.encoders import TextEncoder
 from situs.errors import counted
 
 TOGETHER, UNKNOWNS, STARTS = 32, 2048, 3
@@ -56,7 +56,7 @@ class Candidates(NamedTuple):
 
 @torch.no_grad()
 def encoder_sentences(
-    backbone: BertBackbone,
+    backbone: TextEncoder,
     upload: Gradients,
     batch: int,
     words: Tensor,
@@ -104,7 +104,7 @@ def at_places(able: Candidates) -> Sentence:
 
 
 def candidates(
-    backbone: BertBackbone,
+    backbone: TextEncoder,
     span: Span,
     words: Tensor,
     deadline: Deadline,
@@ -137,12 +137,12 @@ class _Search:
     """Root after root, until every word is in a sentence and there are as many sentences as the batch has."""
 
     def __init__(
-        self, backbone: BertBackbone, block: FirstBlock, able: Candidates, two: Span, weight: str,
+        self, backbone: TextEncoder, block: FirstBlock, able: Candidates, two: Span, weight: str,
         unknown: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.backbone, self.block, self.able, self.two, self.weight = backbone, block, able, two, weight
         self.unknown, self.gaps = unknown, dict[Sentence, list[int]]()
-        layer = backbone.first_layer()
+        layer = backbone.parts()[0]
         parts = [able.vectors @ part.weight.double().T + part.bias.double() for part in layer[:3]]
         self.q, self.k, self.v = (part.unflatten(1, (layer.heads, -1)) for part in parts)
         self.scale = layer.scale

@@ -20,7 +20,8 @@ from situs.audit.defences import Gradients
 from situs.audit.text.found import UNNAMED
 from situs.audit.text.layers import as_rows, entering
 from situs.audit.text.victim import Sentence, padded
-from situs.backbones.hf.text import BertBackbone, DecoderBackbone
+from situs.backbones.hf.decoders import DecoderBackbone
+from situs.backbones.hf.encoders import TextEncoder
 
 SKETCH, NEAR = 64, 32
 """Directions in which all words are compared first, and how many of the nearest are then compared in all."""
@@ -124,14 +125,13 @@ def endings(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Senten
 
 @torch.no_grad()
 def masked_words(
-    backbone: BertBackbone, upload: Gradients, sentences: Sequence[Sentence], hidden: int
+    backbone: TextEncoder, upload: Gradients, sentences: Sequence[Sentence], hidden: int
 ) -> list[Sentence]:
     """Sentences with the words that a masked model learned where `hidden` stands; it stays where none fits."""
     head = backbone.word_head()
     if head is None or not sentences:
         return list(sentences)
-    layer, tail = head
-    weight = next(name for name, p in backbone.named_parameters() if p is layer.weight)
+    weight = next(name for name, p in backbone.named_parameters() if p is head.dense.weight)
     ids, mask = padded(sentences, device=next(backbone.parameters()).device)
     rows, columns = ((ids == hidden) & mask).nonzero(as_tuple=True)
     if weight not in upload or not 0 < len(rows) < backbone.dim:
@@ -141,11 +141,11 @@ def masked_words(
     delta = _deltas(inputs, as_rows(backbone, weight, upload[weight]))
     if delta is None:
         return list(sentences)
-    likely, at = logits[0][rows, columns].softmax(dim=-1), layer(inputs)
+    likely, at = logits[0][rows, columns].softmax(dim=-1), head.dense(inputs)
     named = ids.tolist()
     for number, (row, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
         place = Place(delta[number], at[number], likely[number])
-        word, factor, left = Head(place, tail, backbone.model.get_output_embeddings().weight).fit()
+        word, factor, left = Head(place, head.tail, backbone.model.get_output_embeddings().weight).fit()
         if left < TELLING and factor > 0:
             named[row][column] = word
     return [tuple(found[: len(sentence)]) for found, sentence in zip(named, sentences, strict=True)]

@@ -18,7 +18,7 @@ from torch import Tensor
 from situs.audit.attacks.spans import TELLING, Norm
 from situs.audit.defences import Gradients
 from situs.audit.text.layers import span_of
-from situs.backbones.hf.text import BertBackbone
+from situs.backbones.hf.encoders import TextEncoder
 
 ROUNDS, SKETCH = 30, 2
 """Steps of a search, and how many equations it has for each unknown; what it finds is judged by all of them."""
@@ -43,16 +43,19 @@ class Roots(NamedTuple):
 class FirstBlock:
     """The first block of an encoder with the spans of an upload; all in float64."""
 
-    def __init__(self, backbone: BertBackbone, upload: Gradients, even: bool = False) -> None:
+    def __init__(self, backbone: TextEncoder, upload: Gradients, even: bool = False) -> None:
         roles = backbone.roles()
         own = [name for name, p in backbone.named_parameters() if p.dim() == 2 and roles[name].depth == 1]
         self.names = out, fc1, fc2 = [name for name in own if roles[name].part == "block"]
         self.out, self.fc1, self.fc2 = (span_of(backbone, upload, [name], even) for name in (out, fc1, fc2))
-        layer = backbone.first_layer()
-        self.norm = Norm(layer.norm.weight.detach().double(), layer.norm.bias.detach().double(), layer.norm.eps)
-        self.act = layer.act
-        self.w_out, self.b_out = (part.double() for part in layer.out)
-        self.w_in, self.b_in = (part.double() for part in layer.fc1)
+        layer = backbone.parts()[0]
+        parts = (
+            tensor.detach().double()
+            for part in (layer.norm1, layer.out, layer.fc1)
+            for tensor in (part.weight, part.bias)
+        )
+        weight, bias, self.w_out, self.b_out, self.w_in, self.b_in = parts
+        self.norm, self.act = Norm(weight, bias, layer.norm1.eps), layer.act
         self.basis = self.out.inside / self.out.column
         """Of the attention's outputs, [n, D]."""
         self.moves = self.basis @ self.w_out.T

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from situs.audit.client import rounded
 from situs.audit.defences import Defence, Gradients, NoDefence, Step
+from situs.backbones.hf.encoders import TextEncoder
 from situs.backbones.hf.text import TextBackbone, open_tokeniser
 from situs.core.precision import full_float32
 from situs.errors import SitusError
@@ -87,7 +88,7 @@ def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVict
     if not isinstance(model.backbone, TextBackbone):
         raise SitusError(f"{model.name}: takes images, not texts", field="texts")
     kind, notes = type(model.backbone.model).__name__, dict(model.notes)
-    if kind == "BertModel":
+    if isinstance(model.backbone, TextEncoder) and not kind.endswith(("ForMaskedLM", "ForSequenceClassification")):
         model = open_model(source, num_classes=classes, **asked)
         notes["classifier"] = f"the folder has none: a new one with {classes} classes, which the attacker has as well"
     elif not kind.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForSequenceClassification")):

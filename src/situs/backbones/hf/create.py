@@ -18,8 +18,8 @@ from torch import Tensor
 from situs.backbones.base import Backbone
 from situs.backbones.config import BackboneConfig
 from situs.backbones.hf import audio as hf_audio
+from situs.backbones.hf import decoders, encoders
 from situs.backbones.hf import image as hf_image
-from situs.backbones.hf import text as hf_text
 from situs.backbones.hf.layers import Head
 from situs.backbones.hf.names import quietly
 from situs.backbones.weights import HEADS, read_state_dict, refuse_misfits
@@ -42,8 +42,47 @@ _VIT, _DINO, _REGISTERS = (
     "Dinov2ForImageClassification",
     "Dinov2WithRegistersForImageClassification",
 )
-_BERT, _AST = "BertForSequenceClassification", "ASTForAudioClassification"
-_GPT2, _LLAMA, _MISTRAL, _QWEN2 = (f"{name}ForSequenceClassification" for name in ("GPT2", "Llama", "Mistral", "Qwen2"))
+_AST = "ASTForAudioClassification"
+
+ENCODERS: dict[str, tuple[str, type[encoders.TextEncoder], Head]] = {
+    "bert": ("Bert", encoders.TextEncoder, encoders.bert_classes),
+    "camembert": ("Camembert", encoders.RobertaBackbone, encoders.first_classes),
+    "distilbert": ("DistilBert", encoders.DistilBertBackbone, encoders.distilbert_classes),
+    "electra": ("Electra", encoders.TextEncoder, encoders.first_classes),
+    "roberta": ("Roberta", encoders.RobertaBackbone, encoders.first_classes),
+    "xlm-roberta": ("XLMRoberta", encoders.RobertaBackbone, encoders.first_classes),
+}
+"""Config type of an encoder of text -> how its classes are called, how they are wrapped, and what classifies."""
+
+DECODERS: dict[str, tuple[str, type[decoders.DecoderBackbone], str]] = {
+    "gpt2": ("GPT2", decoders.GPT2Backbone, "LMHeadModel"),
+    "gpt_neox": ("GPTNeoX", decoders.GPTNeoXBackbone, "ForCausalLM"),
+    "llama": ("Llama", decoders.LlamaBackbone, "ForCausalLM"),
+    "mistral": ("Mistral", decoders.MistralBackbone, "ForCausalLM"),
+    "qwen2": ("Qwen2", decoders.QwenBackbone, "ForCausalLM"),
+    "qwen3": ("Qwen3", decoders.QwenBackbone, "ForCausalLM"),
+}
+"""The same of causal models, and how the name of the one with a head for the next word ends."""
+
+
+def _texts() -> dict[str, HFFamily]:
+    """Every class of a text model."""
+    found = {}
+    for name, adapter, classes in ENCODERS.values():
+        classifier = f"{name}ForSequenceClassification"
+        heads = {"Model": encoders.pooled, "ForSequenceClassification": classes, "ForMaskedLM": encoders.masked_words}
+        found |= {f"{name}{ending}": HFFamily(adapter, head, classifier) for ending, head in heads.items()}
+    for name, adapter, words in DECODERS.values():
+        classifier = f"{name}ForSequenceClassification"
+        heads = {
+            "Model": decoders.hidden,
+            words: decoders.next_words,
+            "ForSequenceClassification": decoders.last_classes,
+        }
+        found |= {f"{name}{ending}": HFFamily(adapter, head, classifier) for ending, head in heads.items()}
+    own = found["ElectraModel"]  # as its encoders are published
+    return found | {"ElectraForPreTraining": own._replace(head=encoders.replaced)}
+
 
 FAMILIES: dict[str, HFFamily] = {
     "ViTModel": HFFamily(hf_image.ViTBackbone, hf_image.vit_pooled, _VIT),
@@ -54,21 +93,7 @@ FAMILIES: dict[str, HFFamily] = {
     _REGISTERS: HFFamily(hf_image.Dinov2RegistersBackbone, hf_image.dinov2_classes, _REGISTERS),
     "ASTModel": HFFamily(hf_audio.ASTBackbone, hf_audio.ast_pooled, _AST),
     _AST: HFFamily(hf_audio.ASTBackbone, hf_audio.ast_classes, _AST),
-    "BertModel": HFFamily(hf_text.BertBackbone, hf_text.bert_pooled, _BERT),
-    _BERT: HFFamily(hf_text.BertBackbone, hf_text.bert_classes, _BERT),
-    "BertForMaskedLM": HFFamily(hf_text.BertBackbone, hf_text.bert_words, _BERT),
-    "GPT2Model": HFFamily(hf_text.GPT2Backbone, hf_text.hidden, _GPT2),
-    "GPT2LMHeadModel": HFFamily(hf_text.GPT2Backbone, hf_text.next_words, _GPT2),
-    _GPT2: HFFamily(hf_text.GPT2Backbone, hf_text.last_classes, _GPT2),
-    "LlamaModel": HFFamily(hf_text.LlamaBackbone, hf_text.hidden, _LLAMA),
-    "LlamaForCausalLM": HFFamily(hf_text.LlamaBackbone, hf_text.next_words, _LLAMA),
-    _LLAMA: HFFamily(hf_text.LlamaBackbone, hf_text.last_classes, _LLAMA),
-    "MistralModel": HFFamily(hf_text.MistralBackbone, hf_text.hidden, _MISTRAL),
-    "MistralForCausalLM": HFFamily(hf_text.MistralBackbone, hf_text.next_words, _MISTRAL),
-    _MISTRAL: HFFamily(hf_text.MistralBackbone, hf_text.last_classes, _MISTRAL),
-    "Qwen2Model": HFFamily(hf_text.Qwen2Backbone, hf_text.hidden, _QWEN2),
-    "Qwen2ForCausalLM": HFFamily(hf_text.Qwen2Backbone, hf_text.next_words, _QWEN2),
-    _QWEN2: HFFamily(hf_text.Qwen2Backbone, hf_text.last_classes, _QWEN2),
+    **_texts(),
 }
 """transformers class -> how it is wrapped. A subclass, or a class of the same name elsewhere, is refused."""
 
@@ -77,11 +102,11 @@ BARE: dict[str, tuple[str, dict[str, Any]]] = {
     "dinov2": ("Dinov2Model", {}),
     "dinov2_with_registers": ("Dinov2WithRegistersModel", {}),
     hf_audio.AST: ("ASTModel", {}),
-    "bert": ("BertModel", {"add_pooling_layer": False}),
-    "gpt2": ("GPT2Model", {}),
-    "llama": ("LlamaModel", {}),
-    "mistral": ("MistralModel", {}),
-    "qwen2": ("Qwen2Model", {}),
+    **{
+        kind: (f"{name}Model", {} if kind in ("distilbert", "electra") else {"add_pooling_layer": False})
+        for kind, (name, *_) in ENCODERS.items()
+    },
+    **{kind: (f"{name}Model", {}) for kind, (name, *_) in DECODERS.items()},
 }
 """Config type -> its model without a head, and what leaves the pooler out (`num_classes=0`)."""
 
@@ -93,7 +118,6 @@ ELSEWHERE: dict[str, str] = {
     "swin": "Situs does not run transformers' Swin; timm's, as swin_tiny_patch4_window7_224, is taken",
     "deit": "Situs does not run transformers' DeiT; timm's, as deit_small_distilled_patch16_224, is taken",
     "beit": "its layers add a relative bias with entries of their own for CLS, which Situs does not run",
-    "roberta": "its places are numbered behind that of the padding, which Situs does not run; BERT is taken",
 }
 """Config type that users try -> why it is not taken, and what to take instead."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from situs.backbones.base import Backbone, Features, Stream, Taps, called
 from situs.backbones.hf.layout import NAMES, inner_prefix, one_block
 from situs.backbones.hf.names import own_names
+from situs.backbones.hf.postnorm import POST_NORM, PostNorm
 from situs.backbones.layout import Role, roles_of
 from situs.core.position import Positions
 from situs.core.tokens import Grid
@@ -31,14 +33,19 @@ Head = Callable[[Any, Features], Tensor]
 
 
 def _mix(
-    attn: Any, project: tuple[Any, Any, Any], x: Tensor, dropout: float, keys: int | None, mask: Tensor | None
+    project: tuple[Any, Any, Any],
+    heads: int,
+    scale: float,
+    dropout: float,
+    x: Tensor,
+    keys: int | None,
+    mask: Tensor | None,
 ) -> Tensor:
     """Attention before the output projection: x [B, S, D] -> [B, S, H * d]; queries are all tokens."""
     seen = x if keys is None else x[:, :keys]
     sources = zip(project, (x, seen, seen), strict=True)
-    q, k, v = (_heads(linear(source), attn.num_attention_heads) for linear, source in sources)
-    dropout = dropout if attn.training else 0.0
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=attn.scaling)
+    q, k, v = (_heads(linear(source), heads) for linear, source in sources)
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     return mixed.transpose(1, 2).flatten(2)
 
 
@@ -48,7 +55,8 @@ def _heads(x: Tensor, count: int) -> Tensor:
 
 
 def _image_attention(attn: Any, x: Tensor, keys: int | None, mask: Tensor | None) -> Tensor:
-    return attn.o_proj(_mix(attn, (attn.q_proj, attn.k_proj, attn.v_proj), x, attn.attention_dropout, keys, mask))
+    project, dropout = (attn.q_proj, attn.k_proj, attn.v_proj), attn.attention_dropout if attn.training else 0.0
+    return attn.o_proj(_mix(project, attn.num_attention_heads, attn.scaling, dropout, x, keys, mask))
 
 
 def _vit(layer: Any, z: Tensor, keys: int | None, mask: Tensor | None) -> Tensor:
@@ -62,19 +70,21 @@ def _dinov2(layer: Any, z: Tensor, keys: int | None, mask: Tensor | None) -> Ten
     return z + layer.drop_path(layer.layer_scale2(layer.mlp(layer.norm2(z))))
 
 
-def _bert(layer: Any, z: Tensor, keys: int | None, mask: Tensor | None) -> Tensor:
-    attn = layer.attention.self
-    mixed = _mix(attn, (attn.query, attn.key, attn.value), z, attn.dropout.p, keys, mask)
-    z = layer.attention.output(mixed, z)
-    return layer.output(layer.intermediate(z), z)
+def _post_norm(
+    parts: Callable[[Any], PostNorm], layer: Any, z: Tensor, keys: int | None, mask: Tensor | None
+) -> Tensor:
+    p = parts(layer)
+    dropout = p.dropout.p if p.dropout.training else 0.0
+    z = p.norm1(z + p.drop1(p.out(_mix(p[:3], p.heads, p.scale, dropout, z, keys, mask))))
+    return p.norm2(z + p.drop2(p.fc2(p.act(p.fc1(z)))))
 
 
 LAYERS: dict[str, Layer] = {
     "ASTAttention": _vit,
-    "BertSelfAttention": _bert,
     "Dinov2Attention": _dinov2,
     "Dinov2WithRegistersAttention": _dinov2,
     "ViTAttention": _vit,
+    **{name: partial(_post_norm, parts) for name, parts in POST_NORM.items()},
 }
 """Exact attention class -> the layer around it."""
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from situs.backbones.hf.postnorm import PostNorm
 from situs.backbones.layout import AttentionLayer, LayoutBuilder, Names
 from situs.errors import SitusError, unknown_name
 
 RESIDUAL = "residual"
 NAMES = Names(
-    embedding=("embeddings", "embed_tokens", "wte", "rotary_emb"),
+    embedding=("embeddings", "embeddings_project", "embed_tokens", "embed_in", "wte", "rotary_emb"),
     table=("position_embeddings", "wpe"),
     prefix=("cls_token", "distillation_token", "mask_token", "register_tokens"),
-    qkv=("query", "key", "value", "q_proj", "k_proj", "v_proj", "c_attn"),
-    head=("layernorm", "norm", "ln_f", "pooler"),
+    qkv=(
+        *("query", "key", "value", "q_proj", "k_proj", "v_proj", "c_attn"),
+        *("q_lin", "k_lin", "v_lin", "query_key_value"),
+    ),
+    head=("layernorm", "norm", "ln_f", "final_layer_norm", "pooler"),
 )
 
 
@@ -28,12 +32,18 @@ def inner_prefix(model: Any) -> str:
 
 def one_block(config: Any) -> dict[str, Any]:
     """The entries of a config that leave one layer and few words of its model."""
-    held = config.to_dict()
-    few = {"vocab_size": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    entries = {config.attribute_map.get("num_hidden_layers", "num_hidden_layers"): 1, **few}
+    held, few = config.to_dict(), 64
+    lost = [name for name in ("pad_token_id", "bos_token_id", "eos_token_id") if not _among(held.get(name), few)]
+    layers = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    entries = {layers: 1, "vocab_size": few, **dict.fromkeys(lost)}
     if held.get("layer_types"):
         entries["layer_types"] = held["layer_types"][:1]
     return {name: value for name, value in entries.items() if name in held}
+
+
+def _among(word: Any, few: int) -> bool:
+    """Whether an id is one of the first; RoBERTa numbers its places behind that of the padding."""
+    return isinstance(word, int) and word < few
 
 
 def _writer(one: Callable[[LayoutBuilder, str, Any], None]) -> Callable[[LayoutBuilder, int, Iterable[Any]], None]:
@@ -70,7 +80,7 @@ def _image_attention(layout: LayoutBuilder, attn: Any) -> AttentionLayer:
 
 def _mlp(layout: LayoutBuilder, name: str, mlp: Any) -> None:
     """fc1 and fc2, or gate, up and down."""
-    gated = {"Dinov2SwiGLUFFN", "Dinov2WithRegistersSwiGLUFFN", "LlamaMLP", "MistralMLP", "Qwen2MLP"}
+    gated = {"Dinov2SwiGLUFFN", "Dinov2WithRegistersSwiGLUFFN", "LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP"}
     plain = {"ASTMLP", "ViTMLP", "Dinov2MLP", "Dinov2WithRegistersMLP"}
     kind = type(mlp).__name__
     if kind in gated:
@@ -82,15 +92,13 @@ def _mlp(layout: LayoutBuilder, name: str, mlp: Any) -> None:
     layout.mlp(name, RESIDUAL, [layout.projection(layer) for layer in up], layout.projection(down))
 
 
-def _bert(layout: LayoutBuilder, name: str, layer: Any) -> None:
-    """Post-norm: each sublayer's norm stands in the stream itself. The norm of the embeddings is the owner's."""
-    attn = layer.attention.self
-    q, k, v = (layout.projection(part) for part in (attn.query, attn.key, attn.value))
-    o = layout.projection(layer.attention.output.dense)
-    layout.attention(name, RESIDUAL, AttentionLayer(q, k, v, o, attn.num_attention_heads, attn.num_attention_heads))
-    layout.norm(RESIDUAL, layer.attention.output.LayerNorm)
-    layout.mlp(name, RESIDUAL, [layout.projection(layer.intermediate.dense)], layout.projection(layer.output.dense))
-    layout.norm(RESIDUAL, layer.output.LayerNorm)
+def _post_norm(layout: LayoutBuilder, name: str, layer: PostNorm) -> None:
+    """Each sublayer's norm stands in the stream itself. The norm of the embeddings is the owner's."""
+    q, k, v, o = (layout.projection(part) for part in (layer.query, layer.key, layer.value, layer.out))
+    layout.attention(name, RESIDUAL, AttentionLayer(q, k, v, o, layer.heads, layer.heads))
+    layout.norm(RESIDUAL, layer.norm1)
+    layout.mlp(name, RESIDUAL, [layout.projection(layer.fc1)], layout.projection(layer.fc2))
+    layout.norm(RESIDUAL, layer.norm2)
 
 
 def _gpt2(layout: LayoutBuilder, name: str, layer: Any) -> None:
@@ -108,7 +116,7 @@ def _gpt2(layout: LayoutBuilder, name: str, layer: Any) -> None:
 
 
 def _llama(layout: LayoutBuilder, name: str, layer: Any) -> None:
-    """RMSNorm, RoPE (query and key channels stay), grouped queries, a gated MLP."""
+    """RMSNorm, RoPE (query and key channels stay, and so do Qwen3's norms of them), grouped queries, a gated MLP."""
     attn = layer.self_attn
     q, k, v, o = (layout.projection(part) for part in (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj))
     heads = layout.inputs(o) // attn.head_dim
@@ -119,5 +127,28 @@ def _llama(layout: LayoutBuilder, name: str, layer: Any) -> None:
     _mlp(layout, name, layer.mlp)
 
 
-write_vit, write_dinov2, write_bert, write_gpt2, write_llama = map(_writer, (_vit, _dinov2, _bert, _gpt2, _llama))
-"""By family; Mistral and Qwen2 are written as Llama is. Embeddings, tied ones too, stay clear."""
+def _gpt_neox(layout: LayoutBuilder, name: str, layer: Any) -> None:
+    """Each head's queries, keys and values lie one behind another in a fused matrix; RoPE holds queries and keys."""
+    attn = layer.attention
+    fused, o, width = layout.projection(attn.query_key_value), layout.projection(attn.dense), attn.head_size
+    heads = layout.inputs(o) // width
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+        layout.norm(RESIDUAL, norm)
+    layout.reads(RESIDUAL, fused)
+    layout.writes(RESIDUAL, o)
+    if heads > 1:
+        layout.open(f"{name}.heads", "heads", heads)
+        layout.writes(f"{name}.heads", fused, inner=3 * width)
+        layout.reads(f"{name}.heads", o, inner=width)
+    layout.open(f"{name}.value", "value", width)
+    for head in range(heads):
+        layout.writes(f"{name}.value", layout.projection(attn.query_key_value, (3 * head + 2) * width, width))
+    layout.reads(f"{name}.value", o, outer=heads)
+    up, down = layout.projection(layer.mlp.dense_h_to_4h), layout.projection(layer.mlp.dense_4h_to_h)
+    layout.mlp(name, RESIDUAL, [up], down)
+
+
+write_vit, write_dinov2, write_post_norm, write_gpt2, write_llama, write_gpt_neox = map(
+    _writer, (_vit, _dinov2, _post_norm, _gpt2, _llama, _gpt_neox)
+)
+"""By family; Mistral and Qwen are written as Llama is. Embeddings, tied ones too, stay clear."""

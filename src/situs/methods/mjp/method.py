@@ -65,9 +65,9 @@ class MJP(Method):
         if config.table_std is not None:
             _fill_table(backbone, config.table_std)
         if config.unknown:
-            self.unknown = nn.Parameter(torch.empty(backbone.dim).normal_(std=config.unknown_std))
+            self.unknown = nn.Parameter(torch.empty(backbone.token_dim).normal_(std=config.unknown_std))
         if config.index != "none":
-            self.index_table = nn.Parameter(torch.zeros(backbone.num_tokens, backbone.dim))
+            self.index_table = nn.Parameter(torch.zeros(backbone.num_tokens, backbone.token_dim))
         self.dal = None
         if config.dal != "none":
             self.dal = Dal(backbone, config.dal, config.dal_depth, config.dal_components, config.dal_fit)

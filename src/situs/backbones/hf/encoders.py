@@ -1,0 +1,171 @@
+"""transformers' encoders of text as backbones: BERT and those whose layers are laid out as its are.
+
+Each is BERT with other names: where its parts are, from which row of the table its places are numbered, whether it
+tells two sentences apart, and its heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from situs.backbones.base import Features
+from situs.backbones.hf.layers import EncoderBackbone, Head
+from situs.backbones.hf.layout import write_post_norm
+from situs.backbones.hf.postnorm import POST_NORM, PostNorm
+from situs.backbones.hf.text import TextBackbone
+from situs.backbones.layout import LayoutBuilder
+from situs.core.position import Positions
+from situs.core.tokens import Grid
+from situs.errors import SitusError
+
+
+class TextEncoder(TextBackbone, EncoderBackbone):
+    """BERT, and ELECTRA, whose words and places may have fewer channels than its layers."""
+
+    lead = 1
+    segments: ClassVar[bool] = True
+    """Whether the words of two sentences have vectors that tell which is which; else what stands between them does."""
+
+    def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
+        super().__init__(model, head, size)
+        if getattr(self.model.config, "is_decoder", False):
+            raise SitusError(f"is_decoder=True: {self.name} is known here as an encoder only")
+
+    def layers(self) -> Any:
+        return self.inner.encoder.layer
+
+    def attentions(self) -> list[nn.Module]:
+        return [layer.attention.self for layer in self.layers()]
+
+    def parts(self) -> list[PostNorm]:
+        """The parts of each layer."""
+        pairs = zip(self.layers(), self.attentions(), strict=True)
+        return [POST_NORM[type(attention).__name__](layer) for layer, attention in pairs]
+
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        write_post_norm(layout, self.dim, self.parts())
+
+    @property
+    def token_dim(self) -> int:
+        return self.inner.get_input_embeddings().embedding_dim
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Ids [B, N] -> word vectors and that of the first sentence, [B, N, D]; of pairs [B, 2, N] each its own's."""
+        segments, words = getattr(self.inner.embeddings, "token_type_embeddings", None), super().embed(x)
+        if segments is None:
+            return words
+        if x.dim() == 2 or not self.segments:
+            return words + segments.weight[0]
+        if segments.num_embeddings < 2:
+            said = f"{self.name} tells no two sentences apart (type_vocab_size=1), and pairs are given"
+            raise SitusError(said, field="data.text.pair")
+        return words + segments(x[:, 1])
+
+    def positions(self, grid: Grid | None = None) -> Positions:
+        first = self.first_row(self.model)
+        return Positions(table=self.inner.embeddings.position_embeddings.weight[first : first + self._length(grid)])
+
+    def before_blocks(self, z: Tensor) -> Tensor:
+        embeddings = self.inner.embeddings
+        z = embeddings.dropout(embeddings.LayerNorm(z))
+        return self.inner.embeddings_project(z) if self.token_dim != self.dim else z
+
+    def word_head(self) -> MaskedHead | None:
+        """What stands before the words of a masked model; None for another head."""
+        return MASKED[self.name](self.model) if self.name in MASKED else None
+
+
+class RobertaBackbone(TextEncoder):
+    """RoBERTa, XLM-RoBERTa, CamemBERT: a row of the table is the padding's, and places are numbered behind it.
+
+    transformers numbers by the ids: a padding token within a sentence takes no place there, here it is a word.
+    """
+
+    segments = False
+
+    @classmethod
+    def first_row(cls, model: Any) -> int:
+        padding = model.base_model.embeddings.padding_idx
+        if padding is None:
+            raise SitusError(f"pad_token_id=None: {type(model).__name__} numbers its places behind the padding's row")
+        return padding + 1
+
+
+class DistilBertBackbone(TextEncoder):
+    """DistilBERT: BERT without a pooler and without vectors of sentences."""
+
+    segments = False
+
+    def layers(self) -> Any:
+        return self.inner.transformer.layer
+
+    def attentions(self) -> list[nn.Module]:
+        return [layer.attention for layer in self.layers()]
+
+
+class MaskedHead(NamedTuple):
+    """words(norm(act(dense(z)))): a logit for each word, by the model's output embedding."""
+
+    dense: nn.Module
+    act: Callable[[Tensor], Tensor]
+    norm: nn.Module
+
+    def tail(self, x: Tensor) -> Tensor:
+        """What is done between `dense` and the words."""
+        return self.norm(self.act(x))
+
+
+def _bert_head(model: Any) -> MaskedHead:
+    change = model.cls.predictions.transform
+    return MaskedHead(change.dense, change.transform_act_fn, change.LayerNorm)
+
+
+def _roberta_head(model: Any) -> MaskedHead:
+    return MaskedHead(model.lm_head.dense, F.gelu, model.lm_head.layer_norm)
+
+
+MASKED: dict[str, Callable[[Any], MaskedHead]] = {
+    "BertForMaskedLM": _bert_head,
+    **dict.fromkeys(("RobertaForMaskedLM", "XLMRobertaForMaskedLM", "CamembertForMaskedLM"), _roberta_head),
+    "DistilBertForMaskedLM": lambda model: MaskedHead(model.vocab_transform, model.activation, model.vocab_layer_norm),
+    "ElectraForMaskedLM": lambda model: MaskedHead(
+        model.generator_predictions.dense, model.generator_predictions.activation, model.generator_predictions.LayerNorm
+    ),
+}
+"""Class of a masked model -> its head."""
+
+
+def masked_words(model: Any, features: Features) -> Tensor:
+    """A logit for each word at each place, [B, N, V]."""
+    head = MASKED[type(model).__name__](model)
+    return model.get_output_embeddings()(head.tail(head.dense(features.patches)))
+
+
+def pooled(model: Any, features: Features) -> Tensor:
+    """The pooler's output, or the first token where the model has none."""
+    pooler = getattr(model.base_model, "pooler", None)
+    return features.patches[:, 0] if pooler is None else pooler(features.patches)
+
+
+def bert_classes(model: Any, features: Features) -> Tensor:
+    """A linear layer on the pooler's output."""
+    return model.classifier(model.dropout(pooled(model, features)))
+
+
+def first_classes(model: Any, features: Features) -> Tensor:
+    """The model's own two layers on the first token."""
+    return model.classifier(features.patches)
+
+
+def distilbert_classes(model: Any, features: Features) -> Tensor:
+    """Two layers on the first token."""
+    return model.classifier(model.dropout(F.relu(model.pre_classifier(features.patches[:, 0]))))
+
+
+def replaced(model: Any, features: Features) -> Tensor:
+    """ELECTRA's own task: a logit for each word, whether another stood there, [B, N]."""
+    return model.discriminator_predictions(features.patches)
