@@ -13,7 +13,23 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = [*SPECIAL, *(f"w{number}" for number in range(55))]
 """The vocabulary: w0 has the id 5, and so on."""
 
-SIZES = {"bert": "Bert", "masked": "Bert", "gpt2": "GPT2", "llama": "Llama"}
+KINDS = {
+    "bert": "BertForSequenceClassification",
+    "masked": "BertForMaskedLM",
+    "roberta": "RobertaForSequenceClassification",
+    "roberta masked": "RobertaForMaskedLM",
+    "distilbert": "DistilBertForSequenceClassification",
+    "distilbert masked": "DistilBertForMaskedLM",
+    "electra": "ElectraForSequenceClassification",
+    "electra masked": "ElectraForMaskedLM",
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+}
+"""Kind -> the class that its folder names."""
+
+CAUSAL = ("gpt2", "llama", "qwen3", "gpt_neox")
 
 
 def write_folder(folder: Path, kind: str, *, width: int = 48, seed: int = 0, **fields: Any) -> Path:
@@ -23,24 +39,28 @@ def write_folder(folder: Path, kind: str, *, width: int = 48, seed: int = 0, **f
 
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if SIZES[kind] == "Bert":
+    if kind not in CAUSAL:
         ends = [("[CLS]", 2), ("[SEP]", 3)]
         forms = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}
         words.post_processor = processors.TemplateProcessing(**forms, special_tokens=ends)
     names = {f"{name.strip('[]').lower()}_token": name for name in SPECIAL}
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
-    sizes = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 4 * width}
+    sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"max_position_embeddings": 16, "intermediate_size": 4 * width}
     if kind == "gpt2":
         sizes = {"n_embd": width, "n_layer": 2, "n_head": 4, "n_positions": 16}
-    else:
-        sizes["max_position_embeddings"] = 16
-    special = {} if SIZES[kind] == "Bert" else {"bos_token_id": None, "eos_token_id": None}
-    made = getattr(transformers, f"{SIZES[kind]}Config")(
-        vocab_size=len(WORDS), initializer_range=0.3, **{**sizes, **special, **fields}
-    )
-    heads = {"bert": "BertForSequenceClassification", "masked": "BertForMaskedLM", "gpt2": "GPT2LMHeadModel"}
+    elif kind.startswith("distilbert"):
+        sizes = {"dim": width, "n_layers": 2, "n_heads": 4, "hidden_dim": 4 * width, "max_position_embeddings": 16}
+    elif kind.startswith("roberta"):
+        sizes |= {"max_position_embeddings": 17, "pad_token_id": 0, "type_vocab_size": 1}  # a row of the padding's
+    elif kind.startswith("electra"):
+        sizes |= {"embedding_size": width}
+    elif kind == "qwen3":
+        sizes |= {"head_dim": width // 4, "num_key_value_heads": 2}
+    special = {"bos_token_id": None, "eos_token_id": None} if kind in CAUSAL else {}
+    made = getattr(transformers, KINDS[kind])
     torch.manual_seed(seed)
-    model = getattr(transformers, heads.get(kind, "LlamaForCausalLM"))(made)
+    model = made(made.config_class(vocab_size=len(WORDS), initializer_range=0.3, **{**sizes, **special, **fields}))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:  # fresh norms and biases are trivial, and hide mistakes
             parameter.data += 0.1 * torch.randn(parameter.shape)

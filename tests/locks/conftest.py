@@ -43,6 +43,12 @@ HF: dict[str, tuple[str, str, dict[str, Any]]] = {
         "LlamaConfig",
         dict(SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=6, max_position_embeddings=16, **WORDS),
     ),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", dict(**SMALL, **WORDS, max_position_embeddings=16)),
+    "electra": (
+        "ElectraForSequenceClassification",
+        "ElectraConfig",
+        dict(**SMALL, **WORDS, embedding_size=12, max_position_embeddings=16),
+    ),
     "hf_vit": ("ViTForImageClassification", "ViTConfig", dict(**SMALL, image_size=16, patch_size=8, num_labels=5)),
 }
 MODELS = [*TIMM, *HF]

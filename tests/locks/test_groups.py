@@ -191,6 +191,24 @@ OWNERS: dict[str, list[tuple[str, int]]] = {
         ("lm_head.weight", 1),
     ],
     "llama": [("model.embed_tokens.weight", 1), ("model.norm.weight", 0), ("lm_head.weight", 1)],
+    "qwen3": [("model.embed_tokens.weight", 1), ("model.norm.weight", 0), ("lm_head.weight", 1)],
+    "gpt_neox": [
+        ("gpt_neox.embed_in.weight", 1),
+        ("gpt_neox.final_layer_norm.weight", 0),
+        ("gpt_neox.final_layer_norm.bias", 0),
+        ("lm_head.weight", 1),
+    ],
+    "distilbert": [
+        *((f"distilbert.embeddings.{part}.weight", 1) for part in ("word_embeddings", "position_embeddings")),
+        ("distilbert.embeddings.LayerNorm.weight", 0),
+        ("distilbert.embeddings.LayerNorm.bias", 0),
+        ("pre_classifier.weight", 1),
+    ],
+    "electra": [
+        ("electra.embeddings_project.weight", 0),
+        ("electra.embeddings_project.bias", 0),
+        ("generator_predictions.dense.weight", 1),
+    ],
 }
 """The axes of the stream that stay clear."""
 

@@ -32,6 +32,13 @@ EMBEDDING = {
     "swin": {"patch_embed.proj.weight", "patch_embed.proj.bias", "patch_embed.norm.weight", "patch_embed.norm.bias"},
     "gpt2": {"transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"},
     "llama": {"model.embed_tokens.weight"},
+    "qwen3": {"model.embed_tokens.weight"},
+    "gpt_neox": {"gpt_neox.embed_in.weight"},
+    "electra": {
+        "generator_lm_head.weight", "electra.embeddings_project.weight", "electra.embeddings_project.bias",
+        *(f"electra.embeddings.{name}_embeddings.weight" for name in ("word", "position", "token_type")),
+        *(f"electra.embeddings.LayerNorm.{name}" for name in ("weight", "bias")),
+    },
     "bert": {
         f"bert.embeddings.{name}"
         for name in ("word_embeddings.weight", "position_embeddings.weight", "token_type_embeddings.weight",

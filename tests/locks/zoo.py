@@ -59,6 +59,7 @@ ENCODER = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3}
 WORDS = {"vocab_size": 31, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 TEXT = {**ENCODER, **WORDS, "intermediate_size": 32, "max_position_embeddings": 16}
 LLAMA = {**TEXT, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 HF: dict[str, tuple[str, dict[str, Any]]] = {
     "hf_vit": ("ViTForImageClassification", {**ENCODER, "intermediate_size": 32, "image_size": 16, "patch_size": 4}),
     "hf_dinov2": ("Dinov2Model", {**ENCODER, "image_size": 16, "patch_size": 4, "mlp_ratio": 2}),
@@ -71,9 +72,16 @@ HF: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", LLAMA),
     "mistral": ("MistralForCausalLM", {**LLAMA, "sliding_window": 4}),
     "qwen2": ("Qwen2ForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", LLAMA),
+    "gpt_neox": ("GPTNeoXForCausalLM", {**TEXT, "rope_parameters": HALF_TURNED}),
+    "distilbert": (
+        "DistilBertForSequenceClassification",
+        {"dim": 24, "n_layers": 2, "n_heads": 3, "hidden_dim": 32, "max_position_embeddings": 16, **WORDS},
+    ),
+    "electra": ("ElectraForMaskedLM", {**TEXT, "embedding_size": 12}),
 }
 ZOO = [*TIMM, *HF]
-CAUSAL = ["gpt2", "llama", "mistral", "qwen2"]
+CAUSAL = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox"]
 ROTARY = [
     "eva",
     *(["eva_grouped"] if "eva_grouped" in TIMM else []),
@@ -84,6 +92,8 @@ ROTARY = [
     "llama",
     "mistral",
     "qwen2",
+    "qwen3",
+    "gpt_neox",
 ]
 RELATIVE = ["res_post", "relpos", "relpos_table", "relpos_shared"]
 NO_ROWS = [*CAUSAL, *RELATIVE, "swin"]

@@ -116,6 +116,8 @@ class Backbone(nn.Module, ABC):
         self.name = name
         self.grid = grid
         self.dim = dim
+        self.token_dim = dim
+        """The width of tokens and positions before the blocks: D, but where a model widens them only then."""
         self.num_prefix = prefix
         self.depth = depth
         self.input = InputSpec()
@@ -289,11 +291,6 @@ class Backbone(nn.Module, ABC):
         if self.input.patch is None:
             raise SitusError(f"{self.name} takes no images of a fixed size, so it has no patches of pixels")
         return self.input.channels * math.prod(self.input.patch)
-
-    @property
-    def token_dim(self) -> int:
-        """The width of tokens and positions before the blocks: D, but where a model widens them only then."""
-        return self.dim
 
     @property
     def out_grid(self) -> Grid:

@@ -80,7 +80,7 @@ HEADS = (
     *("head.", "head_dist.", "fc.", "fc_norm.", "classifier.", "pooler.", "vit.pooler.", "bert.pooler."),
     *("cls.", "lm_head.", "score.", "roberta.pooler.", "pre_classifier."),
     *("vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
-    *("generator_predictions.", "generator_lm_head.", "discriminator_predictions."),
+    *("generator_predictions.", "generator_lm_head.", "discriminator_predictions.", "embed_out."),
 )
 """A head that does not fit is left as it was made: a file without one, or one for other classes."""
 

@@ -18,7 +18,7 @@ from situs.locks.attacks.grams import RIDGE, SHIFTS, clear_side, locked_side, sh
 from situs.locks.attacks.graph import normal_scores
 from situs.locks.groups import permute_state, random_keys, residual_only, within
 
-KINDS = ["vit", "eva", "swin", "bert", "gpt2", "llama", "hf_vit"]
+KINDS = ["vit", "eva", "swin", "bert", "gpt2", "llama", "gpt_neox", "electra", "hf_vit"]
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -57,7 +57,7 @@ def test_the_clear_side_is_the_covariance_of_what_enters(model_folder: Callable[
     assert np.allclose(clear.grams["inverse"].numpy(), inverse, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["bert", "electra", "gpt2", "llama"])
 def test_texts_of_unequal_length_are_read_as_the_first_block_reads_them(
     name: str, model_folder: Callable[[str], Path]
 ) -> None:
@@ -70,6 +70,7 @@ def test_texts_of_unequal_length_are_read_as_the_first_block_reads_them(
             z = backbone.assemble(backbone.embed(ids), backbone.positions((ids.shape[1],))).z[0]
             norm = {
                 "bert": lambda x: x,
+                "electra": lambda x: x,
                 "gpt2": lambda x: F.layer_norm(x, (24,)),
                 "llama": lambda x: F.rms_norm(x, (24,)),
             }
@@ -79,6 +80,12 @@ def test_texts_of_unequal_length_are_read_as_the_first_block_reads_them(
     assert np.allclose(clear.grams["all"].numpy(), np.cov(flat.T, bias=True), atol=1e-4)
     assert ("table" in clear.grams) == (name != "llama")
     assert "filters" in clear.grams
+    if name == "electra":  # words and places of 12 channels, which a clear matrix makes 24
+        inner = backbone.model.base_model
+        words, places = (getattr(inner.embeddings, f"{each}_embeddings").weight for each in ("word", "position"))
+        for gram, rows in (("filters", words - words.mean(dim=0)), ("table", places)):
+            wide = rows.detach() @ inner.embeddings_project.weight.detach().T
+            assert torch.allclose(clear.grams[gram], wide.T @ wide, rtol=1e-4, atol=1e-4)
 
 
 def test_no_samples_and_an_embedding_that_is_not_there_are_one_sentence(model_folder: Callable[[str], Path]) -> None:
@@ -164,6 +171,15 @@ def test_grams_and_clues_of_a_vit_by_hand(model_folder: Callable[[str], Path]) -
     assert torch.allclose(locked.lean.double(), lean + normal_scores(block.attn.proj.bias.detach()))
     scores = [normal_scores(weight.norm(dim=0) * norm.weight.detach().abs()) for weight in (q, k, v)]
     assert torch.allclose(locked.reach.double(), scores[0] + scores[1] + scores[2], atol=1e-4)
+
+
+def test_each_heads_queries_keys_and_values_are_told_apart(model_folder: Callable[[str], Path]) -> None:
+    backbone = load(model_folder, "gpt_neox")
+    locked = locked_side(backbone, backbone.groups())
+    fused = backbone.model.base_model.layers[0].attention.query_key_value
+    for number, role in enumerate("qkv"):
+        weight = torch.cat([head[8 * number : 8 * number + 8] for head in fused.weight.detach().split(24)])
+        assert torch.allclose(locked.grams[0][role], weight.T @ weight, atol=1e-4), role
 
 
 def test_without_a_first_norm_the_values_bias_is_the_centre(model_folder: Callable[[str], Path]) -> None:

@@ -110,7 +110,7 @@ def test_sorted_channels_do_not_see_the_hidden_groups() -> None:
 # --- with a base -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["vit", "eva", "swin", "bert", "gpt2", "llama", "hf_vit"])
+@pytest.mark.parametrize("name", ["vit", "eva", "swin", "bert", "gpt2", "llama", "gpt_neox", "electra", "hf_vit"])
 @pytest.mark.parametrize("cover", [False, True])
 def test_a_public_base_gives_the_whole_key(name: str, cover: bool, model_folder: Callable[[str], Path]) -> None:
     backbone = create_backbone(model_folder(name))

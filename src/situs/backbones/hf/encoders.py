@@ -32,6 +32,7 @@ class TextEncoder(TextBackbone, EncoderBackbone):
 
     def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
         super().__init__(model, head, size)
+        self.token_dim = self.inner.get_input_embeddings().embedding_dim
         if getattr(self.model.config, "is_decoder", False):
             raise SitusError(f"is_decoder=True: {self.name} is known here as an encoder only")
 
@@ -48,10 +49,6 @@ class TextEncoder(TextBackbone, EncoderBackbone):
 
     def write_layout(self, layout: LayoutBuilder) -> None:
         write_post_norm(layout, self.dim, self.parts())
-
-    @property
-    def token_dim(self) -> int:
-        return self.inner.get_input_embeddings().embedding_dim
 
     def embed(self, x: Tensor) -> Tensor:
         """Ids [B, N] -> word vectors and that of the first sentence, [B, N, D]; of pairs [B, 2, N] each its own's."""

@@ -77,10 +77,12 @@ def clear_side(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Ten
     correlation = whole / torch.outer(*(whole.diagonal().clamp_min(1e-30).sqrt(),) * 2)
     grams = {"all": whole, "content": whole - place, "place": place}
     locked = {member.tensor for group in groups for member in group.members}
-    grams["filters"] = _filters(backbone, {name: value for name, value in state.items() if name not in locked})
+    embedding = _embedding(backbone, {name: value for name, value in state.items() if name not in locked})
+    grams["filters"] = _filters(backbone, embedding)
     table = backbone.positions().table
     if table is not None:
-        grams["table"] = table.detach().double().T @ table.detach().double()
+        rows = _widened(backbone, embedding, table.detach().double())
+        grams["table"] = rows.T @ rows
     grams["inverse"] = torch.linalg.inv(correlation + RIDGE * torch.eye(backbone.dim, dtype=torch.float64))
     grams = {name: gram.float() for name, gram in grams.items() if bool(gram.any())}
     first = moments.sums[0] / moments.counts[0]
@@ -127,15 +129,27 @@ def _read(backbone: Backbone, state: Mapping[str, Tensor], groups: Sequence[Grou
     return F.layer_norm(z, z.shape[-1:]) if bias is not None else F.rms_norm(z, z.shape[-1:])
 
 
-def _filters(backbone: Backbone, clear: Mapping[str, Tensor]) -> Tensor:
-    """The Gram matrix of what writes the samples to the stream: the patch convolution, or the words' table."""
+def _embedding(backbone: Backbone, clear: Mapping[str, Tensor]) -> list[Tensor]:
+    """The clear tensors that embed the samples."""
     parts = {name.removeprefix("model."): role.part for name, role in backbone.roles().items()}
-    embedding = {name: value.detach().double() for name, value in clear.items() if parts.get(name) == "embedding"}
-    flat = [value.flatten(1) for value in embedding.values() if value.dim() == 4 and value.shape[0] == backbone.dim]
-    tables = [value for value in embedding.values() if value.dim() == 2 and value.shape[1] == backbone.dim]
+    return [value.detach().double() for name, value in clear.items() if parts.get(name) == "embedding"]
+
+
+def _widened(backbone: Backbone, embedding: Sequence[Tensor], rows: Tensor) -> Tensor:
+    """Words or places [n, E] in the channels of the stream, [n, D], by the clear matrix that comes last before it."""
+    if rows.shape[1] == backbone.dim:
+        return rows
+    [*_, wider] = (value for value in embedding if value.shape == (backbone.dim, backbone.token_dim))
+    return rows @ wider.T
+
+
+def _filters(backbone: Backbone, embedding: Sequence[Tensor]) -> Tensor:
+    """The Gram matrix of what writes the samples to the stream: the patch convolution, or the words' table."""
+    flat = [value.flatten(1) for value in embedding if value.dim() == 4 and value.shape[0] == backbone.dim]
+    tables = [value for value in embedding if value.dim() == 2 and value.shape[1] == backbone.token_dim]
     if backbone.input.shape is None and tables:  # the largest: others tell kinds of words apart
         words = max(tables, key=len)
-        flat.append((words - words.mean(dim=0)).T)
+        flat.append(_widened(backbone, embedding, words - words.mean(dim=0)).T)
     return sum((each @ each.T for each in flat), torch.zeros(backbone.dim, backbone.dim, dtype=torch.float64))
 
 
@@ -164,10 +178,13 @@ def locked_side(backbone: Backbone, groups: Sequence[Group]) -> LockedSide:
     [group, *_] = residual_only(groups)
     held = set(group.members)
     blocks: dict[str, dict[str, tuple[Tensor, Tensor | None]]] = {}
-    for block, role, member, stretch in _projections(backbone.groups()):
+    for block, role, member, rows in _projections(backbone.groups()):
         if member in held:
-            values = channels(_cut(state[member.tensor], member.axis, stretch), member, group.size)
-            bias = _bias(state, member, stretch, reads=role not in ("o", "down"))
+            matrix = state[member.tensor]
+            cut = matrix if rows is None else matrix.index_select(1 - member.axis, rows)
+            values, bias = channels(cut, member, group.size), state.get(f"{member.tensor.removesuffix('weight')}bias")
+            if bias is not None and rows is not None and role not in ("o", "down"):  # those add theirs to the stream
+                bias = bias[rows]
             own = blocks.setdefault(block, {})
             own[f"{role} again" if role in own else role] = values, bias  # a gated MLP has two ways up
     if not blocks:
@@ -198,16 +215,9 @@ def _clues(
     return centre, lean, torch.stack(reach).sum(dim=0)
 
 
-def _bias(
-    state: Mapping[str, Tensor], member: Member, stretch: tuple[int, int] | None, *, reads: bool
-) -> Tensor | None:
-    """The bias of a projection, or of its stretch of a fused one; what it adds to the stream where it writes there."""
-    bias = state.get(f"{member.tensor.removesuffix('weight')}bias")
-    return bias if bias is None or stretch is None or not reads else bias.narrow(0, *stretch)
-
-
-def _projections(groups: Sequence[Group]) -> Iterator[tuple[str, str, Member, tuple[int, int] | None]]:
-    """(block, role, member of the residual group, stretch of the other axis) for every projection of the first stream.
+def _projections(groups: Sequence[Group]) -> Iterator[tuple[str, str, Member, Tensor | None]]:
+    """(block, role, member of the residual group, its places on the other axis or None for all) for every projection
+    of the first stream.
 
     The inner groups tell the roles: what a value's or a query's channel is, is one on the other side of its projection.
     """
@@ -217,16 +227,15 @@ def _projections(groups: Sequence[Group]) -> Iterator[tuple[str, str, Member, tu
     for group in groups:
         block, _, kind = group.name.rpartition(".")
         members = [m for m in group.members if (m.tensor, 1 - m.axis) in sides]
+        places = [None if m.length is None else torch.arange(m.start, m.start + m.length) for m in members]
+        if kind == "heads" and len(members) == 2:  # each head's queries, keys and values lie in one matrix (GPT-NeoX)
+            [fused, out], width = members, members[1].inner
+            thirds = torch.arange(3 * group.size * width).view(group.size, 3, width).unbind(dim=1)
+            members, places = [fused, fused, fused, out], [*(third.flatten() for third in thirds), None]
         roles = [*ROLES.get(kind, "")] if kind != "mlp" else ["up"] * (len(members) - 1) + ["down"]
         if not block or len(roles) != len(members):  # of another kind, or with a gate among them
             continue
-        for role, member in zip(roles, members, strict=True):
+        for role, member, rows in zip(roles, members, places, strict=True):
             if (block, role, member.tensor) not in seen:
                 seen.add((block, role, member.tensor))
-                stretch = None if member.length is None else (member.start, member.length)
-                yield block, role, sides[member.tensor, 1 - member.axis], stretch
-
-
-def _cut(tensor: Tensor, axis: int, stretch: tuple[int, int] | None) -> Tensor:
-    """The stretch of a matrix's other axis that one projection has in it."""
-    return tensor if stretch is None else tensor.narrow(1 - axis, *stretch)
+                yield block, role, sides[member.tensor, 1 - member.axis], rows

@@ -1,0 +1,152 @@
+"""Each family of text models from a folder to every end: tuned, exported, locked, opened, audited; all with padding.
+
+transformers' own Auto classes, in float64, are the oracle for every logit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sentences import lines, write_plain, write_set
+from tiny_texts import CAUSAL, sentences, victim, write_folder
+from torch import Tensor
+
+from situs import api
+from situs.audit.text.attack import find_sentences
+from situs.audit.text.victim import open_text_victim, text_gradients
+from situs.backbones import create_backbone
+from situs.errors import SitusError
+from situs.evaluate.accuracy import evaluate_accuracy
+from situs.evaluate.perplexity import evaluate_perplexity
+from situs.locks import lock, new_key, unlock
+from situs.locks.owner import unlocking
+from situs.models import open_model
+
+transformers = pytest.importorskip("transformers")
+
+QUICK: dict[str, Any] = {"device": "cpu", "quiet": True, "batch": 8, "validate_every": 0, "steps": 3}
+OPTIM = {"lr": 5e-3, "warmup_epochs": 0}
+SMALL: dict[str, dict[str, Any]] = {
+    "roberta": {},
+    "distilbert": {},
+    "electra": {"embedding_size": 12},  # words of fewer channels than the layers have
+    "qwen3": {},
+    "gpt_neox": {"pad_token_id": 0},
+}
+"""Kind -> what its config has beside the sizes."""
+
+NEAR = {"qwen3": 1e-5}
+"""Its norms are taken in float32 whatever its weights are."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("families")
+    write_set(base / "set")
+    write_plain(base / "plain", 100)
+    for kind, fields in SMALL.items():
+        write_folder(base / kind, kind, width=16, **fields)
+    return base
+
+
+def coded(folder: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """Sentences of unequal length as transformers' own tokeniser has them: ids, mask, labels."""
+    texts, labels = zip(*lines(12, 2), strict=True)
+    told = transformers.AutoTokenizer.from_pretrained(folder)(list(texts), padding=True, return_tensors="pt")
+    mask = told["attention_mask"].bool()
+    assert not mask.all()
+    return told["input_ids"], mask, torch.tensor(labels)
+
+
+def loaded(kind: str, folder: Path) -> Any:
+    """The folder as transformers alone reads it."""
+    model, found = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"] and not found["mismatched_keys"]
+    return model.double().eval()
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_classifier_is_tuned_and_exported(kind: str, world: Path, tmp_path: Path) -> None:
+    api.finetune(world / kind, data=world / "set", out=tmp_path / "run", optim=OPTIM, **QUICK)
+    api.export(tmp_path / "run", tmp_path / "export")
+    began, ended = load_file(world / kind / "model.safetensors"), load_file(tmp_path / "export" / "model.safetensors")
+    body = [name for name in began if name in ended and "word" not in name and "embed" not in name]
+    assert any("layer" in name for name in body) and not any(torch.equal(began[name], ended[name]) for name in body)
+    ids, mask, _ = coded(tmp_path / "export")
+    own = loaded("AutoModelForSequenceClassification", tmp_path / "export")
+    backbone = open_model(tmp_path / "export").backbone
+    with torch.no_grad():
+        wanted = own(input_ids=ids, attention_mask=mask.long()).logits
+        assert (backbone(ids, mask) - wanted).abs().max() < 1e-5
+        backbone = backbone.double()
+        assert (backbone(ids, mask) - wanted).abs().max() < NEAR.get(kind, 1e-10)
+        alone = torch.cat([backbone(row[None, : int(real.sum())]) for row, real in zip(ids, mask, strict=True)])
+        assert (alone - wanted).abs().max() < NEAR.get(kind, 1e-10)  # padding changes nothing
+    found = evaluate_accuracy(tmp_path / "export", world / "set", batch=6).accuracy
+    assert found.count == 20 and 0 < found.top1 <= 1
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SMALL if kind in CAUSAL])
+def test_a_language_model_is_tuned_and_exported(kind: str, world: Path, tmp_path: Path) -> None:
+    data = {"path": str(world / "plain"), "text": {"longest": 12}}
+    api.finetune(world / kind, data=data, method="language", out=tmp_path / "run", optim=OPTIM, **QUICK)
+    api.export(tmp_path / "run", tmp_path / "export")
+    ids, mask, _ = coded(tmp_path / "export")
+    own, backbone = loaded("AutoModelForCausalLM", tmp_path / "export"), open_model(tmp_path / "export").backbone
+    with torch.no_grad():
+        wanted, found = own(input_ids=ids, attention_mask=mask.long()).logits, backbone.double()(ids, mask)
+    assert (found - wanted)[mask].abs().max() < NEAR.get(kind, 1e-10)
+    assert evaluate_perplexity(tmp_path / "export", world / "plain").scores.perplexity > 1
+
+
+@pytest.mark.parametrize("kind", SMALL)
+@torch.no_grad()
+def test_locked_it_is_another_model_and_with_the_key_the_same(kind: str, world: Path, tmp_path: Path) -> None:
+    key = new_key(tmp_path / "owner.key")
+    lock(world / kind, key, tmp_path / "locked", cover=True)
+    unlock(tmp_path / "locked", key, tmp_path / "open")
+    for file in (world / kind).iterdir():
+        assert file.read_bytes() == (tmp_path / "open" / file.name).read_bytes()
+    ids, mask, _ = coded(world / kind)
+    kept = mask if kind in CAUSAL else slice(None)
+    opened = {name: open_model(tmp_path / name).backbone.double()(ids, mask)[kept] for name in ("open", "locked")}
+    wanted = open_model(world / kind).backbone.double()(ids, mask)[kept]
+    keyed = open_model(tmp_path / "locked", unlock=unlocking(key, keyed=True)).backbone.double()(ids, mask)[kept]
+    assert torch.equal(opened["open"], wanted)
+    assert (keyed - wanted).abs().max() < NEAR.get(kind, 1e-10)
+    assert (opened["locked"] - wanted).abs().max() > 0.1
+
+
+HARD = ("3 7 1 9", "4 3 8 2 9", "11 7 13 1 3", "30 31")
+
+
+@pytest.mark.parametrize("kind", [*SMALL, "roberta masked", "distilbert masked", "electra masked"])
+def test_the_sentences_behind_a_gradient_are_found(kind: str, tmp_path: Path) -> None:
+    fields = {"embedding_size": 20} if "electra" in kind else {}
+    made = victim(tmp_path, kind, width=64, **fields)
+    truth = sentences(made, *HARD)
+    upload = text_gradients(made, truth, labels=[row % 2 for row in range(len(truth))], dtype=torch.float64)
+    hidden = made.tokeniser.mask_token_id if made.task == "masked words" else None
+    found = find_sentences(made.backbone, upload, len(truth), hidden=hidden)
+    assert sorted(found.sentences) == sorted(truth) and found.reason is None
+
+
+def test_an_encoder_without_a_head_gets_a_classifier_to_be_audited_with(tmp_path: Path) -> None:
+    for kind, bare in (
+        ("roberta", "RobertaModel"),
+        ("distilbert", "DistilBertModel"),
+        ("electra", "ElectraForPreTraining"),
+    ):
+        folder = write_folder(tmp_path / kind, kind, width=16)
+        getattr(transformers, bare).from_pretrained(folder).save_pretrained(folder)
+        made = open_text_victim(folder, classes=3)
+        assert made.task == "classes" and made.backbone.num_classes == 3 and "classifier" in made.notes
+    for kind in ("qwen3", "gpt_neox"):
+        folder = write_folder(tmp_path / kind, kind, width=16)
+        create_backbone(folder, num_classes=2).model.save_pretrained(folder)
+        with pytest.raises(SitusError, match="is a causal classifier, whose gradients no attack here reads"):
+            open_text_victim(folder)
