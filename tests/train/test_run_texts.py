@@ -226,10 +226,11 @@ def test_the_export_is_transformers_own_classifier_with_its_tokeniser(kind: str,
         assert "img_size" not in found.provenance.facts and found.provenance.facts["longest"] == 16
 
 
-@pytest.mark.parametrize("name", ["GPT2", "Llama", "Mistral", "Qwen2"])
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "GPTNeoX"])
 def test_a_causal_classifier_reads_the_last_real_token_as_transformers_does(name: str) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    more = {} if name == "GPT2" else {"intermediate_size": 24, "num_key_value_heads": 1}
+    more = {} if name == "GPT2" else {"intermediate_size": 24}
+    more |= {} if name.startswith("GPT") else {"num_key_value_heads": 1}
     kind = getattr(transformers, f"{name}ForSequenceClassification")
     special = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     torch.manual_seed(0)
@@ -304,10 +305,10 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     refused(
         r"data.text.longest=17: must be at most 16", "bert", data={"path": str(world / "set"), "text": {"longest": 17}}
     )
-    (tmp_path / "roberta").mkdir()
-    (tmp_path / "roberta/config.json").write_text('{"model_type": "roberta"}')
-    with pytest.raises(SitusError, match=r"roberta in .* is refused: its places") as stop:
-        api.finetune(tmp_path / "roberta", data=world / "set", out=tmp_path / "run", **QUICK)
+    (tmp_path / "deberta").mkdir()
+    (tmp_path / "deberta/config.json").write_text('{"model_type": "deberta-v2"}')
+    with pytest.raises(SitusError, match=r"deberta-v2 in .* is refused: its attention") as stop:
+        api.finetune(tmp_path / "deberta", data=world / "set", out=tmp_path / "run", **QUICK)
     assert stop.value.field == "source"  # what was given, and not the backbone that follows from it
     refused("mixup=0.8: is not for sentences", "bert", augment={"mixup": 0.8})
     refused("has no head for the next word", "bert", method="language")

@@ -135,6 +135,27 @@ def test_the_sentences_behind_a_gradient_are_found(kind: str, tmp_path: Path) ->
     assert sorted(found.sentences) == sorted(truth) and found.reason is None
 
 
+def test_as_many_tokens_as_words_have_channels_is_a_reason_and_no_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = victim(tmp_path, "electra", width=64, embedding_size=12)
+    truth = sentences(made, *HARD)
+    upload = text_gradients(made, truth, labels=[0, 1, 0, 1], dtype=torch.float64)
+    monkeypatch.setattr("situs.audit.text.encoder.PAIRS", 100)
+    found = find_sentences(made.backbone, upload, len(truth))
+    assert found.reason == "the batch has as many tokens as words have channels (12), so every word passes the test"
+    assert found.sentences == () and found.words == {word for sentence in truth for word in sentence}  # by their rows
+
+
+@pytest.mark.parametrize("method", ["mp3", "droppos", "mjp"])
+def test_words_of_fewer_channels_learn_their_places(method: str, world: Path, tmp_path: Path) -> None:
+    size = {"decoder_width": 16, "decoder_heads": 2, "decoder_depth": 1} if method == "droppos" else {}
+    told = {"method": {"name": method, **size}, "device": "cpu", "quiet": True, "steps": 2}
+    api.pretrain(world / "set", backbone=str(world / "electra"), out=tmp_path / "run", **told)
+    api.finetune(tmp_path / "run", data=world / "set", out=tmp_path / "tuned", optim=OPTIM, **QUICK)
+    assert open_model(tmp_path / "tuned").backbone.token_dim == 12
+
+
 def test_an_encoder_without_a_head_gets_a_classifier_to_be_audited_with(tmp_path: Path) -> None:
     for kind, bare in (
         ("roberta", "RobertaModel"),

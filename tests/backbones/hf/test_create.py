@@ -736,7 +736,7 @@ def test_a_given_model_keeps_its_mode_and_its_names():
     assert list(b.state_dict()) == [f"model.{key}" for key in model.state_dict()]
 
 
-@pytest.mark.parametrize("kind", ["clip_vision_model", "swin", "deit", "beit"])
+@pytest.mark.parametrize("kind", ["clip_vision_model", "swin", "deit", "beit", "albert", "deberta-v2"])
 def test_what_users_try_and_situs_does_not_take_has_its_reason(kind: str, tmp_path) -> None:
     from situs.backbones.hf.create import ELSEWHERE
 

@@ -117,6 +117,12 @@ ELSEWHERE: dict[str, str] = {
     ),
     "swin": "Situs does not run transformers' Swin; timm's, as swin_tiny_patch4_window7_224, is taken",
     "deit": "Situs does not run transformers' DeiT; timm's, as deit_small_distilled_patch16_224, is taken",
+    "albert": "its blocks share their weights, so that no tensor has a depth of its own; BERT and ELECTRA are taken",
+    **dict.fromkeys(
+        ("deberta", "deberta-v2"),
+        "its attention reads the distances between words by tables of their own, which Situs does not run; RoBERTa is "
+        "taken",
+    ),
     "beit": "its layers add a relative bias with entries of their own for CLS, which Situs does not run",
 }
 """Config type that users try -> why it is not taken, and what to take instead."""

@@ -114,7 +114,7 @@ class Dal(nn.Module):
         super().__init__()
         require_table(backbone)
         self.kind, self.components, self.fit = kind, components, fit
-        widths = [backbone.dim] * (1 if kind == "linear" else depth) + [len(backbone.grid)]
+        widths = [backbone.token_dim] * (1 if kind == "linear" else depth) + [len(backbone.grid)]
         layers: list[nn.Module] = []
         for before, after in pairwise(widths) if kind != "pca" else ():
             layers += [nn.Linear(before, after), nn.ReLU()]
