@@ -267,7 +267,8 @@ def rows() -> list[str]:
 
 def test_the_docs_show_this_table() -> None:
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
-    assert [line for line in text.splitlines() if line.startswith("|")] == rows()
+    shown = text.partition("\n## ")[0]  # tables of its sections are others
+    assert [line for line in shown.splitlines() if line.startswith("|")] == rows()
 
 
 def test_a_verb_that_takes_a_model_is_in_the_table() -> None:
