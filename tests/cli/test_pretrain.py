@@ -228,7 +228,7 @@ def test_flags_that_cannot_be_meant(small: list[str], tmp_path: Path, capsys: py
     assert (
         refused([*told, "--device", "abacus"], capsys, out) == "device='abacus': must be cpu, cuda or cuda:N (--device)"
     )
-    assert "batch=9001: must be at most the 9000 samples" in refused([*told, "--batch", "9001"], capsys, out)
+    assert "batch=9001: must be at most the set's 9,000 samples" in refused([*told, "--batch", "9001"], capsys, out)
     assert "epochs=0: must be >= 1 (--epochs)" in refused([*told, "--epochs", "0"], capsys, out)
     assert "vit_nosuch" in refused([*told, "--backbone.name", "vit_nosuch"], capsys, out)
     assert "--init" in refused([*told, "--init", "nowhere.pth"], capsys, out)

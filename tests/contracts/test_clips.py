@@ -346,4 +346,4 @@ def test_a_flat_folder_is_pretrained_on_and_needs_no_noise(
     said = refused([*supervised, str(tmp_path / "other")], capsys)
     assert said.endswith(f"supervised needs labels, and {tmp_path / 'flat'} has none (--data)\n")
     many = refused([*words[:-1], str(tmp_path / "other"), "--batch", "64"], capsys)
-    assert "batch=64: must be at most the 20 samples of the set (--batch)" in many
+    assert "batch=64: must be at most the set's 20 samples (--batch)" in many

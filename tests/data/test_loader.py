@@ -218,7 +218,7 @@ def test_wrong_values_are_refused(change, field, allowed):
 
 
 def test_too_large_a_batch_and_a_missing_split():
-    with pytest.raises(SitusError, match="batch=64: must be at most the 50 samples"):
+    with pytest.raises(SitusError, match="batch=64: must be at most the set's 50 samples"):
         make_loader(replace(SMALL, batch=64), recipe("crop"), source=small())
     with pytest.raises(SitusError, match="nowhere: no such folder"):
         make_loader(replace(SMALL, path="nowhere"), recipe("crop"))

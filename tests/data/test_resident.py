@@ -72,7 +72,7 @@ def test_sizes_that_differ_need_a_size(folder):
 
 def test_channels_that_differ_need_a_number(folder):
     Image.new("L", (6, 4)).save(folder / "dog/600.png")
-    with pytest.raises(SitusError, match=r"image 600 has 1 channels, the first has 3; "):
+    with pytest.raises(SitusError, match=r"image 600 has 1 channel, the first has 3; "):
         load_resident(open_source(folder))
     assert load_resident(open_source(folder, channels=3)).samples.shape == (601, 3, 4, 6)
 

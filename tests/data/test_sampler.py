@@ -89,7 +89,7 @@ def test_repeats_are_copies_of_one_sample_far_apart_in_one_batch():
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
-        ({"n": 10, "batch": 12}, "batch=12: must be at most the 10 samples"),
+        ({"n": 10, "batch": 12}, "batch=12: must be at most the set's 10 samples"),
         ({"n": 10, "batch": 3, "world": 2}, "batch=3: must be a multiple of the 2 ranks"),
         ({"n": 10, "batch": 0}, "batch=0"),
         ({"n": 10, "batch": 2, "repeated": 0}, r"repeated=0: must be at least 1"),

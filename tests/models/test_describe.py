@@ -59,6 +59,15 @@ def test_a_method_applies_where_it_can_be_made_with_its_defaults(name: str, refu
         assert "choose unknown=False, dal='none'" in verdicts["mjp"].reason
 
 
+def test_what_cannot_be_built_over_one_patch_says_why() -> None:
+    with shapes_alone():
+        backbone = create_backbone("vit_tiny_patch16_224", img_size=16)
+    verdicts = {each.name: each for each in describe.describe(backbone).methods}
+    assert {name for name, each in verdicts.items() if not each.holds} == {"droppos", "language", "mae"}
+    assert verdicts["mae"].reason == "mask_ratio=0.75: must hide at least one of 1 patch and show one"
+    assert verdicts["droppos"].reason == "position_mask_ratio=0.75: must drop a place; of 1 patch 1 is visible"
+
+
 def test_a_verdict_leaves_the_backbone_as_it_was() -> None:
     backbone = small_swin(448, depths=(1, 1, 1, 1), heads=(1, 1, 1, 1), positions="sincos")
     before = [block.dynamic_mask for stage in backbone.model.layers for block in stage.blocks]

@@ -14,6 +14,8 @@ import torch
 from situs.backbones import BackboneConfig
 from situs.config import from_dict, merge
 from situs.errors import SitusError
+from situs.models import open_model
+from situs.models.data import open_several
 from situs.models.initialise import starting
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.distributed import Ranks
@@ -220,6 +222,8 @@ def test_a_loaded_run_has_the_trained_weights_and_logits(tmp_path: Path) -> None
     assert torch.equal(loaded.method.backbone(batch.inputs), method.backbone(batch.inputs))
     mean = load_run(tmp_path / "run")  # the mean of the weights, since there is one
     assert not torch.equal(mean.method.backbone(batch.inputs), method.backbone(batch.inputs))
+    both = open_several([open_model(tmp_path / "run", ema=which) for which in (None, False)])
+    assert len({each.identity for each in both.values()}) == 2  # so that neither's results take the other's place
 
 
 def test_a_loaded_run_asks_for_none_of_the_files_it_started_from(mp3: Path, tmp_path: Path) -> None:

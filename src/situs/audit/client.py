@@ -15,7 +15,7 @@ from situs.audit.defences.trained import drop_paths
 from situs.audit.stem import Stem, table_rows
 from situs.backbones.base import Backbone
 from situs.core.precision import full_float32
-from situs.errors import SitusError
+from situs.errors import SitusError, counted, verb
 from situs.methods.base import Batch, Method
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
@@ -182,7 +182,10 @@ def _parts(batch: Batch, parts: int) -> list[Batch]:
     """The batches that the samples behind an upload make."""
     count = len(batch.ids)
     if count % parts:
-        raise SitusError(f"{count} samples do not make {parts} batches of one size", field=("batch", "defences"))
+        raise SitusError(
+            f"{counted(count, 'samples')} {verb(count, 'do')} not make {counted(parts, 'batches')} of one size",
+            field=("batch", "defences"),
+        )
     return [batch.part(slice(at, at + count // parts)) for at in range(0, count, count // parts)]
 
 

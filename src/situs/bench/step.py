@@ -15,7 +15,7 @@ from situs.bench.crowd import Answer, measure_at_once
 from situs.bench.machine import describe_machine
 from situs.bench.measure import StepRow, measure_case
 from situs.config import from_dict, to_dict
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.files import read_json
 from situs.progress import tracked
 from situs.results import Cell, Provenance, Result, Summary, Table, percent
@@ -54,7 +54,7 @@ class StepTable(Result):
     def title(self) -> str:
         """The machine, and how it was measured."""
         timing = self.timing
-        how = f"medians of {timing.repeats} × {timing.steps} steps, ± half the spread"
+        how = f"medians of {timing.repeats} × {counted(timing.steps, 'steps')}, ± half the spread"
         return f"{self.machine['device']}, torch {self.machine['torch']}: {how}"
 
     def _cells(self, row: StepRow) -> list[Cell]:

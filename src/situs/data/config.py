@@ -13,7 +13,7 @@ from situs.data.masks import MaskConfig
 from situs.data.objects import ObjectConfig
 from situs.data.sources.base import Kind
 from situs.data.text import COLUMNS, LONGEST, TextConfig
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.limits import Count, Natural, Positive, Within
 
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -130,7 +130,7 @@ class DataConfig(Checked):
         count, each = (self.audio.width, "number of a frame") if clips else (self.channels, "channel")
         for name in ("mean", "std"):
             if len(getattr(self, name)) not in {0, count}:
-                allowed = f"{count} numbers, one a {each}"
+                allowed = f"{counted(count, 'numbers')}, one a {each}"
                 raise SitusError(field=(name, "channels"), value=getattr(self, name), allowed=allowed)
         plain = DataConfig.__dataclass_fields__
         for name in _OF_IMAGES if clips else ():

@@ -15,7 +15,7 @@ from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.sampler import BatchPlan, batches_for, sample_of
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.images import centre_fit, to_channels
-from situs.errors import BrokenSampleError, SitusError, none_read
+from situs.errors import BrokenSampleError, SitusError, counted, none_read
 from situs.progress import tracked
 
 DEFAULT_BYTES = 4 << 30
@@ -179,7 +179,7 @@ def _same_form(image: Tensor, images: Tensor, index: int, source: Source) -> Ten
     """`image` if it fits into the set, in the set's dtype; else the sentence that says what does not fit."""
     if image.shape[0] != images.shape[1]:
         raise SitusError(
-            f"{source.name}: image {index} has {image.shape[0]} channels, the first has {images.shape[1]}; "
+            f"{source.name}: image {index} has {counted(image.shape[0], 'channels')}, the first has {images.shape[1]}; "
             "say how many you want",
             field="channels",
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from situs.core.random import bits
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 
 # Copy c of sample i, under repeated augmentation, draws its randomness as number i + c·2^40.
 _COPY_SHIFT = 40
@@ -152,7 +152,7 @@ class BatchPlan:
         if self.batch < 1 or self.batch % self.world:
             raise SitusError(field="batch", value=self.batch, allowed=f"a multiple of the {self.world} ranks")
         if self.drop_last and self.n < self.batch:
-            raise SitusError(field="batch", value=self.batch, allowed=f"at most the {self.n} samples of the set")
+            raise SitusError(field="batch", value=self.batch, allowed=f"at most the set's {counted(self.n, 'samples')}")
         if self.repeated < 1:
             raise SitusError(field="augment.repeated", value=self.repeated, allowed="at least 1")
 

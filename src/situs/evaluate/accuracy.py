@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.evaluate.multi_label import LabelAccuracy, LabelScores, LabelTally
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_classes, check_labels, load_any, made_with, opened
@@ -183,7 +183,9 @@ def _run(
             with autocast(batch.inputs.device, precision):
                 logits = model(batch.inputs) if batch.mask is None else model(batch.inputs, batch.mask)
             if classes not in (None, logits.shape[-1]):
-                raise SitusError(f"the model has {logits.shape[-1]} classes and the data {classes}", field="data")
+                raise SitusError(
+                    f"the model has {counted(logits.shape[-1], 'classes')} and the data {classes}", field="data"
+                )
             tally.add(logits, labels_of(batch, tally.target))
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from situs.backbones.base import Backbone
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.locks.key import Key, codes_of
 from situs.locks.manifest import PART, Manifest
 from situs.locks.seal import reading, writing
@@ -59,7 +59,8 @@ def tensors_of(backbone: Backbone, parts: Sequence[str]) -> set[str]:
         count, blocks = int(part.removeprefix("blocks=")), backbone.depth
         if count >= blocks:
             raise SitusError(
-                f"withhold={part}: {backbone.name} has {blocks} blocks, and one at least must stay", field="withhold"
+                f"withhold={part}: {backbone.name} has {counted(blocks, 'blocks')}, and one at least must stay",
+                field="withhold",
             )
         held |= {name for name, depth in depths.items() if 1 <= depth <= count}
     # Other names of the same parameters too: a head that is tied to the words would give them away.

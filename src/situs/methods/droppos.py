@@ -33,7 +33,7 @@ from situs.core.permutation import random_permutation
 from situs.core.position import cut_targets, sincos, smoothed_targets
 from situs.core.random import uniform
 from situs.core.tokens import fill, mask_of, patchify, take
-from situs.errors import SitusError
+from situs.errors import SitusError, counted, verb
 from situs.limits import Count, Natural, NotNegative, Positive, Within
 from situs.methods.base import Batch, Draws, Method, Output, Puzzle, UnknownPosition, epoch_share
 from situs.methods.heads import Decoder, check_decoder, place_ranks, position_accuracy
@@ -144,8 +144,8 @@ class DropPos(Method):
             raise SitusError(f"{backbone.name} has no positions to drop: choose sincos", field="backbone.positions")
         if self.visible == self.anchors:
             raise SitusError(
-                f"position_mask_ratio={config.position_mask_ratio}: must drop a place; of {self.count} patches"
-                f" {self.visible} are visible",
+                f"position_mask_ratio={config.position_mask_ratio}: must drop a place; of "
+                f"{counted(self.count, 'patches')} {self.visible} {verb(self.visible, 'are')} visible",
                 field=("position_mask_ratio", "mask_ratio"),
             )
         width, heads = config.decoder_width, config.decoder_heads

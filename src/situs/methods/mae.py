@@ -19,7 +19,7 @@ from situs.core.masking import kept_of, random_subset
 from situs.core.position import sincos
 from situs.core.random import uniform
 from situs.core.tokens import patchify, take
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.limits import Count, Natural, Within
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.methods.heads import Decoder, check_decoder
@@ -64,7 +64,7 @@ class MAE(Method):
         count = backbone.num_tokens
         if not 0 < kept_of(config.mask_ratio, count, floor=config.floor_counts) < count:
             raise SitusError(
-                f"mask_ratio={config.mask_ratio}: must hide at least one of the {count} patches and show one",
+                f"mask_ratio={config.mask_ratio}: must hide at least one of {counted(count, 'patches')} and show one",
                 field="mask_ratio",
             )
         width = config.decoder_width

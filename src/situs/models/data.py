@@ -21,7 +21,7 @@ from situs.data.sources import judged_split, open_source
 from situs.data.sources.base import Source
 from situs.data.sources.subset import Subset
 from situs.data.text import COLUMNS, Columns
-from situs.errors import SitusError
+from situs.errors import SitusError, counted, verb
 from situs.limits import check_value
 from situs.models.model import Model, check_classifier
 from situs.models.open import open_model
@@ -149,7 +149,8 @@ def load_any(
         check_value("count", count, ">= 1")
         source = Subset(source, count)
     if world > max(1, len(source)):  # which would leave a rank with nothing to add to the sums
-        raise SitusError(f"{source.name}: {len(source)} {source.things} are too few for {world} ranks", field="count")
+        held = f"{counted(len(source), source.things)} {verb(len(source), 'are')}"
+        raise SitusError(f"{source.name}: {held} too few for {world} ranks", field="count")
     loader = make_loader(config, None, model.device, rank=rank, world=world, source=source)
     check_words(model.backbone, loader)
     return loader

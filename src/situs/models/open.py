@@ -105,6 +105,7 @@ def _open(
         model = _open_locked(Path(source), unlock, fields, device)
     elif is_run(source):
         _refuse("a run", weights=weights, **fields)
+        origin += " without its mean" if of_run["ema"] is False else ""  # other weights
         model = _open_run(source, device, **of_run)
     elif (folder := model_folder(source)) is not None:
         _refuse("a model's folder", weights=weights)

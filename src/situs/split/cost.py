@@ -26,6 +26,7 @@ from situs.backbones.config import BackboneConfig
 from situs.config import Checked
 from situs.data.batch import Batch
 from situs.data.config import DataConfig
+from situs.errors import counted
 from situs.limits import Count
 from situs.locks.features import Defence
 from situs.locks.key import SEED_BYTES, Key
@@ -115,7 +116,8 @@ class SplitCost(Result):
         said = [f"{100 * (b / a - 1):+.2f} % {name}" for name, a, b in _beside(plain, moved)]
         header = ("a step", "GFLOP", "MiB sent", "MiB kept for backward", "MiB held at most")
         rows = [[name, *(f"{value:,.2f}" for value in row)] for name, row in self.rows.items()]
-        title = f"{self.config.model} at {self.config.img_size} px, {self.config.batch} images a step, {self.device}"
+        asked = self.config
+        title = f"{asked.model} at {asked.img_size} px, {counted(asked.batch, 'images')} a step, {self.device}"
         return Summary(f"Permuted rows and columns add {', '.join(said)} to a step.", (Table(title, header, rows),))
 
     def numbers(self) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class _Runner:
                     self._reap(asked=False)
                     told.tell(len(done) + len(self.tried) - len(self.running), ", ".join(self.running))
                     if interrupt.asked or (minutes is not None and time.monotonic() - began > 60 * minutes):
-                        why = "interrupted" if interrupt.asked else f"{minutes:g} minutes are over"
+                        why = "interrupted" if interrupt.asked else f"the time of {minutes:g} min is over"
                         self.say(f"{why}: jobs at work save themselves ({len(self.running)}); the same command goes on")
                         break
                     for task in self._ready(tasks)[: len(self.slots) - len(self.running)]:

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from situs.errors import SitusError
+from situs.errors import SitusError, counted, verb
 from situs.methods.base import Batch, Method
 from situs.progress import hearing, task
 from situs.train import distributed
@@ -122,7 +122,8 @@ class _Loop:
         self.log = Log(run, self.step, self.total, config.trackers, Console(quiet=True) if quiet else None)
         if (warmup := warmup_steps(optim, self.per_epoch, self.total)) < asked_warmup(optim, self.per_epoch):
             by_steps = optim.warmup_steps is not None
-            asked = f"{optim.warmup_steps} steps" if by_steps else f"{optim.warmup_epochs:g} epochs"
+            epochs = f"{optim.warmup_epochs:g} epoch{'s' * (optim.warmup_epochs != 1)}"
+            asked = epochs if optim.warmup_steps is None else counted(optim.warmup_steps, "steps")
             run.notes.append(
                 f"the warm-up of {asked} does not end within the run: it is shortened to {warmup} of the {self.total} "
                 f"steps (optim.warmup_{'steps' if by_steps else 'epochs'})"
@@ -331,8 +332,8 @@ class _Loop:
         self.run.notes.append(f"resumed after step {self.step} of {self.total}")
         if not held:
             self.run.notes.append(
-                f"saved by {state['world']} ranks and resumed by {distributed.world()}, or on another kind of "
-                "device: drop path draws anew from here"
+                f"saved by {counted(state['world'], 'ranks')} and resumed by {distributed.world()}, or on another kind "
+                "of device: drop path draws anew from here"
             )
         return held
 
@@ -349,7 +350,7 @@ class _Loop:
         step, old = state["step"], state["total_steps"]
         if self.total < step:
             raise SitusError(
-                f"{self.run.path}: {step} steps are done, the run cannot end at {self.total}",
+                f"{self.run.path}: {counted(step, 'steps')} {verb(step, 'are')} done, it cannot end at {self.total}",
                 field=("train.epochs", "train.max_steps"),
             )
         if old != self.total:

@@ -11,7 +11,7 @@ from situs.data.loader import Loader
 from situs.data.sources.remote.cache import cache_folder
 from situs.data.sources.remote.names import is_remote
 from situs.data.sources.tar_index import nothing_kept
-from situs.errors import SitusError, counted
+from situs.errors import SitusError, counted, verb
 from situs.methods.base import Method
 from situs.train import distributed
 from situs.train.checkpoint import RunFolder
@@ -55,9 +55,10 @@ class Rehearsal:
     def lines(self) -> list[str]:
         """For people."""
         shape = " × ".join(map(str, self.batch))
-        epochs = f"{self.steps / self.steps_per_epoch:.4g} epochs of {self.steps_per_epoch:,}"
+        count = f"{self.steps / self.steps_per_epoch:.4g}"
+        epochs = f"{count} epoch{'s' * (count != '1')} of {self.steps_per_epoch:,}"
         held = f"{self.held_gib:.2g} GiB"
-        gone = f", of which {self.begins_at:,} are done" if self.begins_at else ""
+        gone = f", of which {self.begins_at:,} {verb(self.begins_at, 'are')} done" if self.begins_at else ""
         return [
             *self.said,
             f"a batch: {shape}; the loss of {min(FEW, self.batch[0])} of its samples is {self.loss:.4g}",

@@ -128,7 +128,7 @@ def test_parquet_labels_are_those_of_every_shard(tmp_path):
     labelled(tmp_path / "test-0.parquet", [-1, -1], ["a", "b"])  # withheld, though the classes have names
     assert open_source(tmp_path, "test").classes is None
     labelled(tmp_path / "val-0.parquet", [0, 2], ["a", "b"])
-    with pytest.raises(SitusError, match=r"names 2 classes, its column 'label' goes up to 2"):
+    with pytest.raises(SitusError, match=r"names 2 classes, its column 'label' has 2"):
         open_source(tmp_path, "val")
 
 

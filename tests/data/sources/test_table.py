@@ -97,7 +97,7 @@ MISTAKES = {
     "file,red\na.png,1\n": "b.png: has no line in labels.csv",
     "file,red\na.png,1\nb.png,1\na.png,1\n": "labels.csv, line 4: 'a.png' stands in line 2 already",
     "file,red,red\na.png,1,1\nb.png,0,0\n": "labels.csv, line 1: the column 'red' stands there twice",
-    "file,red,green\na.png,1\nb.png,0,0\n": "labels.csv, line 2: has 1 labels for 2 classes",
+    "file,red,green\na.png,1\nb.png,0,0\n": "labels.csv, line 2: has 1 label for 2 classes",
     "file,labels\na.png,red,green\nb.png,red\n": "labels.csv, line 2: has 3 values: names stand in one, with ;",
     "file,labels\na.png,\nb.png,\n": "labels.csv: names no class in any line",
     "file\na.png\n": "labels.csv, line 1: must be a file, then its classes",

@@ -233,7 +233,7 @@ def test_plain_text_comes_in_blocks_of_every_word_once(tokeniser: str, tmp_path:
     )
     assert 0 < len(held) < 7
     (tmp_path / "b.txt").write_text("w1")
-    with pytest.raises(SitusError, match="has 1 words"):
+    with pytest.raises(SitusError, match="has 1 word,"):
         open_source(tmp_path / "b.txt", text=TextConfig(tokeniser=tokeniser), words=True)
     with pytest.raises(SitusError, match="no tokeniser is named"):
         open_source(tmp_path / "b.txt", words=True)

@@ -13,7 +13,7 @@ from situs.audit.client import DTYPES, names_sent, parameter_names, victim_gradi
 from situs.audit.defences import Clip, Defence, NoDefence, Noise, NoPositionGradient, Step, Withhold, method_of
 from situs.backbones.base import Backbone
 from situs.config import Checked
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.limits import Count, Positive
 from situs.methods.base import Method
 from situs.train.private.accounting import epsilon_of
@@ -168,7 +168,7 @@ def _promised(defence: Defence, step: Step, images: int, epochs: int, delta: flo
     if defence.multiplier < LEAST_NOISE:
         return None, f"none worth its name: noise of {defence.multiplier:.3g} · C"
     steps = max(1, epochs * images // batch)
-    said = f"n = {images:,}, batch {batch}, {epochs} epochs, δ = {delta:g}"
+    said = f"n = {images:,}, batch {batch}, {counted(epochs, 'epochs')}, δ = {delta:g}"
     try:
         found = epsilon_of(defence.multiplier, batch / images, steps, delta)
     except SitusError as error:

@@ -18,7 +18,7 @@ from situs.audit.split.stage import Scene, Stage
 from situs.audit.split.view import NONE, Setting, check_places
 from situs.data.loader import Loader
 from situs.data.sampler import epoch_order
-from situs.errors import SitusError, counted, unknown_name
+from situs.errors import SitusError, counted, unknown_name, verb
 from situs.limits import check_value
 from situs.locks.features import Defence, parse_defence
 from situs.models import Model, open_model
@@ -175,8 +175,8 @@ def _stage(
     inputs, mixed = torch.cat([each for each, _ in given]), epoch_order(seed, 0, sum(len(each) for each, _ in given))
     if len(inputs) < public + 2:
         raise SitusError(
-            f"{loader.source.name}: {len(inputs)} images are too few: {public} are the attacker's own, and two or more "
-            "are to be attacked",
+            f"{loader.source.name}: {counted(len(inputs), 'images')} {verb(len(inputs), 'are')} too few: {public} are "
+            "the attacker's own, and two or more are to be attacked",
             field=("public", "count"),
         )
     labels = [label for _, label in given if label is not None]

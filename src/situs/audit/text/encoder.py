@@ -31,7 +31,7 @@ from situs.audit.text.layers import entering, qkv_weights, span_of, word_inputs,
 from situs.audit.text.roots import FirstBlock
 from situs.audit.text.victim import Sentence
 from situs.backbones.hf.encoders import TextEncoder
-from situs.errors import counted
+from situs.errors import counted, verb
 
 TOGETHER, UNKNOWNS, STARTS = 32, 2048, 3
 """Candidates that are searched together, fewer where that is more unknowns, and from how many starts."""
@@ -94,7 +94,8 @@ def encoder_sentences(
     partial = search.run(batch, deadline)
     found, reason = tuple(search.sentences), None
     if partial is None and len(found) < batch:
-        reason = f"{len(found)} of {batch} sentences were found; equal ones cannot be told apart"
+        told = f"{len(found)} of {counted(batch, 'sentences')} {verb(batch, 'were')} found"
+        reason = f"{told}; equal ones cannot be told apart"
     facts |= {"searched": len(search.tried), "roots": search.roots}
     if not found and batch == 1 and (placed := at_places(able)):
         said = "no whole sentence was confirmed; shown are the words at places where no other word passes"

@@ -16,7 +16,7 @@ from situs.audit.defences import Defence, Gradients, NoDefence, Step
 from situs.backbones.hf.encoders import TextEncoder
 from situs.backbones.hf.text import TextBackbone, open_tokeniser
 from situs.core.precision import full_float32
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.methods.base import Batch, Method
 from situs.models import open_model
 
@@ -61,7 +61,9 @@ class TextVictim:
         known = self.backbone.inner.get_input_embeddings().weight.shape[0]
         for text, ids in zip(texts, found, strict=True):
             if len(ids) < least:
-                raise SitusError(f"{text[:60]!r}: is {len(ids)} tokens long, and a step needs {least}", field="texts")
+                raise SitusError(
+                    f"{text[:60]!r}: is {counted(len(ids), 'tokens')} long, and a step needs {least}", field="texts"
+                )
             if max(ids) >= known:
                 [word] = self.shown([max(ids)])
                 said = f"{word!r} is token {max(ids)} of the tokeniser, and the model has {known} of them"
@@ -90,7 +92,9 @@ def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVict
     kind, notes = type(model.backbone.model).__name__, dict(model.notes)
     if isinstance(model.backbone, TextEncoder) and not kind.endswith(("ForMaskedLM", "ForSequenceClassification")):
         model = open_model(source, num_classes=classes, **asked)
-        notes["classifier"] = f"the folder has none: a new one with {classes} classes, which the attacker has as well"
+        notes["classifier"] = (
+            f"the folder has none: a new one with {counted(classes, 'classes')}, which the attacker has as well"
+        )
     elif not kind.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForSequenceClassification")):
         raise SitusError(f"{model.name}: {kind} has no head, so a client has nothing to learn with it")
     if kind.endswith("ForSequenceClassification") and "context" in model.backbone.refusals:

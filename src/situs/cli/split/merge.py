@@ -13,6 +13,7 @@ from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
 from situs.cli.shell import answer
+from situs.errors import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +44,10 @@ def run(args: Args) -> None:
     if args.locked:
         step = merge_locked(args.client, args.server, args.out)
         told = f"Open it with situs unlock {args.out} --retrained --key FILE --out DIR."
-        answer({"locked": args.out, "steps": step}, f"{args.out}: locked as it was, after {step} steps", told)
+        answer(
+            {"locked": args.out, "steps": step}, f"{args.out}: locked as it was, after {counted(step, 'steps')}", told
+        )
         return
     step = merge(args.client, args.server, args.out, key=None if args.key is None else read_key(args.key))
     told = f"next: situs evaluate accuracy {args.out}, or situs export {args.out} --out DIR"
-    answer({"run": args.out, "steps": step}, f"{args.out}: the whole run after {step} steps", told)
+    answer({"run": args.out, "steps": step}, f"{args.out}: the whole run after {counted(step, 'steps')}", told)

@@ -21,7 +21,7 @@ from situs.cli.pretrain import tell
 from situs.cli.result import INTERRUPTED
 from situs.cli.shell import answer
 from situs.cli.split.wire import LOCAL, ONE_RANK, ClientArgs
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.evaluate.finetune import FinetuneConfig
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def run(args: Args) -> int:
         return INTERRUPTED
     told = {name: value for name, value in result.metrics.items() if name != "gradient_norm"}
     facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())
-    _say(f"done: {result.step} steps{facts}; the client's part is in {folder}")
+    _say(f"done: {counted(result.step, 'steps')}{facts}; the client's part is in {folder}")
     _say(f"next: situs split infer {folder} …, or situs split merge {folder} SERVER --out DIR")
     return 0
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from situs.data.sources.jpeg import read_frame
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, SitusError, counted, verb
 
 if TYPE_CHECKING:
     import numpy as np
@@ -162,7 +162,8 @@ def to_channels(image: Tensor, channels: int | None, name: str) -> Tensor:
         grey = (image.to(torch.float32) * weights).sum(0, keepdim=True)
         return grey.round().to(torch.uint8) if image.dtype == torch.uint8 else grey
     raise SitusError(
-        f"{name}: has {have} channels and {channels} were asked for; only grey to RGB and RGB to grey convert",
+        f"{name}: has {counted(have, 'channels')} and {channels} {verb(channels, 'were')} asked for; only grey to RGB "
+        "and RGB to grey convert",
         field="channels",
     )
 

@@ -32,7 +32,7 @@ from situs.data.sources.columns import classes_in, is_text, label_columns, multi
 from situs.data.sources.images import read_bytes
 from situs.data.sources.remote import is_kept, opened
 from situs.data.sources.table import LISTS
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, SitusError, counted
 
 _COLUMNS: dict[Kind, tuple[str, ...]] = {
     "image": ("image", "img", "jpg", "png", "webp"),
@@ -308,7 +308,7 @@ def _layout(files: list[Path], footers: list[_Footer]) -> tuple[str, tuple[str, 
         return image, labels, number_names(most, f"{files[0]}, column {labels[0]!r}")
     if most >= len(names):
         raise SitusError(
-            f"{files[0]}: names {len(names)} classes, its column {labels[0]!r} goes up to {most}", field="data"
+            f"{files[0]}: names {counted(len(names), 'classes')}, its column {labels[0]!r} has {most}", field="data"
         )
     return image, labels, names
 

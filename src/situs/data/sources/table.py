@@ -20,7 +20,7 @@ from torch import Tensor
 from situs.data.sources.base import ANY, Wanted, choose_split
 from situs.data.sources.folder import TABLES, FileSource, find_table, split_folders
 from situs.data.sources.walk import plain, walk
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 
 PARTITION = "list_eval_partition.txt"
 """CelebA's own splits, beside the table: 0, 1 and 2 for train, val and test."""
@@ -173,7 +173,7 @@ def _coded(file: Path, header: list[str], rows: Rows) -> np.ndarray:
     held, seen = bytearray(), set[int]()
     for line, cells in rows:
         if len(cells) != len(header):
-            raise _wrong(file, line, f"has {len(cells):,} labels for {len(header):,} classes")
+            raise _wrong(file, line, f"has {counted(len(cells), 'labels')} for {counted(len(header), 'classes')}")
         codes = bytes([_CODES.get(cell.strip().lower(), _NONE) for cell in cells])
         if _NONE in codes:
             at = codes.index(_NONE)

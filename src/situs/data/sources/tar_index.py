@@ -27,7 +27,7 @@ from situs.data.sources.images import IMAGE_SUFFIXES
 from situs.data.sources.remote import is_kept, present
 from situs.data.sources.tar_headers import BLOCK, SMALL, Member, plain_members
 from situs.data.sources.walk import LeftOut, plain
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.files import cache_folder, write_bytes
 
 _END = 2 * BLOCK  # zeros, at the end of every archive
@@ -193,8 +193,8 @@ def _read_shard(file: Path, labels: bool) -> TarIndex:
     except Exception as error:  # each field of a header fails in its own way where it is damaged
         reason = plain(str(error))[:120]
         raise SitusError(
-            f"{file}: is not a plain tar of images and class numbers, or is damaged after {len(shard.keys):,} images "
-            f"({reason})",
+            f"{file}: is not a plain tar of images and class numbers, or is damaged after "
+            f"{counted(len(shard.keys), 'images')} ({reason})",
             field="data",
         ) from error
     if any(number < 0 for number in shard.numbers.values()):
@@ -225,15 +225,15 @@ def _check_end(raw: BinaryIO, end: int, file: Path, images: int) -> None:
         cut = raw.seek(0, os.SEEK_END) <= end + len(mark) and not any(mark)
         what = "was cut short" if cut else "is damaged"
         raise SitusError(
-            f"{file}: {what} after {images:,} images, at byte {end:,}, where neither another member nor the end of "
-            "the archive follows; get it again",
+            f"{file}: {what} after {counted(images, 'images')}, at byte {end:,}, where neither another member nor the "
+            "end of the archive follows; get it again",
             field="data",
         )
     while part := raw.read(1 << 20):
         if any(part):
             raise SitusError(
-                f"{file}: goes on after its end, after {images:,} images: several tar files in one? Join them with "
-                "tar --concatenate, or keep them apart",
+                f"{file}: goes on after its end, after {counted(images, 'images')}: several tar files in one? Join "
+                "them with tar --concatenate, or keep them apart",
                 field="data",
             )
 

@@ -209,7 +209,8 @@ class BlockSource(Source):
         flat = np.concatenate(parts) if parts else coded.flat
         if len(flat) < 2:
             raise SitusError(
-                f"{name}: has {len(flat)} words, and a language model learns the next from the one before", field="data"
+                f"{name}: has {counted(len(flat), 'words')}, and a language model learns the next from the one before",
+                field="data",
             )
         count = -(-len(flat) // self.longest)
         if len(flat) - (count - 1) * self.longest < 2:  # a last word alone has nothing behind it

@@ -28,7 +28,7 @@ from situs.data.sources.images import check_bytes
 from situs.data.sources.remote import USUAL_BYTES, is_kept, open_shard
 from situs.data.sources.tar_index import open_index
 from situs.data.sources.walk import LeftOut, plain
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, SitusError, counted
 
 _BLOCK = 4 << 20  # bytes: long enough for a disk to read them about as fast as it can
 
@@ -150,5 +150,5 @@ def _class_names(file: Path, count: int) -> tuple[str, ...]:
     except UnicodeDecodeError as error:
         raise SitusError(f"{file}: must be UTF-8 text, one class a line ({error.reason})") from error
     if len(names) < count:
-        raise SitusError(f"{file}: names {len(names)} classes, the shards use {count}")
+        raise SitusError(f"{file}: names {counted(len(names), 'classes')}, the shards use {count}")
     return names

@@ -20,7 +20,7 @@ from situs.core.permutation import random_permutation
 from situs.core.position import coordinates, distances
 from situs.core.random import uniform
 from situs.core.tokens import mask_of, take
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.evaluate.probe.linear import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
 from situs.limits import check_value
 from situs.methods.base import Batch, UnknownPosition
@@ -159,7 +159,7 @@ def probe_position(
     grid, count = backbone.out_grid, math.prod(backbone.out_grid)
     check_value("ratio", ratio, "(0, 1]")
     if not count_of(ratio, count):
-        raise SitusError(f"ratio={ratio}: must drop at least one of {count} places", field="ratio")
+        raise SitusError(f"ratio={ratio}: must drop at least one of {counted(count, 'places')}", field="ratio")
 
     def features(batches: Iterable[Batch], split: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for batch in batches:

@@ -12,7 +12,7 @@ from torch import Tensor
 from situs.data.sources import judged_split, open_source
 from situs.data.sources.base import EncodedSource, Source, TensorSource
 from situs.data.sources.subset import Rows
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, SitusError, counted
 from situs.evaluate.corruptions import GROUPS
 
 _WNID = re.compile(r"n\d{8}")
@@ -74,8 +74,8 @@ def match_classes(found: Sequence[str] | None, names: Sequence[str] | None, outp
     if names is None:
         if len(found) != outputs:
             raise SitusError(
-                f"{what}: has {len(found)} classes and the classifier {outputs} outputs whose names are not known; "
-                "give the names in their order",
+                f"{what}: has {counted(len(found), 'classes')} and the classifier {outputs} outputs whose names are "
+                "not known; give the names in their order",
                 field="class_list",
             )
         return list(range(outputs))

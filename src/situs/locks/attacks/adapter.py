@@ -22,7 +22,7 @@ from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.backbones.weights import HEADS
 from situs.config import Checked
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.limits import Count, Positive
 from situs.locks.attacks.match import assign
 from situs.locks.attacks.recovery import KeyRecovery, judged
@@ -120,7 +120,8 @@ def recover_with_labels(
     control = train_adapter(randomised(backbone, groups, config.seed), samples, config)
     # before[j, i] is how much of clear channel j reaches locked channel i; the key has 1 at j = p[i].
     keys = {residual[0].name: assign(attacked.before.detach().T)}
-    cost = f"{len(samples.labels)} labelled samples, {config.steps} steps of {min(config.batch, len(samples.labels))}"
+    cost = f"{counted(len(samples.labels), 'labelled samples')}, {counted(config.steps, 'steps')} of "
+    cost += str(min(config.batch, len(samples.labels)))
     scores = {"before": before, "after": accuracy_of(attacked, test), "owner": owner}
     scores["control"] = accuracy_of(control, test)
     return judged("labels", residual, keys, truth, seconds=seconds, cost=cost, **scores)

@@ -18,7 +18,7 @@ from torch import Tensor
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.core.permutation import identity
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.locks.attacks.blind import entering
 from situs.locks.attacks.match import assign
 from situs.locks.attacks.recovery import KeyRecovery, judged
@@ -105,7 +105,8 @@ def recover_with_activations(
     found = recover_columns(seen, public, public[0, :prefix])
     keys = {group.name: identity(group.size) for group in groups} | {first: found.q}
     own = len(samples) - len(samples) // 2
-    cost = f"what enters the blocks of {len(samples) // 2} samples, {own} others and the clear embedding"
+    seen_of = counted(len(samples) // 2, "samples")
+    cost = f"what enters the blocks of {seen_of}, {counted(own, 'others')} and the clear embedding"
     return judged("activations", groups, keys, truth, seconds=time.perf_counter() - began, cost=cost)
 
 

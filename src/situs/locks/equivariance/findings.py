@@ -19,7 +19,7 @@ from torch import Tensor
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.core.tokens import patchify, take, unpatchify
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.locks.equivariance.experiment import Errors, Experiment, relative_error
 from situs.locks.equivariance.parts import Part, merged, parts_of
 from situs.locks.equivariance.sample import (
@@ -91,7 +91,7 @@ class Verification(Result):
 
     def summary(self) -> Summary:
         """What the numbers are; a row for the whole and what stands around it, and one for each kind of module."""
-        header = ("part", "law", "verdict", "forward", "backward", f"{self.steps} steps", self.dtype, "why")
+        header = ("part", "law", "verdict", "forward", "backward", counted(self.steps, "steps"), self.dtype, "why")
         around = [_row(each) for each in self.findings if _is_whole(each.part)]
         laws = {(each.part, each.law): each for each in self.findings}
         inside = [_module_row(part, laws) for part in dict.fromkeys(part for part, _ in laws) if not _is_whole(part)]

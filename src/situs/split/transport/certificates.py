@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from situs.errors import SitusError, missing_extra
+from situs.errors import SitusError, counted, missing_extra
 from situs.files import write_bytes
 
 AUTHORITY = "ca"
@@ -90,7 +90,7 @@ def make_certificates(
         return made.sign(root, _sha256())
 
     _write(out / f"{AUTHORITY}.pem", issue(issuer, root.public_key(), ca=True))
-    lines = [f"{out / 'ca.pem'}: the authority, valid for {days} days; its key is not kept"]
+    lines = [f"{out / 'ca.pem'}: the authority, valid for {counted(days, 'days')}; its key is not kept"]
     for name in ("server", *clients):
         key = ec.generate_private_key(ec.SECP256R1())
         use = ExtendedKeyUsageOID.SERVER_AUTH if name == "server" else ExtendedKeyUsageOID.CLIENT_AUTH

@@ -9,6 +9,7 @@ from typing import Any
 
 from situs import __version__
 from situs.backbones.base import Backbone
+from situs.errors import counted
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _what(backbone: Backbone, provenance: ModelProvenance) -> str:
         facts.append(f"- Sentences: at most {provenance.text['longest']} ids of the tokeniser beside it")
     elif backbone.input.shape is not None:
         height, width = backbone.input.shape
-        facts.append(f"- Images: {backbone.input.channels} channels, {height} × {width} pixels")
+        facts.append(f"- Images: {counted(backbone.input.channels, 'channels')}, {height} × {width} pixels")
     if provenance.mean is not None and provenance.std is not None:
         facts.append(f"- Normalised by mean {numbers(provenance.mean)} and deviation {numbers(provenance.std)}")
     if provenance.data:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.loader import Loader
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.methods.base import Method
 from situs.train.checkpoint import RunFolder
 from situs.train.contract import RunState
@@ -66,8 +66,8 @@ class Private:
         if dp.epsilon is not None and run.resumed and run.start is not None:
             before = run.start.state["total_steps"]
             if before != total:
-                said = f"dp.epsilon={dp.epsilon:g}: set the noise for {before} steps, and the run cannot have {total}"
-                raise SitusError(said, field=("train.epochs", "train.max_steps"))
+                said = f"set the noise for {counted(before, 'steps')}, and the run cannot have {total}"
+                raise SitusError(f"dp.epsilon={dp.epsilon:g}: {said}", field=("train.epochs", "train.max_steps"))
         rate = batch / count
         noise = dp.noise if dp.epsilon is None else noise_for(dp.epsilon, rate, total, dp.delta)
         assert noise is not None
@@ -77,7 +77,8 @@ class Private:
         spent = epsilon_of(noise, rate, total, dp.delta)
         speak(
             f"DP-SGD: each of {count:,} samples with chance {rate:.3g} a step, gradients clipped to {dp.clip:g}, noise "
-            f"{noise:.4g} · {dp.clip:g}; ε = {spent:.3g} at δ = {dp.delta:g} after {total:,} steps. {NOT_COVERED}"
+            f"{noise:.4g} · {dp.clip:g}; ε = {spent:.3g} at δ = {dp.delta:g} after {counted(total, 'steps')}. "
+            f"{NOT_COVERED}"
         )
         mechanism = Mechanism(self.draws.secret, noise, dp.clip, batch)
         return partial(PrivateStepper, mechanism=mechanism), Ledger(noise, rate, dp.delta)
