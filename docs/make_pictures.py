@@ -1,11 +1,13 @@
-"""Makes the pictures in docs/_static from the embedded images; two of them need the runs that `make demo` leaves.
+"""Makes the pictures in docs/_static from the embedded images and the tables of docs/results.md; two of them need the
+runs that `make demo` leaves.
 
-.venv/bin/python docs/make_pictures.py              the drawings and the audit
+.venv/bin/python docs/make_pictures.py              the drawings, the audit and the curves
 .venv/bin/python docs/make_pictures.py demo/runs    puzzles and split learning too
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +36,7 @@ from situs.data.sources.samples import load_samples
 from situs.locks.features import Defence
 from situs.methods.base import Batch
 from situs.models.data import load_set
+from situs.report import figures
 
 GRID, PATCH, STEP = (7, 7), 4, 1.16
 INK, QUIET, MOVED, LOST, TOLD = "#1d2433", "#c4cad6", "#e4572e", "#1f7a8c", "#2e8b57"
@@ -152,6 +155,59 @@ def draw_permutations() -> None:
     save(figure, "permutations")
 
 
+# --- tables of docs/results.md ------------------------------------------------------------------------------
+
+
+def table_below(picture: str) -> list[list[str]]:
+    """The cells of the table that follows a picture in docs/results.md, a row for each strength."""
+    text = (OUT.parent / "results.md").read_text(encoding="utf-8").partition(f"_static/{picture}.png")[2]
+    lines = re.search(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
+    assert lines is not None, picture
+    rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines[0].splitlines()[2:]]
+    return [[strength, *row[1:]] for row in rows for strength in row[0].split(", ")]
+
+
+def noise_series() -> tuple[list[str], dict[str, list[float]]]:
+    """The strengths, and the PSNR by line."""
+    rows, names = (
+        table_below("defence-noise"),
+        ("ViT-S/4, position gradient sent", "ViT-S/4, withheld", "DINOv2, withheld"),
+    )
+    return [row[0] for row in rows], {
+        name: [float(row[at].split()[0]) for row in rows] for at, name in enumerate(names, start=1)
+    }
+
+
+def noise_series_texts() -> tuple[list[str], dict[str, list[float]]]:
+    """The strengths, and what was recovered in percent by line."""
+    rows, lines = table_below("defence-noise-texts"), dict[str, list[float]]()
+    for _, tokens, sentences, words in rows:
+        places, pairs = {cell.strip() for cell in tokens.split("/")}, [cell.strip() for cell in words.split("/")]
+        assert len(places) == 1, "one line stands for both, as long as they are equal"
+        found, _, of = sentences.partition(" of ")
+        values = {
+            "words, embedding's gradient sent": float(pairs[0].split()[0]),
+            "words, withheld": float(pairs[1].split()[0]),
+            "tokens at their place, either": float(places.pop().split()[0]),
+            "whole sentences, either": 100 * int(found) / int(of),
+        }
+        for name, value in values.items():
+            lines.setdefault(name, []).append(value)
+    return [row[0] for row in rows], lines
+
+
+def draw_noise() -> None:
+    """What attacks on gradients find over the noise, of images and of sentences."""
+    for name, (strengths, lines), label, level, limits in (
+        ("defence-noise", noise_series(), "PSNR, dB", ("exact: 54.15 dB", 54.15), None),
+        ("defence-noise-texts", noise_series_texts(), "recovered, %", None, (0.0, 100.0)),
+    ):
+        steps = range(len(strengths))
+        series = {name: (steps, values) for name, values in lines.items()}
+        asked = {"x_names": strengths, "level": level, "y_limits": limits}
+        save(figures.curves(series, "deviation of the noise over the gradient's rms", label, **asked), name)
+
+
 # --- measured -----------------------------------------------------------------------------------------------
 
 
@@ -250,7 +306,7 @@ def shoot_demo(page: Path) -> None:
 def main() -> None:
     """All that can be made from what is there."""
     mpl.use("Agg")
-    for draw in (draw_position, draw_droppos, draw_mjp, draw_permutations, draw_audit):
+    for draw in (draw_position, draw_droppos, draw_mjp, draw_permutations, draw_audit, draw_noise):
         draw()
     if len(sys.argv) > 1:
         runs = Path(sys.argv[1])

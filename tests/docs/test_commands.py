@@ -12,6 +12,8 @@ from typing import get_origin
 from situs.cli.main import VERBS
 from situs.cli.parser.flags import flags_of
 from situs.methods import METHODS
+from situs.presets import preset_names
+from situs.studies.load import study_names
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -59,6 +61,60 @@ def wrong(words: list[str]) -> str | None:
         if flag and flag[0] not in names and not flag[0].startswith(tables) and flag[0] != "--help":
             return f"{verb} {flag[0]}"
     return None
+
+
+SCRIPT = re.compile(r"(?:^|\s)python (\S+\.py)((?: .*)?)$")
+
+
+def scripts(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Each script of ours that inline code runs, and its words."""
+    for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", text):
+        if found := SCRIPT.search(" ".join(code.split())):
+            yield found[1], found[2].split()
+
+
+def wrong_script(name: str, words: list[str]) -> str | None:
+    """The script that is not there, or the flag that it does not take."""
+    if not (ROOT / name).is_file():
+        return name
+    taken = set(re.findall(r"""add_argument\(\s*["'](--[\w-]+)""", (ROOT / name).read_text(encoding="utf-8")))
+    taken |= {f"--no-{flag[2:]}" for flag in taken}
+    return next((f"{name} {word}" for word in words if word.startswith("--") and word not in taken), None)
+
+
+def without_command(text: str) -> list[str]:
+    """Headings above a table or a picture and no command that makes it."""
+    parts = re.split(r"^#{2,3} (.*)$", text, flags=re.MULTILINE)[1:]
+    sections = dict(zip(parts[::2], parts[1::2], strict=True))
+    shown = {name: body for name, body in sections.items() if re.search(r"^\||^!\[", body, flags=re.MULTILINE)}
+    return [name for name, body in shown.items() if not (any(commands(body)) or any(scripts(body)))]
+
+
+def test_scripts_of_every_page_are_there_and_take_their_flags() -> None:
+    assert wrong_script("benchmarks/nosuch.py", []) and wrong_script("benchmarks/text.py", ["--model", "--nosuch"])
+    found = [(page.name, *each) for page in PAGES for each in scripts(page.read_text(encoding="utf-8"))]
+    assert len(found) > 15
+    assert [(page, mistake) for page, *each in found if (mistake := wrong_script(*each)) is not None] == []
+
+
+def test_every_table_and_picture_of_the_results_names_its_command() -> None:
+    assert without_command("## a\n| 1 |\n## b\n`situs doctor`\n| 2 |\n## c\n![x](y.png)\n## d\nwords") == ["a", "c"]
+    assert without_command((ROOT / "docs" / "results.md").read_text(encoding="utf-8")) == []
+
+
+def test_every_study_and_preset_that_a_page_names_is_there() -> None:
+    studies, presets, seen = study_names(), preset_names(), 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        found = [(studies, name) for name in re.findall(r"stud(?:y|ies)\s+`([a-z0-9-]+)[ `]", text)]
+        for words in commands(text):
+            found += [(studies, words[2])] if words[:2] == ["study", "run"] and len(words) > 2 else []
+            found += [(presets, words[words.index("--preset") + 1])] if "--preset" in words[:-1] else []
+        for known, name in found:
+            if re.fullmatch(r"[a-z0-9-]+", name):  # and no NAME, PATH or file.toml
+                assert name in known, (page.name, name)
+                seen += 1
+    assert seen > 40
 
 
 def test_commands_are_found_and_mistakes_in_them_too() -> None:

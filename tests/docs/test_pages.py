@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import tomllib
 from collections.abc import Callable
 from importlib import import_module
@@ -57,3 +58,13 @@ def test_what_was_run_is_what_is_pinned_and_the_metadata_claim_no_more() -> None
     assert [each for each in project["classifiers"] if each.startswith("Operating")] == [
         "Operating System :: POSIX :: Linux"
     ]
+
+
+def test_curves_of_the_results_can_be_drawn_from_their_tables() -> None:
+    made = runpy.run_path(str(DOCS / "make_pictures.py"))
+    for name, most in (("noise_series", 200.0), ("noise_series_texts", 100.0)):
+        strengths, lines = made[name]()
+        assert strengths[0] == "0" and strengths[-1] == "1" and len({*strengths}) == len(strengths) >= 8
+        for values in lines.values():
+            assert len(values) == len(strengths) and most >= values[0] > values[-1] >= 0
+            assert values == sorted(values, reverse=True)  # more noise, less found
