@@ -22,6 +22,7 @@ KINDS = {
     "distilbert masked": "DistilBertForMaskedLM",
     "electra": "ElectraForSequenceClassification",
     "electra masked": "ElectraForMaskedLM",
+    "albert": "AlbertForSequenceClassification",
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -53,7 +54,7 @@ def write_folder(folder: Path, kind: str, *, width: int = 48, seed: int = 0, **f
         sizes = {"dim": width, "n_layers": 2, "n_heads": 4, "hidden_dim": 4 * width, "max_position_embeddings": 16}
     elif kind.startswith("roberta"):
         sizes |= {"max_position_embeddings": 17, "pad_token_id": 0, "type_vocab_size": 1}  # a row of the padding's
-    elif kind.startswith("electra"):
+    elif kind.startswith(("electra", "albert")):
         sizes |= {"embedding_size": width}
     elif kind == "qwen3":
         sizes |= {"head_dim": width // 4, "num_key_value_heads": 2}

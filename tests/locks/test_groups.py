@@ -209,6 +209,11 @@ OWNERS: dict[str, list[tuple[str, int]]] = {
         ("electra.embeddings_project.bias", 0),
         ("generator_predictions.dense.weight", 1),
     ],
+    "albert": [
+        ("albert.encoder.embedding_hidden_mapping_in.weight", 0),
+        ("albert.encoder.embedding_hidden_mapping_in.bias", 0),
+        ("predictions.dense.weight", 1),
+    ],
 }
 """The axes of the stream that stay clear."""
 

@@ -34,6 +34,12 @@ EMBEDDING = {
     "llama": {"model.embed_tokens.weight"},
     "qwen3": {"model.embed_tokens.weight"},
     "gpt_neox": {"gpt_neox.embed_in.weight"},
+    "albert": {
+        "predictions.decoder.weight",
+        *(f"albert.encoder.embedding_hidden_mapping_in.{name}" for name in ("weight", "bias")),
+        *(f"albert.embeddings.{name}_embeddings.weight" for name in ("word", "position", "token_type")),
+        *(f"albert.embeddings.LayerNorm.{name}" for name in ("weight", "bias")),
+    },
     "electra": {
         "generator_lm_head.weight", "electra.embeddings_project.weight", "electra.embeddings_project.bias",
         *(f"electra.embeddings.{name}_embeddings.weight" for name in ("word", "position", "token_type")),

@@ -79,6 +79,7 @@ HF: dict[str, tuple[str, dict[str, Any]]] = {
         {"dim": 24, "n_layers": 2, "n_heads": 3, "hidden_dim": 32, "max_position_embeddings": 16, **WORDS},
     ),
     "electra": ("ElectraForMaskedLM", {**TEXT, "embedding_size": 12}),
+    "albert": ("AlbertForMaskedLM", {**TEXT, "embedding_size": 12, "num_hidden_layers": 3, "num_hidden_groups": 2}),
 }
 ZOO = [*TIMM, *HF]
 CAUSAL = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox"]

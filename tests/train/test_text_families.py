@@ -34,6 +34,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "roberta": {},
     "distilbert": {},
     "electra": {"embedding_size": 12},  # words of fewer channels than the layers have
+    "albert": {"embedding_size": 12},  # and one layer that runs twice
     "qwen3": {},
     "gpt_neox": {"pad_token_id": 0},
 }
@@ -124,7 +125,9 @@ def test_locked_it_is_another_model_and_with_the_key_the_same(kind: str, world: 
 HARD = ("3 7 1 9", "4 3 8 2 9", "11 7 13 1 3", "30 31")
 
 
-@pytest.mark.parametrize("kind", [*SMALL, "roberta masked", "distilbert masked", "electra masked"])
+@pytest.mark.parametrize(
+    "kind", [*(kind for kind in SMALL if kind != "albert"), "roberta masked", "distilbert masked", "electra masked"]
+)
 def test_the_sentences_behind_a_gradient_are_found(kind: str, tmp_path: Path) -> None:
     fields = {"embedding_size": 20} if "electra" in kind else {}
     made = victim(tmp_path, kind, width=64, **fields)
@@ -145,6 +148,22 @@ def test_as_many_tokens_as_words_have_channels_is_a_reason_and_no_pass(
     found = find_sentences(made.backbone, upload, len(truth))
     assert found.reason == "the batch has as many tokens as words have channels (12), so every word passes the test"
     assert found.sentences == () and found.words == {word for sentence in truth for word in sentence}  # by their rows
+
+
+def test_a_block_that_runs_twice_is_neither_attacked_nor_withheld(world: Path, tmp_path: Path) -> None:
+    made = victim(tmp_path / "model", "albert", width=64)
+    truth = sentences(made, *HARD)
+    upload = text_gradients(made, truth, labels=[0, 1, 0, 1], dtype=torch.float64)
+    found = find_sentences(made.backbone, upload, len(truth))
+    assert (
+        found.reason is not None and found.reason.startswith("its blocks share their weights") and not found.sentences
+    )
+    assert found.words == {word for sentence in truth for word in sentence}  # the embedding's gradient names them
+    key = new_key(tmp_path / "owner.key")
+    with pytest.raises(SitusError, match="has 1 block with weights of their own, and one at least must stay"):
+        lock(world / "albert", key, tmp_path / "locked", withhold=["blocks=1"])
+    lock(world / "albert", key, tmp_path / "locked", withhold=["embedding"], withheld=tmp_path / "second")
+    assert not [name for name in load_file(tmp_path / "locked" / "model.safetensors") if "embedding" in name]
 
 
 @pytest.mark.parametrize("method", ["mp3", "droppos", "mjp"])

@@ -31,7 +31,8 @@ class Role(NamedTuple):
 
 
 class Names(NamedTuple):
-    """How a family calls its tensors: components of their names, for each part that is not told by its block."""
+    """How a family calls its tensors: components of their names (of `embedding`, how they begin), for each part that is
+    not told by its block."""
 
     embedding: tuple[str, ...] = ()
     table: tuple[str, ...] = ()
@@ -63,7 +64,7 @@ def roles_of(backbone: Backbone, names: Names, inner: str = "model.") -> dict[st
             found[name] = Role(known[0], 0)
         elif not name.startswith(inner) or name.removeprefix(inner).split(".")[0] in names.head:
             found[name] = Role("head", len(blocks) + 1)
-        elif name.removeprefix(inner).split(".")[0] in names.embedding:
+        elif any(name.removeprefix(inner).startswith(f"{each}.") for each in names.embedding):
             found[name] = Role("embedding", 0)
         else:
             found[name] = Role("unknown", len(blocks) + 1)

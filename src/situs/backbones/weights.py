@@ -78,8 +78,8 @@ def _strip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 HEADS = (
     *("head.", "head_dist.", "fc.", "fc_norm.", "classifier.", "pooler.", "vit.pooler.", "bert.pooler."),
-    *("cls.", "lm_head.", "score.", "roberta.pooler.", "pre_classifier."),
-    *("vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
+    *("cls.", "lm_head.", "score.", "roberta.pooler.", "albert.pooler.", "pre_classifier."),
+    *("predictions.", "sop_classifier.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector."),
     *("generator_predictions.", "generator_lm_head.", "discriminator_predictions.", "embed_out."),
 )
 """A head that does not fit is left as it was made: a file without one, or one for other classes."""

@@ -56,12 +56,11 @@ def tensors_of(backbone: Backbone, parts: Sequence[str]) -> set[str]:
                 )
             held |= {name for name, depth in depths.items() if depth == 0}
             continue
-        count, blocks = int(part.removeprefix("blocks=")), backbone.depth
+        count, blocks = int(part.removeprefix("blocks=")), len(backbone.block_modules())
         if count >= blocks:
-            raise SitusError(
-                f"withhold={part}: {backbone.name} has {counted(blocks, 'blocks')}, and one at least must stay",
-                field="withhold",
-            )
+            own = "" if blocks == backbone.depth else " with weights of their own"
+            said = f"{backbone.name} has {counted(blocks, 'blocks')}{own}, and one at least must stay"
+            raise SitusError(f"withhold={part}: {said}", field="withhold")
         held |= {name for name, depth in depths.items() if 1 <= depth <= count}
     # Other names of the same parameters too: a head that is tied to the words would give them away.
     named = dict(backbone.model.named_parameters(remove_duplicate=False))
@@ -71,7 +70,7 @@ def tensors_of(backbone: Backbone, parts: Sequence[str]) -> set[str]:
 
 def block_tensors(backbone: Backbone) -> set[str]:
     """The names of all tensors in the blocks."""
-    return {name for name, depth in _depths(backbone).items() if 1 <= depth <= backbone.depth}
+    return {name for name, depth in _depths(backbone).items() if 1 <= depth <= len(backbone.block_modules())}
 
 
 def _depths(backbone: Backbone) -> dict[str, int]:

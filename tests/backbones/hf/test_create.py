@@ -46,6 +46,7 @@ GPT2 = {
 ROBERTA = {**BERT, "max_position_embeddings": 22, "pad_token_id": 1, "type_vocab_size": 1}
 DISTIL = {"dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 48, "vocab_size": 50, "max_position_embeddings": 20}
 ELECTRA = {**BERT, "embedding_size": 32}
+ALBERT = {**BERT, "embedding_size": 12}
 LLAMA = {**BERT, "num_key_value_heads": 2, "pad_token_id": None}
 QWEN3 = {**LLAMA, "head_dim": 8}
 NEOX = {
@@ -90,6 +91,9 @@ TEXTS = {
     "electra_classes": ("ElectraForSequenceClassification", {**ELECTRA, "embedding_size": 12, "num_labels": 5}, None),
     "electra_words": ("ElectraForMaskedLM", {**ELECTRA, "embedding_size": 12}, (1, 15)),
     "electra_replaced": ("ElectraForPreTraining", ELECTRA, None),
+    "albert": ("AlbertModel", ALBERT, None),
+    "albert_classes": ("AlbertForSequenceClassification", {**ALBERT, "num_hidden_groups": 2, "num_labels": 5}, None),
+    "albert_words": ("AlbertForMaskedLM", {**ALBERT, "inner_group_num": 2, "embedding_size": 32}, (1, 15)),
     "gpt2": ("GPT2Model", GPT2, None),
     "gpt2_words": ("GPT2LMHeadModel", {**GPT2, "scale_attn_by_inverse_layer_idx": True}, (1, 15)),
     "gpt2_classes": ("GPT2ForSequenceClassification", {**GPT2, "num_labels": 5, "pad_token_id": 0}, None),
@@ -115,7 +119,15 @@ TEXTS = {
     "neox_classes": ("GPTNeoXForSequenceClassification", {**NEOX, "num_labels": 5, "pad_token_id": 0}, None),
 }
 DECODERS = [name for name, (kind, *_) in TEXTS.items() if issubclass(FAMILIES[kind].adapter, DecoderBackbone)]
-ENCODERS = [*IMAGES, "bert", "bert_classes", "roberta_classes", "distilbert_classes", "electra_classes"]
+ENCODERS = [
+    *IMAGES,
+    "bert",
+    "bert_classes",
+    "roberta_classes",
+    "distilbert_classes",
+    "electra_classes",
+    "albert_classes",
+]
 ROTARY = [name for name in DECODERS if not name.startswith("gpt2")]
 ROUNDED = [name for name in ROTARY if not name.startswith("neox")]
 """Those whose RMSNorm rounds to float32 whatever the weights are."""
@@ -310,7 +322,8 @@ def own_with_mask(b, x, allowed):
     inner, bias = b.model.base_model, torch.zeros(allowed.shape, dtype=torch.float64)
     bias = bias.masked_fill(~allowed, float("-inf")).unsqueeze(1)
     z = inner.embeddings(own_input(b.model, x))
-    z = inner.embeddings_project(z) if hasattr(inner, "embeddings_project") else z
+    wider = b.widener() if b.input.words else None
+    z = z if wider is None else wider(z)
     for layer in b.layers():
         z = layer(z, bias)
     return z if b.input.words else inner.layernorm(z)
@@ -557,7 +570,7 @@ def test_inputs_that_do_not_fit_are_refused():
     [
         (
             transformers.T5Config,
-            "unknown transformers model type 't5'; choose one of: audio-spectrogram-transformer, bert",
+            "unknown transformers model type 't5'; choose one of: albert, audio-spectrogram-transformer, bert",
         ),
         (lambda: transformers.BertConfig(**BERT, is_decoder=True), "is_decoder=True: BertModel is known"),
         (
@@ -636,7 +649,7 @@ def test_an_unknown_folder_is_refused_before_anything_is_loaded(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}')
     with pytest.raises(
         SitusError,
-        match=r"unknown model_type in .*config.json 'evil'; choose one of: audio-spectrogram-transformer, bert",
+        match=r"unknown model_type in .*config.json 'evil'; choose one of: albert, audio-spectrogram-transformer, bert",
     ):
         create_backbone(tmp_path)
 
@@ -678,6 +691,7 @@ def test_num_classes_gives_a_new_head_to_the_saved_body(tmp_path):
         ("roberta_words", "RobertaForSequenceClassification"),
         ("distilbert_words", "DistilBertForSequenceClassification"),
         ("electra_replaced", "ElectraForSequenceClassification"),
+        ("albert_words", "AlbertForSequenceClassification"),
     ):
         folder = tmp_path / name
         model = make_model(name).float()
@@ -736,7 +750,7 @@ def test_a_given_model_keeps_its_mode_and_its_names():
     assert list(b.state_dict()) == [f"model.{key}" for key in model.state_dict()]
 
 
-@pytest.mark.parametrize("kind", ["clip_vision_model", "swin", "deit", "beit", "albert", "deberta-v2"])
+@pytest.mark.parametrize("kind", ["clip_vision_model", "swin", "deit", "beit", "deberta-v2"])
 def test_what_users_try_and_situs_does_not_take_has_its_reason(kind: str, tmp_path) -> None:
     from situs.backbones.hf.create import ELSEWHERE
 

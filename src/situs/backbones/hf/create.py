@@ -45,6 +45,7 @@ _VIT, _DINO, _REGISTERS = (
 _AST = "ASTForAudioClassification"
 
 ENCODERS: dict[str, tuple[str, type[encoders.TextEncoder], Head]] = {
+    "albert": ("Albert", encoders.AlbertBackbone, encoders.bert_classes),
     "bert": ("Bert", encoders.TextEncoder, encoders.bert_classes),
     "camembert": ("Camembert", encoders.RobertaBackbone, encoders.first_classes),
     "distilbert": ("DistilBert", encoders.DistilBertBackbone, encoders.distilbert_classes),
@@ -117,7 +118,6 @@ ELSEWHERE: dict[str, str] = {
     ),
     "swin": "Situs does not run transformers' Swin; timm's, as swin_tiny_patch4_window7_224, is taken",
     "deit": "Situs does not run transformers' DeiT; timm's, as deit_small_distilled_patch16_224, is taken",
-    "albert": "its blocks share their weights, so that no tensor has a depth of its own; BERT and ELECTRA are taken",
     **dict.fromkeys(
         ("deberta", "deberta-v2"),
         "its attention reads the distances between words by tables of their own, which Situs does not run; RoBERTa is "

@@ -42,10 +42,14 @@ class TextEncoder(TextBackbone, EncoderBackbone):
     def attentions(self) -> list[nn.Module]:
         return [layer.attention.self for layer in self.layers()]
 
+    def widener(self) -> nn.Module | None:
+        """What gives words and places the channels of the blocks; None where they have them."""
+        return getattr(self.inner, "embeddings_project", None)
+
     def parts(self) -> list[PostNorm]:
-        """The parts of each layer."""
-        pairs = zip(self.layers(), self.attentions(), strict=True)
-        return [POST_NORM[type(attention).__name__](layer) for layer, attention in pairs]
+        """The parts of each layer; of one that runs several times, once."""
+        pairs = dict(zip(self.layers(), self.attentions(), strict=True))
+        return [POST_NORM[type(attention).__name__](layer) for layer, attention in pairs.items()]
 
     def write_layout(self, layout: LayoutBuilder) -> None:
         write_post_norm(layout, self.dim, self.parts())
@@ -68,8 +72,8 @@ class TextEncoder(TextBackbone, EncoderBackbone):
 
     def before_blocks(self, z: Tensor) -> Tensor:
         embeddings = self.inner.embeddings
-        z = embeddings.dropout(embeddings.LayerNorm(z))
-        return self.inner.embeddings_project(z) if self.token_dim != self.dim else z
+        z, wider = embeddings.dropout(embeddings.LayerNorm(z)), self.widener()
+        return z if wider is None else wider(z)
 
     def word_head(self) -> MaskedHead | None:
         """What stands before the words of a masked model; None for another head."""
@@ -104,6 +108,25 @@ class DistilBertBackbone(TextEncoder):
         return [layer.attention for layer in self.layers()]
 
 
+class AlbertBackbone(TextEncoder):
+    """ALBERT: one layer, or a few, that run again and again, behind words of fewer channels than theirs."""
+
+    def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
+        super().__init__(model, head, size)
+        self.depth = len(self.layers())
+
+    def layers(self) -> Any:
+        groups, count = self.inner.encoder.albert_layer_groups, self.model.config.num_hidden_layers
+        turns = (groups[int(turn / (count / len(groups)))] for turn in range(count))
+        return [layer for group in turns for layer in group.albert_layers]
+
+    def attentions(self) -> list[nn.Module]:
+        return [layer.attention for layer in self.layers()]
+
+    def widener(self) -> nn.Module:
+        return self.inner.encoder.embedding_hidden_mapping_in
+
+
 class MaskedHead(NamedTuple):
     """words(norm(act(dense(z)))): a logit for each word, by the model's output embedding."""
 
@@ -126,6 +149,9 @@ def _roberta_head(model: Any) -> MaskedHead:
 
 
 MASKED: dict[str, Callable[[Any], MaskedHead]] = {
+    "AlbertForMaskedLM": lambda model: MaskedHead(
+        model.predictions.dense, model.predictions.activation, model.predictions.LayerNorm
+    ),
     "BertForMaskedLM": _bert_head,
     **dict.fromkeys(("RobertaForMaskedLM", "XLMRobertaForMaskedLM", "CamembertForMaskedLM"), _roberta_head),
     "DistilBertForMaskedLM": lambda model: MaskedHead(model.vocab_transform, model.activation, model.vocab_layer_norm),
@@ -145,6 +171,8 @@ def masked_words(model: Any, features: Features) -> Tensor:
 def pooled(model: Any, features: Features) -> Tensor:
     """The pooler's output, or the first token where the model has none."""
     pooler = getattr(model.base_model, "pooler", None)
+    if isinstance(pooler, nn.Linear):  # ALBERT's, without what comes behind it
+        return model.base_model.pooler_activation(pooler(features.patches[:, 0]))
     return features.patches[:, 0] if pooler is None else pooler(features.patches)
 
 

@@ -108,7 +108,7 @@ class HFBackbone(Backbone):
         """The blocks, as transformers keeps them."""
 
     def block_modules(self) -> list[tuple[nn.Module, ...]]:
-        return [(layer,) for layer in self.layers()]
+        return [(layer,) for layer in dict.fromkeys(self.layers())]  # each once, where it runs several times
 
     def own_names(self, names: Iterable[str]) -> dict[str, str]:
         return own_names(self.model, names)

@@ -14,7 +14,15 @@ from situs.errors import SitusError, unknown_name
 
 RESIDUAL = "residual"
 NAMES = Names(
-    embedding=("embeddings", "embeddings_project", "embed_tokens", "embed_in", "wte", "rotary_emb"),
+    embedding=(
+        "embeddings",
+        "embeddings_project",
+        "encoder.embedding_hidden_mapping_in",
+        "embed_tokens",
+        "embed_in",
+        "wte",
+        "rotary_emb",
+    ),
     table=("position_embeddings", "wpe"),
     prefix=("cls_token", "distillation_token", "mask_token", "register_tokens"),
     qkv=(

@@ -51,10 +51,21 @@ def _distilbert(layer: Any) -> PostNorm:
     )
 
 
+def _albert(layer: Any) -> PostNorm:
+    attn = layer.attention
+    return PostNorm(
+        *(attn.query, attn.key, attn.value),
+        *(attn.dense, attn.output_dropout, attn.LayerNorm),
+        *(layer.ffn, layer.activation, layer.ffn_output, nn.Identity(), layer.full_layer_layer_norm),
+        *(attn.num_attention_heads, attn.scaling, attn.attention_dropout),
+    )
+
+
 POST_NORM: dict[str, Callable[[Any], PostNorm]] = {
     **dict.fromkeys(
         (f"{name}SelfAttention" for name in ("Bert", "Camembert", "Electra", "Roberta", "XLMRoberta")), _bert
     ),
+    "AlbertAttention": _albert,
     "DistilBertSelfAttention": _distilbert,
 }
 """Exact attention class -> the parts of the layer around it."""
