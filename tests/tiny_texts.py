@@ -61,7 +61,7 @@ def write_folder(folder: Path, kind: str, *, width: int = 48, seed: int = 0, **f
     special = {"bos_token_id": None, "eos_token_id": None} if kind in CAUSAL else {}
     made = getattr(transformers, KINDS[kind])
     torch.manual_seed(seed)
-    model = made(made.config_class(vocab_size=len(WORDS), initializer_range=0.3, **{**sizes, **special, **fields}))
+    model = made(made.config_class(vocab_size=len(WORDS), **{"initializer_range": 0.3, **sizes, **special, **fields}))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:  # fresh norms and biases are trivial, and hide mistakes
             parameter.data += 0.1 * torch.randn(parameter.shape)

@@ -34,7 +34,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "roberta": {},
     "distilbert": {},
     "electra": {"embedding_size": 12},  # words of fewer channels than the layers have
-    "albert": {"embedding_size": 12},  # and one layer that runs twice
+    "albert": {"embedding_size": 12},  # the same, and one layer that runs twice
     "qwen3": {},
     "gpt_neox": {"pad_token_id": 0},
 }
@@ -150,15 +150,26 @@ def test_as_many_tokens_as_words_have_channels_is_a_reason_and_no_pass(
     assert found.sentences == () and found.words == {word for sentence in truth for word in sentence}  # by their rows
 
 
-def test_a_block_that_runs_twice_is_neither_attacked_nor_withheld(world: Path, tmp_path: Path) -> None:
-    made = victim(tmp_path / "model", "albert", width=64)
+@pytest.mark.parametrize(("layers", "groups", "inner"), [(3, 1, 1), (4, 2, 1), (2, 1, 2)])
+def test_the_sentences_behind_blocks_that_run_again_and_again(
+    layers: int, groups: int, inner: int, tmp_path: Path
+) -> None:
+    shape = {"num_hidden_layers": layers, "num_hidden_groups": groups, "inner_group_num": inner}
+    # Wider words make larger numbers, under which attention would see one word alone.
+    made = victim(tmp_path, "albert", width=128, embedding_size=48, initializer_range=0.15, **shape)
     truth = sentences(made, *HARD)
     upload = text_gradients(made, truth, labels=[0, 1, 0, 1], dtype=torch.float64)
-    found = find_sentences(made.backbone, upload, len(truth))
-    assert (
-        found.reason is not None and found.reason.startswith("its blocks share their weights") and not found.sentences
-    )
-    assert found.words == {word for sentence in truth for word in sentence}  # the embedding's gradient names them
+    found = find_sentences(made.backbone, {name: each for name, each in upload.items() if "word_" not in name}, 4)
+    assert sorted(found.sentences) == sorted(truth) and found.reason is None
+    assert found.facts["runs"] == layers * inner // (groups * inner)
+    if layers == 3:
+        made = victim(tmp_path / "small", "albert", width=32, embedding_size=24, **shape)
+        upload = text_gradients(made, truth, labels=[0, 1, 0, 1], dtype=torch.float64)
+        reason = find_sentences(made.backbone, upload, 4).reason
+        assert reason is not None and reason.endswith("; a token counts 3 times, for as often a block runs")
+
+
+def test_what_all_blocks_share_is_not_withheld(world: Path, tmp_path: Path) -> None:
     key = new_key(tmp_path / "owner.key")
     with pytest.raises(SitusError, match="has 1 block with weights of their own, and one at least must stay"):
         lock(world / "albert", key, tmp_path / "locked", withhold=["blocks=1"])

@@ -30,8 +30,6 @@ def refusal(backbone: TextBackbone, sent: set[str]) -> str | None:
     """Why the attack cannot be made of gradients of these names; None where it can. It says nothing about privacy."""
     if backbone.depth < 2:
         return "it holds what it finds against the second block, and the model has one"
-    if len(backbone.block_modules()) < backbone.depth:
-        return "its blocks share their weights, so that a gradient is the sum of what all of them were given"
     if lacking := [name for depth in (1, 2) for name in qkv_weights(backbone, depth) if name not in sent]:
         return f"the gradient of {lacking[0]} is not sent, so there is nothing to hold words against"
     return None

@@ -27,7 +27,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.text.causal import full
 from situs.audit.text.found import UNNAMED, Found
-from situs.audit.text.layers import entering, qkv_weights, span_of, word_inputs, words_at
+from situs.audit.text.layers import calls_before, entering, qkv_weights, span_of, word_inputs, words_at
 from situs.audit.text.roots import FirstBlock
 from situs.audit.text.victim import Sentence
 from situs.backbones.hf.encoders import TextEncoder
@@ -76,12 +76,14 @@ def encoder_sentences(
     one, two = (span_of(backbone, upload, names, even) for names in (first, second))
     block = FirstBlock(backbone, upload, even)
     facts = {"rank": one.rank, "tokens": block.fc1.rank, "channels": backbone.dim, "free": len(block.free)}
+    if (shared := len(backbone.block_modules())) < backbone.depth:  # what is read of a gradient is of every run
+        facts["runs"] = backbone.depth // shared
     if reason := full(one, backbone.dim) or full(two, backbone.dim) or full(block.fc1, backbone.dim):
-        return Found(facts=facts, reason=reason)
-    if one.rank >= backbone.token_dim and len(words) * block.fc1.rank > PAIRS:
-        said = (
-            f"the batch has as many tokens as words have channels ({backbone.token_dim}), so every word passes the test"
-        )
+        runs = f"; a token counts {facts['runs']} times, for as often a block runs" if "runs" in facts else ""
+        return Found(facts=facts, reason=reason + runs)
+    if len(words) * block.fc1.rank > PAIRS and _all_pass(backbone, one):
+        channels = f"words have channels ({backbone.token_dim})"
+        said = f"the batch has as many tokens as {channels}, so every word passes the test"
         return Found(facts=facts, reason=said)
     able = candidates(backbone, one, words, deadline, unknown, block.fc1.rank)
     named = frozenset(able.words.tolist())
@@ -101,6 +103,15 @@ def encoder_sentences(
         said = "no whole sentence was confirmed; shown are the words at places where no other word passes"
         found, reason = (placed,), reason and said
     return Found(named, found, facts, reason, partial)
+
+
+def _all_pass(backbone: TextEncoder, span: Span) -> bool:
+    """Whether words lie in the span whatever they are: those of a model whose words have few channels."""
+    if backbone.token_dim == backbone.dim:
+        return False
+    weight = backbone.inner.get_input_embeddings().weight
+    some = torch.arange(0, len(weight), max(1, len(weight) // 64), device=weight.device)
+    return len(words_at(backbone, span, some, 0)) == len(some)
 
 
 def at_places(able: Candidates) -> Sentence:
@@ -254,5 +265,8 @@ class _Search:
             hidden = torch.zeros(1, len(sentence), dtype=torch.bool, device=ids.device)
             hidden[0, gaps] = True
             places = places.forget(hidden, self.unknown)
-        inputs = entering(self.backbone, self.weight, lambda: self.backbone.encode(self.backbone.embed(ids), places))
+        calls = calls_before(self.backbone, 2)
+        inputs = entering(
+            self.backbone, self.weight, lambda: self.backbone.encode(self.backbone.embed(ids), places), calls=calls
+        )
         return bool(self.two.holds(inputs[0].double()).all())

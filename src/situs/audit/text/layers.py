@@ -23,11 +23,18 @@ LOOSE = 0.05
 """Share of a word that may stick out where the arithmetic is too coarse to tell more; the rest are looked at again."""
 
 
-def qkv_weights(backbone: Backbone, depth: int) -> list[str]:
+def qkv_weights(backbone: TextBackbone, depth: int) -> list[str]:
     """Names of the matrices that make queries, keys and values in block `depth`, counted from 1."""
-    roles = backbone.roles()
+    roles, layer = backbone.roles(), backbone.layers()[depth - 1]
+    block = 1 + [each for (each,) in backbone.block_modules()].index(layer)  # where several share their weights, one
     own = [name for name, p in backbone.named_parameters() if p.dim() == 2]
-    return [name for name in own if roles[name].part == "qkv" and roles[name].depth == depth]
+    return [name for name in own if roles[name].part == "qkv" and roles[name].depth == block]
+
+
+def calls_before(backbone: TextBackbone, depth: int) -> int:
+    """How often the weights of block `depth` have been used when it comes to it (ALBERT's blocks share them)."""
+    layers = backbone.layers()
+    return sum(layer is layers[depth - 1] for layer in layers[: depth - 1])
 
 
 def module_of(backbone: Backbone, weight: str) -> Any:
@@ -56,13 +63,16 @@ def tells(span: Span) -> bool:
     return 0 < span.rank < len(span.column) - SPARE
 
 
-def entering(backbone: Backbone, weight: str, run: Callable[[], Any], *, on: bool = False) -> Tensor:
-    """What enters the layer of a weight while `run` goes through the model; it ends there unless it must go `on`."""
+def entering(backbone: Backbone, weight: str, run: Callable[[], Any], *, on: bool = False, calls: int = 0) -> Tensor:
+    """What enters the layer of a weight while `run` goes through the model; it ends there unless it must go `on`.
+
+    calls: of that layer, that come before the one that is meant.
+    """
     seen: list[Tensor] = []
 
     def look(_: Any, given: tuple[Any, ...]) -> None:
         seen.append(given[0].detach())
-        if not on:
+        if not on and len(seen) > calls:
             raise EnoughError
 
     handle = module_of(backbone, weight).register_forward_pre_hook(look)
@@ -72,7 +82,7 @@ def entering(backbone: Backbone, weight: str, run: Callable[[], Any], *, on: boo
         pass
     finally:
         handle.remove()
-    return seen[0]
+    return seen[calls]
 
 
 @torch.no_grad()
