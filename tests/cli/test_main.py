@@ -219,5 +219,7 @@ def test_flags_of_a_topic_are_listed_and_explained_where_they_are_asked_for(caps
     assert "--tune-lr" in told and "AdamW" in told and "--fail-above" not in told
     assert main(["audit", "gradients", "--help", "all"]) == 0
     assert {"--tune-lr", "--restarts", "--fail-above"} <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert main(["audit", "finetuning", "--help"]) == 0  # which has tables and takes no preset
+    assert "presets" not in capsys.readouterr().out
     assert main(["audit", "gradients", "--help", "presets"]) == 2
     assert "choose one of: all, matching, remedies" in capsys.readouterr().err

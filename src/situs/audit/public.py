@@ -77,7 +77,7 @@ class AuditConfig(Checked):
     """matching: starts; the best match is kept."""
 
     search_seconds: Positive = TokensConfig.seconds
-    """tokens: of search for an upload; all of a defence: twice that."""
+    """tokens: seconds of search for an upload, and at most twice that for all of a defence."""
 
     predictor: str | None = None
     """adaptive-mjp: a run of MP3 that orders hidden patches."""

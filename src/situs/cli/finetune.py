@@ -1,4 +1,4 @@
-"""Train a classifier, a segmentation or a language model, starting from a pretrained one.
+"""Train a classifier, a segmentation, a detection or a language model, starting from a pretrained one.
 
 For example: situs finetune --from runs/mp3 --positions learned --epochs 3 --out runs/ft
 

@@ -76,7 +76,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Split": {
         "split certs": ("situs.cli.split.certs", "throw-away certificates for a server and its clients"),
         "split serve": ("situs.cli.split.serve", "a model's blocks, for clients that keep their images and labels"),
-        "split train": ("situs.cli.split.train", "train with a server's blocks; it sees permuted features alone"),
+        "split train": ("situs.cli.split.train", "train with a server's blocks; images and labels stay here"),
         "split infer": ("situs.cli.split.infer", "accuracy of such a training, with the server at work"),
         "split cost": ("situs.cli.split.cost", "what permutations add to a step: operations, bytes, memory"),
         "split merge": ("situs.cli.split.merge", "the client's and the server's part as one ordinary run"),

@@ -34,8 +34,8 @@ class DataConfig(Checked):
     """Where the samples are and how they come to the model."""
 
     path: str = ""
-    """Image folder, folder of parquet or tar files, CIFAR batches, "samples" for the embedded set; clips of sound in
-    folders, as Speech Commands has them, or parquet; or sentences in parquet, csv, tsv, jsonl or txt."""
+    """Images, clips or sentences: a folder, parquet, tar, CIFAR batches, csv, txt, or "samples" (embedded images);
+    clips lie in folders, as Speech Commands has them, or in parquet; sentences in parquet, csv, tsv, jsonl or txt."""
 
     kind: Kind | None = None
     """image, audio or text; by default what lies at the path."""
@@ -68,7 +68,7 @@ class DataConfig(Checked):
     """Train on at most so many samples of each class, chosen likewise; by default on all."""
 
     batch: Count | None = None
-    """Images a step over all ranks; by default 256, or all of a smaller set."""
+    """Images a step over all ranks, by default 256 or all of a smaller set."""
 
     workers: Natural = 4
     """Processes that decode a streamed set, at most one a core; 0 decodes in the main process."""

@@ -25,8 +25,8 @@ class TrainConfig(Checked):
     what lies below: a preset, a file, a run that is resumed."""
 
     max_steps: Count | None = None
-    """Largest number of updates. Given without epochs it takes their place likewise; where both are given together, the
-    run and its schedule end with whichever is first."""
+    """Largest number of updates, in the place of epochs; where both are given together, the run and its schedule end
+    with whichever is first."""
 
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Arithmetic of the forward and backward; weights and optimiser stay in float32. auto: bf16 on a GPU, fp32 on

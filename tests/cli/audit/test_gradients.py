@@ -210,6 +210,7 @@ def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.Captu
         (["--find-defence", "psnr=20", "--defence", "noise"], "(--find-defence, --defence)"),
         (["--find-defence", "beauty=3"], "(--find-defence)"),
         (["--setting", "a", "--batch", "2"], "(--batch, --setting)"),
+        (["--tune-data", "x"], "none is looked for (--tune-data, --find-defence)"),
         (["--junit", "x.xml"], "there is none (--junit, --fail-above)"),
         (["--fail-above", "psnr=20", "--junit", "."], "must be a file that can be written (--junit)"),
         (["--lpips", "absent.safetensors"], "no such file"),

@@ -70,6 +70,8 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         ([str(trained.mp3), "--kind", "class", "--data", str(flat)], "has no labels to compare with (--data)"),
         ([str(trained.mp3), "--data", str(tmp_path / "empty")], "empty"),
         ([str(trained.mp3), "--split", "train"], "judge it on val or test (--split)"),
+        ([str(trained.mp3), "--pool", "cls"], "pool=cls: is for kind=class; leave it out (--pool, --kind)"),
+        ([str(trained.mp3), "--kind", "class", "--void", "0"], "is for kind=segments; leave it out (--void, --kind)"),
         ([str(trained.mp3), "--train-count", "0"], "train_count=0: must be >= 1 (--train-count)"),
         ([str(trained.mp3), "--weight-decays", "-1,1"], "weight_decays=-1.0: must be > 0 (--weight-decays)"),
     ):

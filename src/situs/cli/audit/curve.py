@@ -33,7 +33,8 @@ class Args(ModelArgs):
     """Instead, for a model of words: sentences, one a line; over noise, clip or precision."""
 
     curve: Annotated[tuple[str, ...], Parameter(name="--over", metavar="NAMES")] = ("noise", "precision", "fedavg")
-    """Apart by commas: noise, clip (with noise, as DP-SGD), precision, fedavg, dropout; texts: noise, precision."""
+    """Apart by commas: noise, clip (with noise, as DP-SGD), precision, fedavg, dropout; texts: noise, clip
+    and precision, by default noise and precision."""
 
     defences: Annotated[tuple[str, ...], Parameter(name="--defence", metavar="NAMES")] = ("auto",)
     """What else is done, a line each, apart by commas; by default none and no-pe-gradient."""

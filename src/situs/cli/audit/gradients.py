@@ -166,6 +166,10 @@ def _check(args: Args) -> str:
                 f"find_defence={args.find_defence}: tries every defence by itself; leave {name} out",
                 field=("find_defence", name),
             )
+    for each in fields(CostConfig) if args.find_defence is None else ():
+        if (value := getattr(args, each.name)) != each.default:
+            said = f"{each.name}={value}: is for what a defence costs, and none is looked for"
+            raise SitusError(said, field=(each.name, "find_defence"))
     if args.junit is not None and args.fail_above is None:
         raise SitusError(
             f"junit={args.junit}: holds what a gate says, and there is none", field=("junit", "fail_above")

@@ -6,13 +6,14 @@ For example: situs evaluate probe runs/mp3 --kind position --after runs/ft --tra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from situs.cli.parser.model_args import open_from, open_one_of
 from situs.cli.result import MeasureArgs, asked, present
+from situs.errors import SitusError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +49,19 @@ class Args(MeasureArgs):
     """segments: names of the classes; by default those of a list beside the data, else their numbers."""
 
 
+_KINDS = {"ratio": "position", "pool": "class", "first": "segments", "void": "segments", "classes": "segments"}
+"""flag -> what it is for."""
+
+
 def run(args: Args) -> None:
     """Fits, scores, prints the table and writes the page."""
     from situs.data.masks import usual_masks
     from situs.evaluate.probe.classes import evaluate_probe
 
+    for each in fields(args):
+        kind = _KINDS.get(each.name, args.kind)
+        if kind != args.kind and (value := getattr(args, each.name)) != each.default:
+            raise SitusError(f"{each.name}={value}: is for kind={kind}; leave it out", field=(each.name, "kind"))
     model = open_from(args)
     after = None if args.after is None else open_one_of(args.after, args)
     words = asked(args, after=after)

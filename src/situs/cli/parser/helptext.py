@@ -31,9 +31,10 @@ def print_help(flags: Sequence[Flag], config: Any, topic: str, prog: str, descri
     """Prints what `topic` asks for; defaults are those that preset, file and chosen method give."""
     tables = [f.name for f in fields(config) if is_dataclass(getattr(config, f.name))] if config is not None else []
     groups = list(dict.fromkeys([*tables, *(flag.group for flag in flags if flag.group)]))
+    recipes = any(flag.name == "--preset" for flag in flags)
     if not groups:
         topic = ""
-    elif topic and topic not in (topics := (*groups, *(["presets"] if tables else []), "all")):
+    elif topic and topic not in (topics := (*groups, *(["presets"] if recipes else []), "all")):
         raise unknown_name("topic of --help", topic, topics)
     if topic == "presets":
         print(presets_text(preset))
@@ -43,7 +44,7 @@ def print_help(flags: Sequence[Flag], config: Any, topic: str, prog: str, descri
     about = f"The flags --{topic}.* and their values." if topic in tables else description
     app_of(shown, prog, about).help_print([])
     if groups and not topic:
-        print(other_flags([flag for flag in flags if flag.group], groups, prog, presets=bool(tables)))
+        print(other_flags([flag for flag in flags if flag.group], groups, prog, presets=recipes))
     if topic in ("", "all"):
         every = ", ".join(f"{flag.name} ({flag.help})" for flag in SHELL)
         print(textwrap.fill(f"Every verb takes {every}.", _width(), **_WHOLE))

@@ -78,6 +78,8 @@ def _shown(flag: Flag) -> Any:
         return False
     if isinstance(value, bool):
         return lambda _: "yes" if value else "no"
+    if isinstance(value, float):
+        return lambda _: f"{value:.4g}"
     if isinstance(value, tuple):
         return lambda _: ",".join(f"{each:g}" if isinstance(each, float) else str(each) for each in value)
     return True

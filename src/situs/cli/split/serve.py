@@ -1,4 +1,4 @@
-"""Serve a model's blocks to clients that train with them: they see permuted features, and no picture and no label.
+"""Serve a model's blocks to clients that train with them: this side is sent features, and no pictures and no labels.
 
 For example: situs split serve --preset samples-mp3 --method supervised --listen 127.0.0.1:7443 --tls certs
 --out runs/server

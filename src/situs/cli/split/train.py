@@ -49,7 +49,7 @@ class Args(Recipe, ClientArgs):
     """The owner's second file, where parts of that folder were withheld."""
 
     permute: Annotated[tuple[Literal["rows", "columns"], ...], Parameter(metavar="WHAT")] = ()
-    """rows: tokens in a new order each step. columns: channels by the key."""
+    """rows: tokens mixed each step; columns: channels by the key; else none."""
 
     defence: Annotated[str, Parameter(metavar="WHAT")] = ""
     """none (by default), noise=σ (of the tokens' deviation), lowpass=r (share of frequencies kept), batch-shuffle or
@@ -89,7 +89,7 @@ def run(args: Args) -> int:
             config, call, hide, out=args.out, resume=args.resume, key=key, start=start, device=args.device, say=_say
         )
         wire = max(0.0, call.waited - call.served)
-        _say(f"asked again {call.again} times; {wire:.1f} s on the wire, {call.served:.1f} s at the server")
+        _say(f"asked again {counted(call.again, 'times')}; {wire:.1f} s on the wire, {call.served:.1f} s at the server")
     folder = args.out or args.resume
     answer({"run": folder, "steps": result.step, "interrupted": result.interrupted, "metrics": result.metrics})
     if result.interrupted:

@@ -161,7 +161,9 @@ def audit_lock(
     """
     config, key = config or LockAuditConfig(), None if key is None else as_key(key)
     samples = {name: Path(path) for name, path in (("images", images), ("texts", texts)) if path is not None}
-    names = _chosen([attacker] if isinstance(attacker, str) else attacker, base is not None, data is not None, samples)
+    names = _chosen(
+        config, [attacker] if isinstance(attacker, str) else attacker, base is not None, data is not None, samples
+    )
     target = _target(Path(locked), base, weights, key, samples, None if data is None else str(data), config)
     able = [name for name in names if name not in target.idle]
     results = [result for name in tracked(able, "attackers") for result in _attack(name, target, config)]
@@ -179,7 +181,9 @@ def audit_lock(
     )
 
 
-def _chosen(given: Sequence[str], base: bool, data: bool, samples: Mapping[str, Path]) -> list[str]:
+def _chosen(
+    config: LockAuditConfig, given: Sequence[str], base: bool, data: bool, samples: Mapping[str, Path]
+) -> list[str]:
     """The attackers asked for, each once, in order; what one of them lacks is said before anything is loaded."""
     usual = {"no-base": True, "images": bool(samples), "public-base": base}
     names = list(dict.fromkeys(given)) or [name for name, able in usual.items() if able]
@@ -192,6 +196,9 @@ def _chosen(given: Sequence[str], base: bool, data: bool, samples: Mapping[str, 
             raise SitusError("attacker=labels: needs labelled samples", field="data")
         if name in ("images", "activations") and not samples:
             raise SitusError(f"attacker={name}: needs unlabelled images or texts", field=("images", "texts"))
+    for flag, name in (("drift", "drifted-base"), ("steps", "labels")):
+        if (value := getattr(config, flag)) != getattr(LockAuditConfig, flag) and name not in names:
+            raise SitusError(f"{flag}={value}: is for the attacker {name}, who is not asked", field=(flag, "attacker"))
     if len(samples) > 1:
         said = ", ".join(f"{name}={path}" for name, path in samples.items())
         raise SitusError(f"{said}: a model takes one or the other", field=tuple(samples))
