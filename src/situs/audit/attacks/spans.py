@@ -98,8 +98,11 @@ class Span:
 
     def residual(self, inputs: Tensor) -> Tensor:
         """The share of inputs [..., in] that sticks out, [...]."""
-        scaled = inputs * self.column
-        return self.outside(scaled).norm(dim=-1) / scaled.norm(dim=-1)
+        return self.stuck(inputs, inputs)
+
+    def stuck(self, part: Tensor, inputs: Tensor) -> Tensor:
+        """What sticks out of a part of inputs [..., in], as a share of them, [...]."""
+        return self.outside(part * self.column).norm(dim=-1) / (inputs * self.column).norm(dim=-1)
 
     def expected(self, inputs: Tensor) -> Tensor:
         """The share that noise alone makes stick out, [...].

@@ -10,6 +10,7 @@ import transformers
 from victims import as_trained, vit
 
 from situs.audit.attacks.base import Knowledge, Ready, Refused
+from situs.audit.attacks.spans import FORWARD, SOLVED
 from situs.audit.attacks.tokens.attack import TokensConfig, TokenSpans
 from situs.audit.attacks.tokens.descent import Range
 from situs.audit.attacks.tokens.later import Through, derivable, later_block
@@ -139,6 +140,23 @@ def test_the_truth_fits_and_what_is_near_it_does_not(family: str, dtype: torch.d
     assert len(through.spans) == 4  # queries, keys and values are fed the same
     assert through._judged(truth).fits
     assert not through._judged(truth + 0.01 * torch.randn(truth.shape).to(truth)).fits
+
+
+def test_how_much_may_stick_out_is_what_the_models_own_forward_rounds_off() -> None:
+    """Large numbers that every norm takes away, as trained models have: what stands beside them is rounded by far more
+    than what a plain model's is. In float64 the same equations hold to the last digits."""
+    victim = deep()
+    with torch.no_grad():
+        victim.model.pos_embed.add_(100.0)
+    through, truth = at_the_truth(victim)
+    fed = through._inputs(through.patches(truth))
+    assert max(float(through.spans[at].residual(h).max()) for at, h in fed) > 5 * SOLVED * FORWARD
+    assert 0.3 < through._judged(truth).residual < 2.0 and through._judged(truth).fits
+    assert not through._judged(truth + 0.01 * torch.randn(truth.shape).to(truth)).fits
+    exact = victim_gradients(victim, IMAGE.double(), torch.tensor([2]), defence=Withhold(1), dtype=torch.float64)
+    law = Through(victim, through.later, exact, 48, through.pixels)
+    for at, h in law._inputs(law.patches(truth)):
+        assert float(law.spans[at].residual(h).max()) < 1e-10
 
 
 def test_what_overflowed_is_left_out_and_what_is_no_number_does_not_fit() -> None:

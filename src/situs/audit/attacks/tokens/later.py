@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from situs.audit.attacks.spans import SOLVED, TELLING, Span, whole_rows
 from situs.audit.attacks.tokens.descent import Range
-from situs.audit.attacks.tokens.runs import runs_of
+from situs.audit.attacks.tokens.runs import Runs, runs_of
 from situs.audit.defences import Gradients
 from situs.audit.stem import StemBackbone, flat_weight
 from situs.backbones.base import Backbone
@@ -88,6 +89,8 @@ class Through:
         """backbone: in float64, in eval mode. rank: of the patches; as many as they have values where nothing of the
         patch embedding is sent. blur: even and forward, as in `Span`."""
         self.run, self.later, self.pixels = runs_of(backbone, later.names), later, pixels
+        # What the victim's own forward pass rounds off by that block depends on its weights: they tell it.
+        self.plain = runs_of(deepcopy(backbone).float(), later.names) if blur[1] is None else None
         tokens = self.run.places + backbone.num_prefix
         self.grey = (pixels.low + pixels.high) / 2
         # Keys alone do not hold their inputs, for their gradients add up to nothing over the places: all that is fed
@@ -115,9 +118,10 @@ class Through:
             names += [] if call.name in names else [call.name]
         return list(found.items())
 
-    def _inputs(self, patches: Tensor) -> list[tuple[int, Tensor]]:
+    def _inputs(self, patches: Tensor, run: Runs | None = None) -> list[tuple[int, Tensor]]:
         """What each row space must hold, [tokens, ·], by its number."""
-        calls = self.run((patches @ self.run.weight.T).unsqueeze(0))
+        run = run or self.run
+        calls = run((patches.to(run.weight) @ run.weight.T).unsqueeze(0))
         return [(at, calls[at].inputs[0]) for at in self.spans]
 
     def patches(self, at: Tensor) -> Tensor:
@@ -229,12 +233,17 @@ class Through:
         jacobian = vmap(along, chunk_size=64)(torch.eye(at.numel()).to(at).view(-1, *at.shape)).flatten(1)
         return lambda v: (v.flatten() @ jacobian).view_as(out), lambda u: (jacobian @ u.flatten()).view_as(at)
 
+    @torch.no_grad()
     def _judged(self, at: Tensor) -> Picture:
         patches = self.patches(at)
-        each = [(self.spans[at], inputs) for at, inputs in self._inputs(patches)]
-        share = torch.stack([span.residual(h) for span, h in each])
-        ratio = share / torch.stack([span.expected(h) for span, h in each])
-        worst = float(ratio.nan_to_num(torch.inf, torch.inf).max())
+        fed = self._inputs(patches)
+        share = torch.stack([self.spans[at].residual(h) for at, h in fed])
+        expected = torch.stack([self.spans[at].expected(h) for at, h in fed])
+        if self.plain is not None:
+            pairs = zip(fed, self._inputs(patches, self.plain), strict=True)
+            rounded = [self.spans[at].stuck(other.double() - h, h) for (at, h), (_, other) in pairs]
+            expected = (expected.square() + torch.stack(rounded).square()).sqrt()
+        worst = float((share / expected).nan_to_num(torch.inf, torch.inf).max())
         return Picture(patches, worst, worst <= SOLVED and bool((share <= TELLING).all()))
 
 
