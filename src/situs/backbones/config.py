@@ -26,10 +26,10 @@ class BackboneConfig(Checked):
     (40, 1) makes each frame of 40 coefficients a token."""
 
     in_chans: int = 3
-    """Channels of the images."""
+    """Channels of the images; in a training those of the data."""
 
     num_classes: int | None = None
-    """Classes of the head; 0 for none."""
+    """Classes of the head, 0 for none; in a training those of the data."""
 
     positions: PositionKind | None = None
     """Another kind of position than the model's own: learned (new, random), sincos (fixed), learned_sincos (sincos at

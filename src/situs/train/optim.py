@@ -30,7 +30,7 @@ class OptimConfig(Checked):
     """How the weights move: AdamW, its schedule, and what is spared."""
 
     lr: Positive | None = None
-    """Peak rate. None: base_lr · global batch / lr_reference, so that a recipe fits another batch."""
+    """Peak rate; by default base_lr · global batch / lr_reference, so that a recipe fits another batch."""
 
     base_lr: Positive = 5e-4
     """Rate for a global batch of `lr_reference`; used where `lr` is not given."""
@@ -64,7 +64,7 @@ class OptimConfig(Checked):
     """Updates of the warm-up, in place of `warmup_epochs`."""
 
     warmup_lr: Positive | None = None
-    """One rate for the whole warm-up, which then does not rise; None: it rises from 0."""
+    """One rate for the whole warm-up, which then does not rise; by default it rises from 0."""
 
     min_lr: NotNegative = 1e-6
     """Where the rate ends."""
@@ -73,13 +73,13 @@ class OptimConfig(Checked):
     """Rate of a layer over the rate of the one above it (fine-tuning: .65 to .85); 1: one rate for all."""
 
     clip: Positive | None = None
-    """Largest norm of the gradient; None leaves it alone."""
+    """Largest norm of the gradient; by default it is left alone."""
 
     clip_mode: Literal["norm", "parameter"] = "norm"
     """norm: one norm over all parameters. parameter: each by itself, what DropPos's published code runs."""
 
     ema: Annotated[float, Within("(0, 1)")] | None = None
-    """Decay of the running mean of the weights (.9999, say); None keeps none."""
+    """Decay of the running mean of the weights (.9999, say); by default there is none."""
 
     ema_warmup: bool = True
     """Start the mean with the smaller decay (1 + t) / (10 + t), to forget the first weights sooner."""

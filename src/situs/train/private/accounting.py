@@ -53,6 +53,10 @@ class DpConfig(Checked):
         if self.epsilon is not None and self.noise is not None:
             said = f"epsilon={self.epsilon} and noise={self.noise}: one follows from the other; give one"
             raise SitusError(said, field=("epsilon", "noise"))
+        for name in ("clip", "delta") if not self.on else ():  # or who gives it takes the run for a private one
+            if (value := getattr(self, name)) != getattr(DpConfig, name):
+                said = f"{name}={value}: is a setting of DP-SGD, which is off without epsilon or noise"
+                raise SitusError(said, field=(name, "epsilon", "noise"))
 
     @property
     def on(self) -> bool:
