@@ -177,7 +177,7 @@ def test_what_all_blocks_share_is_not_withheld(world: Path, tmp_path: Path) -> N
     assert not [name for name in load_file(tmp_path / "locked" / "model.safetensors") if "embedding" in name]
 
 
-@pytest.mark.parametrize("method", ["mp3", "droppos", "mjp"])
+@pytest.mark.parametrize("method", ["droppos", "mjp"])
 def test_words_of_fewer_channels_learn_their_places(method: str, world: Path, tmp_path: Path) -> None:
     size = {"decoder_width": 16, "decoder_heads": 2, "decoder_depth": 1} if method == "droppos" else {}
     told = {"method": {"name": method, **size}, "device": "cpu", "quiet": True, "steps": 2}
