@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from sentences import lines, write_plain, write_set
+from sentences import lines, write_pairs, write_plain, write_set
 from tiny_texts import CAUSAL, sentences, victim, write_folder
 from torch import Tensor
 
@@ -89,6 +89,27 @@ def test_a_classifier_is_tuned_and_exported(kind: str, world: Path, tmp_path: Pa
         assert (alone - wanted).abs().max() < NEAR.get(kind, 1e-10)  # padding changes nothing
     found = evaluate_accuracy(tmp_path / "export", world / "set", batch=6).accuracy
     assert found.count == 20 and 0 < found.top1 <= 1
+
+
+def test_pairs_are_read_with_what_stands_between_them_alone(world: Path, tmp_path: Path) -> None:
+    data = {"path": str(write_pairs(tmp_path / "pairs")), "text": {"column": "a", "pair": "b", "longest": 16}}
+    api.finetune(world / "roberta", data=data, out=tmp_path / "run", optim=OPTIM, **QUICK)
+    api.export(tmp_path / "run", tmp_path / "export")
+    texts = [text for text, _ in lines(8, 4)]
+    told = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")(
+        *(texts[:4], texts[4:]),
+        truncation=True,
+        max_length=16,
+        padding=True,
+        return_tensors="pt",
+        return_token_type_ids=True,
+    )
+    ids, mask, types = told["input_ids"], told["attention_mask"], told["token_type_ids"]
+    own, backbone = loaded("AutoModelForSequenceClassification", tmp_path / "export"), open_model(tmp_path / "export")
+    assert types.any() and not mask.all()
+    with torch.no_grad():
+        found = backbone.backbone.double()(torch.stack([ids, types], dim=1), mask.bool())
+        assert (found - own(input_ids=ids, attention_mask=mask).logits).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("kind", [kind for kind in SMALL if kind in CAUSAL])
