@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_texts import WORDS, sentences, victim
 
-from situs.audit.text.layers import as_rows, entering, qkv_weights, span_of, word_inputs, words_at
+from situs.audit.text.layers import as_rows, calls_before, entering, qkv_weights, span_of, word_inputs, words_at
 from situs.audit.text.victim import padded, text_gradients
 
 TEXTS = ("3 7 1 9", "4 3 8 2 9", "11 7 13 1 3")
@@ -76,3 +76,19 @@ def test_a_rotary_model_tells_words_without_places(tmp_path: Path) -> None:
     read = {word for sentence in batch for word in sentence[:-1]}
     assert span.rank == len(read)
     assert set(words_at(made.backbone, span, torch.arange(len(WORDS)), 0).tolist()) == read
+
+
+@pytest.mark.parametrize(("layers", "inner", "calls"), [(3, 1, 1), (2, 2, 0)])
+def test_what_enters_the_second_block_is_what_the_first_gave(
+    layers: int, inner: int, calls: int, tmp_path: Path
+) -> None:
+    """Also where both are one layer of ALBERT's, which is called again."""
+    made = victim(tmp_path, "albert", width=16, num_hidden_layers=layers, inner_group_num=inner)
+    ids, seen = torch.tensor([[2, 7, 9, 3]]), list[torch.Tensor]()
+    with torch.no_grad():
+        stream = made.backbone.assemble(made.backbone.embed(ids), made.backbone.positions((4,)))
+        made.backbone.run_layers(stream, None, [lambda _, z: seen.append(z)])
+        assert calls_before(made.backbone, 2) == calls and len(seen) == layers * inner
+        weight = qkv_weights(made.backbone, 2)[0]
+        found = entering(made.backbone, weight, lambda: made.backbone(ids), calls=calls)
+    assert torch.allclose(found, seen[0], atol=1e-12)
