@@ -95,6 +95,9 @@ def rehearse(
         if hooks is not None:
             hooks(config, loader, ranks.device)  # opens the data that is validated on
         said.append(describe(config, method, ranks))
+        total = config.train.total_steps(loader.steps_per_epoch)
+        if private is not None:
+            said.append(private.rehearse(method, loader, total))
         shape, loss = _try_out(method, loader, config.train.seed)
         count, trained = _counts(method)
         return Rehearsal(
@@ -104,7 +107,7 @@ def rehearse(
             count,
             trained,
             held_bytes(count, trained, config.optim) / GIB,
-            config.train.total_steps(loader.steps_per_epoch),
+            total,
             loader.steps_per_epoch,
             0 if newest is None else newest.step,
             str(cache_folder()) if is_remote(config.data.path) else None,

@@ -21,6 +21,7 @@ from situs.train.checkpoint import RunFolder
 from situs.train.contract import RunState
 from situs.train.private.accounting import epsilon_of
 from situs.train.private.secret import FILE, SIZE
+from situs.train.rehearse import rehearse
 from situs.train.run import RunConfig, train_run
 
 pytest.importorskip("cryptography")
@@ -74,6 +75,15 @@ def tensors(run: Path) -> dict[str, torch.Tensor]:
     assert newest.step == 4
     return {f"{kind}/{name}": value for kind in ("model", "ema", "optimizer")
             for name, value in newest.tensors(kind).items()}  # fmt: skip
+
+
+@pytest.mark.usefixtures("quick_accountant")
+def test_a_dry_run_says_what_the_run_then_spends_and_keeps_no_secret(tmp_path: Path) -> None:
+    rehearsed = rehearse(config(), out=tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists() and rehearsed.steps == 4
+    said: list[str] = []
+    train_run(config(), out=tmp_path / "run", device="cpu", say=said.append, quiet=True)
+    assert tuple(said) == rehearsed.said and "ε = 12 at" in rehearsed.said[-1]
 
 
 @pytest.mark.usefixtures("quick_accountant")

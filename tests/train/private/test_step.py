@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from situs.backbones import create_backbone
 from situs.errors import SitusError
@@ -101,6 +103,51 @@ def test_the_same_step_again_has_the_same_noise_and_the_next_another() -> None:
         )
         found.append(method.backbone.model.head.weight.detach())
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("bias", ["none", "added", "hidden"])
+def test_attention_that_is_written_out_is_torchs_own(bias: str) -> None:
+    q, k, v = torch.randn(3, 2, 4, 5, 6, dtype=torch.float64).unbind()
+    mask = {"none": None, "added": torch.randn(5, 5).double(), "hidden": torch.rand(5, 5) < 0.7}[bias]
+    if bias == "hidden":
+        mask |= torch.eye(5, dtype=torch.bool)
+    with private_step.WrittenOut():
+        found = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.3)
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.3)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class Softmaxes(TorchDispatchMode):
+    """The types that softmax is computed in, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: list[tuple[torch.dtype, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._softmax.default, torch.ops.aten._softmax_backward_data.default):
+            given = [each.dtype if isinstance(each, torch.Tensor) else each for each in args]
+            self.types.append(tuple(each for each in given if isinstance(each, torch.dtype)))
+        return func(*args, **(kwargs or {}))
+
+
+def step_of(precision: str, device: str) -> tuple[dict[str, torch.Tensor], list[tuple[torch.dtype, ...]]]:
+    method, mechanism = made().to(device), Mechanism(Secret(bytes(SIZE)), 0.0, 1e3, EXPECTED)
+    stepper = PrivateStepper(method, OptimConfig(), mechanism=mechanism, **PLAIN, precision=precision)
+    given, seen = batch(), Softmaxes()
+    moved = Batch(given.inputs.to(device), given.ids.to(device), {n: t.to(device) for n, t in given.targets.items()})
+    with seen:
+        stepper.update(moved, Moment(1, 0, 0.0), 0.0, ragged=False)
+    return {name: p.grad.cpu() for name, p in stepper.trained.items()}, seen.types
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_in_bf16_a_softmax_is_of_float32_and_goes_back_as_it_came(device: str) -> None:
+    found, types = step_of("bf16", device)
+    assert len(types) == 4 and {each for one in types for each in one} == {torch.float32}  # two blocks, there and back
+    expected, _ = step_of("fp32", device)
+    flat = [torch.cat([grads[name].flatten() for name in expected]) for grads in (found, expected)]
+    assert torch.cosine_similarity(*flat, dim=0) > 0.999
 
 
 def test_fp16_is_refused_and_nothing_is_left_of_single_gradients() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +16,7 @@ from situs.methods.base import Method
 from situs.train.checkpoint import RunFolder
 from situs.train.contract import RunState
 from situs.train.private.accounting import NOT_COVERED, DpConfig, epsilon_of, noise_for
-from situs.train.private.secret import Secret, forget, secret_of
+from situs.train.private.secret import SIZE, Secret, forget, secret_of
 from situs.train.private.step import Mechanism, PrivateStepper
 
 LEAST = 32
@@ -53,34 +54,46 @@ class Private:
             said = "1 with dp: a sample that comes twice is clipped twice"
             raise SitusError(field=("augment.repeated", "dp"), value=augment.repeated, allowed=said)
 
-    def open(
-        self, run: RunFolder, method: Method, loader: Loader, total: int, speak: Callable[[str], None]
-    ) -> tuple[Callable[..., PrivateStepper], Ledger]:
-        """What makes the updates, and the hook that writes ε to the log."""
+    def plan(self, method: Method, loader: Loader, total: int) -> tuple[float, float, str]:
+        """The noise, the chance of a sample to be taken, and the sentence that says what is spent and covered."""
         count, batch, dp = loader.plan.n, loader.global_batch, self.config
         if batch < LEAST:
             raise SitusError(field=("data.batch", "dp"), value=batch, allowed=f"at least {LEAST} with dp")
         mixing = [name for name, part in method.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
         if mixing:
             raise SitusError(f"dp: {mixing[0]} is a BatchNorm, by which samples act on one another", field="dp")
+        rate = batch / count
+        noise = dp.noise if dp.epsilon is None else noise_for(dp.epsilon, rate, total, dp.delta)
+        assert noise is not None
+        spent = epsilon_of(noise, rate, total, dp.delta)
+        said = (
+            f"DP-SGD: each of {count:,} samples with chance {rate:.3g} a step, gradients clipped to {dp.clip:g}, noise "
+            f"{noise:.4g} · {dp.clip:g}; ε = {spent:.3g} at δ = {dp.delta:g} after {counted(total, 'steps')}. "
+            f"{NOT_COVERED}"
+        )
+        return noise, rate, said
+
+    def rehearse(self, method: Method, loader: Loader, total: int) -> str:
+        """What a run would say, and chance of no run's own for the batch that a dry run looks at."""
+        self.draws.secret = Secret(secrets.token_bytes(SIZE))
+        return self.plan(method, loader, total)[-1]
+
+    def open(
+        self, run: RunFolder, method: Method, loader: Loader, total: int, speak: Callable[[str], None]
+    ) -> tuple[Callable[..., PrivateStepper], Ledger]:
+        """What makes the updates, and the hook that writes ε to the log."""
+        dp = self.config
         if dp.epsilon is not None and run.resumed and run.start is not None:
             before = run.start.state["total_steps"]
             if before != total:
                 said = f"set the noise for {counted(before, 'steps')}, and the run cannot have {total}"
                 raise SitusError(f"dp.epsilon={dp.epsilon:g}: {said}", field=("train.epochs", "train.max_steps"))
-        rate = batch / count
-        noise = dp.noise if dp.epsilon is None else noise_for(dp.epsilon, rate, total, dp.delta)
-        assert noise is not None
+        noise, rate, said = self.plan(method, loader, total)
         self.draws.secret, known = secret_of(run.path)
         if run.resumed and not known:
             speak("the secret of the noise is gone: what is drawn from here on is drawn anew")
-        spent = epsilon_of(noise, rate, total, dp.delta)
-        speak(
-            f"DP-SGD: each of {count:,} samples with chance {rate:.3g} a step, gradients clipped to {dp.clip:g}, noise "
-            f"{noise:.4g} · {dp.clip:g}; ε = {spent:.3g} at δ = {dp.delta:g} after {counted(total, 'steps')}. "
-            f"{NOT_COVERED}"
-        )
-        mechanism = Mechanism(self.draws.secret, noise, dp.clip, batch)
+        speak(said)
+        mechanism = Mechanism(self.draws.secret, noise, dp.clip, loader.global_batch)
         return partial(PrivateStepper, mechanism=mechanism), Ledger(noise, rate, dp.delta)
 
     def close(self, run: RunFolder) -> None:

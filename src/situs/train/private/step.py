@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from situs.backbones.attention_maps import attention_weights
 from situs.errors import SitusError
 from situs.methods.base import Batch, Method
 from situs.train import distributed
@@ -35,6 +37,37 @@ class Mechanism:
     noise: float
     clip: float
     batch: int
+
+
+class WrittenOut(TorchFunctionMode):
+    """Attention as products and a softmax in float32, and norms in float32.
+
+    Fused attention has no form for the gradients of single samples: torch would go through them one by one. Its own
+    unfused form, and on a CPU its norms, fail there in bf16: what goes back is of another type than what came.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        call = {F.scaled_dot_product_attention: _attend, F.layer_norm: _normalise}.get(func, func)
+        return call(*args, **(kwargs or {}))
+
+
+def _normalise(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return F.layer_norm(x.to(torch.promote_types(x.dtype, torch.float32)), *args, **kwargs)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    assert not is_causal, "images and clips have no order to hide"
+    with torch.autocast(q.device.type, enabled=False):
+        weights = F.dropout(attention_weights(q, k, attn_mask, scale), dropout_p)
+        return weights.to(v.dtype) @ v
 
 
 class PrivateStepper(Stepper):
@@ -89,8 +122,7 @@ class PrivateStepper(Stepper):
             output = functional_call(self.method, weights, (alone, {}))
             return output.loss, self._values(output)
 
-        # Fused attention has no form for the gradients of single samples: torch would go through them one by one.
-        with sdpa_kernel(SDPBackend.MATH), autocast(self.device, self.precision):
+        with WrittenOut(), autocast(self.device, self.precision):
             axes = (None, 0, 0, 0, None if batch.mask is None else 0)
             each = vmap(grad_and_value(loss, has_aux=True), in_dims=axes, randomness="different")
             gradients, (_, values) = each(weights, batch.inputs, batch.ids, dict(batch.targets), batch.mask)
