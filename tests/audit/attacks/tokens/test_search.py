@@ -194,6 +194,8 @@ def test_ends_are_polished_as_long_as_tokens_can_be_among_them(
     tokens = Tokens(*(order.double().unsqueeze(1) for _ in range(4)))
 
     class Fake:
+        stop = staticmethod(lambda: False)
+
         def polished(self, places: torch.Tensor, some: Tokens) -> Found:
             assert torch.equal(places.double(), some.x[:, 0])
             return Found(some, torch.tensor([0.5 if int(each) in right else 2 * SOLVED for each in places]))
