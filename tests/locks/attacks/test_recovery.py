@@ -557,5 +557,8 @@ def test_labelled_sentences_are_judged_as_an_evaluation_judges_them(tmp_path: Pa
         2,
         9,
     )
+    two = joined.part(torch.tensor([0, 2]))
+    assert two[0].shape == (2, 2, 4)  # as wide as the longer of them
+    assert torch.allclose(adapted(*two), adapted(pairs, mask)[[0, 2]], atol=1e-6)
     both = Labelled(pairs, torch.zeros(3), mask).unpadded()
     assert torch.equal(both[:, 0], rows) and torch.equal(both[:, 1], pairs[:1, 1, : rows.shape[1]])

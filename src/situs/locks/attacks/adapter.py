@@ -57,8 +57,12 @@ class Labelled(NamedTuple):
     mask: Tensor | None = None
 
     def part(self, index: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Some of the samples, as a model takes them."""
-        return self.inputs[index], None if self.mask is None else self.mask[index]
+        """Some of the samples, as a model takes them: sentences no wider than the longest of them."""
+        if self.mask is None:
+            return self.inputs[index], None
+        mask = self.mask[index]
+        width = int(mask.any(dim=0).nonzero().max()) + 1
+        return self.inputs[index][..., :width], mask[:, :width]
 
     def unpadded(self) -> Tensor:
         """The inputs; of sentences those of the commonest length, which need no padding."""
