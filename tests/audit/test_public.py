@@ -68,7 +68,7 @@ def test_a_module_and_the_same_as_an_open_model() -> None:
         ({"count": 0}, ("count",)),
         ({"precision": "fp8"}, ("precision",)),
         ({"fail_above": "lpips=0.1"}, ("fail_above",)),
-        ({"predictor": "runs/mp3"}, ("predictor", "attacks")),
+        ({"predictor": "runs/mp3", "attacks": ["patchembed"]}, ("predictor", "attacks")),
         ({"count": 1, "fail_above": "reidentified=0.5"}, ("fail_above", "count")),
         ({"count": 3, "batch": 2}, ("count", "batch")),
     ],

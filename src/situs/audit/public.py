@@ -80,7 +80,7 @@ class AuditConfig(Checked):
     """tokens: seconds of search for an upload, and at most twice that for all of a defence."""
 
     predictor: str | None = None
-    """adaptive-mjp: a run of MP3 that orders hidden patches."""
+    """adaptive-mjp, tokens: a run of MP3 that is asked for the order of patches, beside their borders."""
 
     lpips: Path | None = None
     """LPIPS weights (AlexNet); without them there is no LPIPS."""
@@ -234,14 +234,16 @@ def open_audit(
     search = MatchingConfig(distance=config.distance, iterations=config.iterations, restarts=config.restarts)
     configs = [search, TokensConfig(seconds=config.search_seconds)]
     made = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
-    if config.predictor is not None and not any(attack.Config is AdaptiveConfig for attack in made):
-        raise SitusError(f"predictor={config.predictor}: only adaptive-mjp asks it", field=("predictor", "attacks"))
+    if config.predictor is not None and not any(attack.Config in (AdaptiveConfig, TokensConfig) for attack in made):
+        said = f"predictor={config.predictor}: only adaptive-mjp and tokens ask it"
+        raise SitusError(said, field=("predictor", "attacks"))
     lpips = None if config.lpips is None else Lpips(config.lpips)
     victim = open_victim(model, classes=config.classes or CLASSES, seed=config.seed, **asked)
     opened = victim.model
     if config.predictor is not None:
-        helper = AdaptiveConfig(predictor=open_predictor(config.predictor, opened.backbone, opened.device))
-        made = [create_attack(attack, *configs, helper) for attack in _each("attacks", attacks)]
+        predictor = open_predictor(config.predictor, opened.backbone, opened.device)
+        configs = [search, replace(configs[1], predictor=predictor), AdaptiveConfig(predictor=predictor)]
+        made = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
     test = load_test_set(victim, data, count or config.count, config.split, opened.device)
     if opened.tuning.parts != "all" and isinstance(victim.trains, Method):
         victim = replace(victim, notes={**victim.notes, **what_is_left(victim.trains, test)})

@@ -567,7 +567,7 @@ def test_an_mp3_run_is_asked_about_the_order(trained: Any, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("attack", "predictor", "said"),
     [
-        ("patchembed", "mp3", "only adaptive-mjp asks it"),
+        ("patchembed", "mp3", "only adaptive-mjp and tokens ask it"),
         ("adaptive-mjp", "one", "must be a run of MP3, and is none (--predictor)"),
         ("adaptive-mjp", "mp3", "sees images of (8, 8) pixels in (2, 2) patches, and the model (64, 64) in (4, 4)"),
     ],

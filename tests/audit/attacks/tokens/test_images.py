@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from victims import vit
 
@@ -13,9 +16,9 @@ from situs.core.tokens import patchify
 
 
 @torch.no_grad()
-def scene(batch: int) -> tuple[Block, Roots, torch.Tensor]:
+def scene(batch: int, **given: Any) -> tuple[Block, Roots, torch.Tensor]:
     """True tokens of a batch in any order."""
-    block = Block(vit().requires_grad_(False))
+    block = Block(vit(**given).requires_grad_(False))
     chance = torch.Generator().manual_seed(2)
     x = torch.rand(batch, 3, 1, 1, generator=chance, dtype=torch.float64) * 2 - 1
     x = x + 0.3 * torch.randn(batch, 3, 16, 16, generator=chance, dtype=torch.float64)
@@ -74,3 +77,20 @@ def test_images_of_which_no_token_was_found_stay_empty() -> None:
         fewer = Roots(roots.place[keep], roots.tokens.at(keep), roots.fit[keep], roots.wanted)
         found, proved = make_images(block, fewer, 4)
         assert int(proved.sum()) == count and bool(found.isfinite().all())
+
+
+@torch.no_grad()
+def test_a_method_that_names_places_orders_what_no_position_tells_apart() -> None:
+    """Noise: no border fits another, and whoever knows the patches puts them right."""
+    block, roots, patches = scene(1, positions="none")
+    loose = Roots(torch.zeros_like(roots.place), roots.tokens, roots.fit, torch.zeros(16).long())
+    loose.wanted[0] = 16
+
+    def place_logits(image: torch.Tensor) -> torch.Tensor:
+        return -1e3 * torch.cdist(patchify(image, (4, 4)), patches)
+
+    knows: Any = SimpleNamespace(parameters=lambda: iter([patches]), backbone=block.backbone, place_logits=place_logits)
+    found, _ = make_images(block, loose, 1, knows)
+    assert torch.equal(found, patches)
+    guessed, _ = make_images(block, loose, 1)
+    assert not torch.equal(guessed, patches) and torch.equal(guessed.sort(1).values, patches.sort(1).values)

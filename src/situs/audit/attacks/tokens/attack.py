@@ -38,6 +38,7 @@ from situs.audit.defences import Gradients
 from situs.audit.stem import patches_of, to_images
 from situs.backbones.base import Backbone
 from situs.backbones.lora import low_rank_names
+from situs.methods.base import Method
 
 BLURRED = "rounding and noise blur the row spaces so far that a wrong token passes like a right one: nothing is proved"
 
@@ -56,6 +57,9 @@ class TokensConfig(Effort):
 
     seconds: float = 60.0
     """For one upload, at most. A search that needs far longer on this device is not begun, which is said."""
+
+    predictor: Method | None = None
+    """A trained method that names places (MP3), asked beside the borders where nothing else tells the order."""
 
 
 TURN = 2.0
@@ -212,7 +216,7 @@ class TokenSpans(Attack):
         )
         roots = find_roots(search, batch)
         tokens = roots.tokens
-        patches, proved = make_images(block, roots, batch)
+        patches, proved = make_images(block, roots, batch, self.config.predictor)
         solved, loose = bool(proved.all()), int(roots.wanted.max()) > batch
         ordered = not loose
         if loose and solved:  # rotary and relative positions stand in attention alone
@@ -238,7 +242,9 @@ class TokenSpans(Attack):
             told["verdict"] = "every patch is proved, but not which of them are one image, or in which order they stand"
         if not ordered:
             told["hidden"] = block.places
-            told["verdict"] = told["verdict"] or "every patch is proved, and their order is a guess by their borders"
+            asked = "" if self.config.predictor is None else " and by what a run of MP3 says of them"
+            said = f"every patch is proved, and their order is a guess by their borders{asked}"
+            told["verdict"] = told["verdict"] or said
         return patches, {**told, "fits": together}
 
     def _block(self, backbone: Backbone) -> Block | str:

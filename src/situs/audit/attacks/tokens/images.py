@@ -19,6 +19,7 @@ from situs.audit.attacks.tokens.roots import Roots, shared_places
 from situs.audit.defences import Gradients
 from situs.audit.stem import to_images
 from situs.core.tokens import patchify
+from situs.methods.base import Method
 
 TOGETHER = 1e-2
 """Tokens are of one image if its attention gives them their streams up to this share."""
@@ -35,8 +36,8 @@ SEEDS = 8
 """Places whose tokens are tried as the first of each image."""
 
 
-def make_images(block: Block, roots: Roots, batch: int) -> tuple[Tensor, Tensor]:
-    """Patches [B, N, K] and whether each is proved [B, N]; what is missing is grey, 0."""
+def make_images(block: Block, roots: Roots, batch: int, predictor: Method | None = None) -> tuple[Tensor, Tensor]:
+    """Patches [B, N, K] and whether each is proved [B, N]; what is missing is grey, 0. predictor: asked for places."""
     first, tokens = shared_places(block.base), roots.tokens
     owner = _part(block, roots, batch)
     patches = tokens.x.new_zeros(batch, block.places, tokens.x.shape[1])
@@ -51,19 +52,19 @@ def make_images(block: Block, roots: Roots, batch: int) -> tuple[Tensor, Tensor]
             patches[image, here[0]], proved[image, here[0]] = tokens.x[number], bool(roots.fit[number] <= SOLVED)
         loose = torch.bincount(first, minlength=len(first))[first] > 1
         if bool(loose.any()):
-            patches[image] = _in_order(block, patches[image], loose)
+            patches[image] = _in_order(block, patches[image], loose, predictor)
             proved[image] &= bool(proved[image].all())  # the order of those that are missing is not known
     return _copied(patches, proved, batch)
 
 
-def _in_order(block: Block, patches: Tensor, loose: Tensor) -> Tensor:
+def _in_order(block: Block, patches: Tensor, loose: Tensor, predictor: Method | None) -> Tensor:
     """Patches [N, K] with the loose ones brought to the places where their borders fit best."""
     cells, size = patches, block.stem.patch_size
     if block.stem.layout != "patches":
         image = to_images(patches.unsqueeze(0), block.backbone, block.stem)
         size = (image.shape[-2] // block.grid[0], image.shape[-1] // block.grid[1])
         cells = patchify(image, size)[0]
-    ordered = order_hidden(cells, loose, block.grid, size)
+    ordered = order_hidden(cells, loose, block.grid, size, predictor=predictor)
     return patches[torch.cdist(ordered, cells).argmin(dim=1)]
 
 
