@@ -13,13 +13,14 @@ from victims import LEARNED, vit
 from situs.audit.attacks.spans import SOLVED
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.count import count
-from situs.audit.attacks.tokens.descent import Descent, Range
+from situs.audit.attacks.tokens.descent import HELD, Descent, Range
 from situs.audit.attacks.tokens.linear import Tokens, read_spans
 from situs.audit.attacks.tokens.roots import (
     CHUNK,
     PICTURES,
     VAIN,
     Roots,
+    _distinct,
     _polished,
     _starts,
     find_roots,
@@ -32,11 +33,13 @@ from situs.core.tokens import patchify
 SINCOS = partial(vit, size=12, positions="sincos")
 
 
-def scene(backbone: Any, batch: int = 1, more: int = 0, x: torch.Tensor | None = None) -> tuple[Search, torch.Tensor]:
+def scene(
+    backbone: Any, batch: int = 1, more: int = 0, x: torch.Tensor | None = None, sent: torch.dtype = torch.float64
+) -> tuple[Search, torch.Tensor]:
     size = backbone.input.shape[0]
     if x is None:
         x = torch.rand(batch, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    upload = victim_gradients(backbone, x, torch.arange(len(x)), dtype=torch.float64)
+    upload = victim_gradients(backbone, x, torch.arange(len(x)), dtype=sent)
     with torch.no_grad():
         block = Block(backbone.requires_grad_(False))
         counts = count(block, batch)
@@ -60,20 +63,33 @@ def test_derivatives_are_those_of_autograd(name: str) -> None:
     place, span, activation = torch.tensor([3]), search.span, search.activation
     assert activation.plain
     some = torch.randperm(activation.hidden)[: span.rank + 20].sort().values
-    for plain, units in ((True, None), (True, some), (False, None)):
+    unsure = torch.rand(2, 2, dtype=torch.float64)
+    for plain, units, known in ((True, None, None), (True, some, None), (True, some, unsure), (False, None, unsure)):
         activation.plain = plain
-        descent = Descent(activation, search.family, span, search.pixels, units)
+        descent = Descent(activation, search.family, span, search.pixels, units, known=known)
         phi = 0.1 * torch.randn(1, 5, dtype=torch.float64)
         chosen = torch.arange(activation.hidden) if units is None else units
-        basis = torch.linalg.qr(span.inside[:, chosen].T)[0].T
+        axes, upper = torch.linalg.qr(span.inside[:, chosen].T)
+        basis, worth = axes.T, torch.zeros(span.rank, dtype=torch.float64)
+        if known is not None:  # what drawn numbers of deviation 1 do to the last two directions of these units
+            drawn = upper[-2:, -2:] @ known @ torch.randn(2, 100_000, dtype=torch.float64)
+            worth[-2:] = HELD / (2**0.5 * drawn.std(dim=1))
+            torch.testing.assert_close(descent._worth, worth, rtol=2e-2, atol=0)
+            worth = descent._worth
 
-        def plainly(at: torch.Tensor, chosen: torch.Tensor = chosen, basis: torch.Tensor = basis) -> torch.Tensor:
+        def plainly(
+            at: torch.Tensor,
+            chosen: torch.Tensor = chosen,
+            basis: torch.Tensor = basis,
+            worth: torch.Tensor = worth,
+        ) -> torch.Tensor:
             """The residual by the block's own code."""
             tokens = search.family.tokens(place, at)
             scaled = (search.block.late(tokens.m)[0] * span.column)[chosen]
             over = (tokens.x - 1).clamp(min=0) + (tokens.x + 1).clamp(max=0)
             inside = basis @ scaled
-            return torch.cat([(scaled - basis.T @ inside) / inside.norm(), 1e-3 * over[0] / over.shape[1] ** 0.5])
+            out = torch.cat([scaled - basis.T @ inside, worth * inside]) / inside.norm()
+            return torch.cat([out, 1e-3 * over[0] / over.shape[1] ** 0.5])
 
         cost, slope, normal = descent.normal(place, phi @ descent._turn)
         jacobian = torch.func.jacfwd(plainly)(phi)
@@ -109,13 +125,38 @@ def test_a_token_that_is_taken_out_leaves_the_spans_of_the_others(name: str) -> 
     search, patches = scene(LEARNED[name](), 2)
     tokens, peel = true_tokens(search, patches), search.peel
     assert bool(peel.take(tokens.m[:5]).all())
-    spans, late = peel.left()
-    assert spans.fc1.rank == search.spans.fc1.rank - 5 and late.rank == search.span.rank - 5
+    spans, late, known = peel.left()
+    assert spans.fc1.rank == search.spans.fc1.rank - 5 and late.rank == search.span.rank
     h, a = search.block.norm2.apply(tokens.m), search.block.late(tokens.m)
-    for out in (spans.fc1.residual(h), late.residual(a)):
+    assert float(late.residual(a).max()) < 1e-6  # the same span
+    last = (a * late.column @ late.inside.T)[:, -5:].norm(dim=1) / (a * late.column).norm(dim=1)
+    for out in (spans.fc1.residual(h), last):
         assert float(out[5:].max()) < 1e-6 < 1e-4 < float(out[:5].min())
+    assert known.shape == (5, 5) and float(known.norm()) < 1e-8  # in float64 they are sure
     wrong = tokens.m[5:6] + 0.1 * (tokens.m[7:8] - tokens.m[6:7])
     assert not bool(peel.take(wrong).any()) and len(peel.first) == 5  # no δ passes at what is no token
+
+
+@torch.no_grad()
+def test_how_far_rounding_turns_what_is_taken_out_is_told_by_the_tokens_found() -> None:
+    """The last directions of a token that is left are as far from 0 as those found say, whom no truth has told."""
+    search, patches = scene(LEARNED["ViT"](), 2, sent=torch.float32)
+    tokens, peel = true_tokens(search, patches), search.peel
+    assert int(peel.take(tokens.m[:12]).sum()) >= 8
+    _, late, known = peel.left()
+    count = len(peel.first)
+    a = search.block.late(tokens.m[12:]) * late.column @ late.inside.T
+    off = (a[:, -count:] / a.norm(dim=1, keepdim=True)).square().mean(dim=0).sqrt()
+    ratio = off.norm() / known.norm()
+    assert 0.2 < float(ratio) < 5 and float(known.norm()) > 1e-7
+
+
+@torch.no_grad()
+def test_ends_near_a_token_that_was_found_are_not_polished_again() -> None:
+    m = torch.eye(4, dtype=torch.float64)
+    roots = Roots(torch.tensor([2]), Tokens(m[:1], m[:1], m[:1], m[:1]), m[:1, 0], torch.full((4,), 2))
+    ends = torch.cat([m[:1] + 1e-4, m[1:2], m[1:2] + 1e-4, m[:1]])
+    assert _distinct(torch.tensor([2, 2, 2, 3]), ends, roots).tolist() == [1, 3]
 
 
 @torch.no_grad()

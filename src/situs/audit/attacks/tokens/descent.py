@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,15 @@ ABREAST = (2**22, 2**28)
 
 OUTSIDE = 1e-3
 """The weight of pixels beyond what bytes can be, beside the share of a token that sticks out."""
+
+HELD = 2e-4
+"""The share of a token that equations on what was taken out may make stick out, all together: each is weighed so."""
+
+CLOSE = 4.0
+"""Times as much may stick out of a token at the end of a path on which what was taken out has led."""
+
+SETTLED = 6
+"""Steps at most from there to where nothing of it does."""
 
 STUCK = 4
 """Steps without progress after which a token rests."""
@@ -101,7 +111,10 @@ class Activation:
 
 
 class Descent:
-    """One system: the family of each place, the span that a must lie in, and the units of it that are looked at."""
+    """One system: the family of each place, the span that a must lie in, and the units of it that are looked at.
+
+    known [k, k]: of the last k directions of the span, as in `Peel.left`: a has nothing of these, and that is weighed.
+    """
 
     def __init__(
         self,
@@ -111,6 +124,7 @@ class Descent:
         pixels: Range,
         units: Tensor | None = None,
         dtype: torch.dtype = torch.float64,
+        known: Tensor | None = None,
     ) -> None:
         self.activation, self.family, self.pixels, self.dtype = activation, family, pixels, dtype
         block, every = activation.block, torch.arange(activation.hidden, device=span.column.device)
@@ -128,9 +142,13 @@ class Descent:
         self._centre = [m - m.mean(dim=-1, keepdim=True) if norm.centred else m for m in low]
         self._still, self._moved = ((norm.form(m) @ weight.T).to(dtype) for m in (family.fixed.m, along.m))
         self._added = (bias if norm.bias is None else bias + norm.bias @ weight.T).to(dtype)
-        inside = span.inside[:, self.units]
-        inside = inside if units is None else torch.linalg.qr(inside.T)[0].T
-        self._inside, self._column = inside.to(dtype), span.column[self.units].to(dtype)
+        axes, upper = torch.linalg.qr(span.inside[:, self.units].T)  # the same span, of these units
+        count = 0 if known is None else len(known)
+        self._inside, self._worth = axes.T.to(dtype).contiguous(), axes.new_zeros(len(upper), dtype=dtype)
+        if known is not None and count:
+            off = (upper[-count:, -count:] @ known).norm(dim=1) * count**0.5
+            self._worth[-count:] = (HELD / off.clamp(min=HELD)).to(dtype)
+        self._column = span.column[self.units].to(dtype)
         self._x, self._dx = family.fixed.x.to(dtype), along.x.to(dtype)
         self._ends = [end.to(dtype) for end in pixels]
 
@@ -162,12 +180,13 @@ class Descent:
         a, jacobian = a * self._column, jacobian * (self._column / size).unsqueeze(1)
         inside = a @ self._inside.T
         scale = inside.norm(dim=1, keepdim=True).clamp(min=1e-30)
-        r = (a - inside @ self._inside) / scale
+        r, e = (a - inside @ self._inside) / scale, inside * self._worth / scale
         across = jacobian @ self._inside.T
-        along = (jacobian @ r.unsqueeze(-1)).squeeze(-1)
+        along = (jacobian @ r.unsqueeze(-1) + (across * self._worth) @ e.unsqueeze(-1)).squeeze(-1)
         grown = (across @ (inside / scale).unsqueeze(-1)).squeeze(-1)
-        left = r.square().sum(dim=1, keepdim=True)
-        whole = torch.baddbmm(jacobian @ jacobian.mT, across, across.mT, alpha=-1)
+        left = r.square().sum(dim=1, keepdim=True) + e.square().sum(dim=1, keepdim=True)
+        inner = across * (1 - self._worth.square()).sqrt()
+        whole = torch.baddbmm(jacobian @ jacobian.mT, inner, inner.mT, alpha=-1)
         mixed = grown.unsqueeze(2) * (along - left * grown / 2).unsqueeze(1)
         slope, whole = (along - grown * left) / scale, (whole - mixed - mixed.mT) / scale.square().unsqueeze(2)
         x = self._x[places] + phi @ self._dx
@@ -189,7 +208,16 @@ class Descent:
 
     def _run(self, places: Tensor, phi: Tensor, steps: int, stop: Callable[[], bool]) -> tuple[Tensor, Tensor, Tensor]:
         near = NEAR if self.dtype == torch.float32 else 0.0
-        return descend(lambda rows, phi: self.normal(places[rows], phi), phi, steps, stop, near)
+        ended = descend(lambda rows, phi: self.normal(places[rows], phi), phi, steps, stop, near)
+        close = (ended[1] <= (CLOSE * HELD) ** 2).nonzero()[:, 0]
+        if not (len(close) and bool(self._worth.any())):
+            return ended
+        # What was taken out has led the way; where others really are, the span itself tells.
+        free = copy(self)
+        free._worth = torch.zeros_like(self._worth)
+        for all_of, some in zip(ended, free._run(places[close], ended[0][close], SETTLED, stop), strict=True):
+            all_of[close] = some
+        return ended
 
 
 def descend(

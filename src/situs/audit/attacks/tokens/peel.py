@@ -6,6 +6,11 @@ with one solution, up to its size, at a token that is there and none at any othe
 h_t = c_t V and δ1_s = (∂W1 V^T) y_s, the c of one token and the y of another are orthogonal (the δ and the h are
 inverses of each other), so that every token that is left has c · y_s = 0. Each token that is found closes one open
 direction of all others; with one left at each place, linear equations do the rest.
+
+Rounding turns the y. In the first layer's span that moves no other token by what matters: there y_s is taken out. In
+the last layer's, other tokens would stick out as far as places of rest do that are none, once many are taken out of a
+batch whose tokens are nearly as many as channels. There c · y_s = 0 is one more equation, and worth as much as it holds
+for the tokens that were found.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
-from situs.audit.attacks.spans import SOLVED, TELLING, Span
+from situs.audit.attacks.spans import SOLVED, Span
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.linear import Spans
 from situs.audit.defences import Gradients
@@ -25,7 +30,8 @@ from situs.audit.defences import Gradients
 class Peel:
     """The spans of one upload less the tokens that were found.
 
-    first, last [·, n]: the y of those tokens, as coordinates in the spans of the MLP's first and last layers.
+    first, last [·, n]: the y of those tokens, as coordinates in the spans of the MLP's first and last layers; found
+    [·, n]: their c in the latter, of length 1.
     """
 
     def __init__(
@@ -36,6 +42,7 @@ class Peel:
         own = dict(block.backbone.named_parameters())
         one, two = torch.cat([upload[name].double() for name in block.layers.fc1]), upload[block.layers.fc2].double()
         self.first, self.last = late.inside.new_zeros(0, spans.fc1.rank), late.inside.new_zeros(0, late.rank)
+        self.found = self.last
         self.whole = bool(one.isfinite().all() and two.isfinite().all())  # what overflowed is not known
         if not self.whole:
             return
@@ -58,13 +65,19 @@ class Peel:
                 continue
             taken[number] = True
             self.first, self.last = torch.cat([self.first, found[0]]), torch.cat([self.last, found[1]])
+        c = (self.block.late(m[taken]) * self.late.column) @ self.late.inside.T
+        self.found = torch.cat([self.found, c / c.norm(dim=1, keepdim=True)])
         return taken
 
-    def left(self) -> tuple[Spans, Span]:
-        """The spans of the tokens that are left."""
+    def left(self) -> tuple[Spans, Span, Tensor]:
+        """The spans of the tokens that are left, and what the last directions of the second are to one of these: 0, as
+        far as the matrix [k, k] says that is known, whose rows times independent numbers of deviation 1 they are."""
         if not len(self.first):
-            return self.spans, self.late
-        return self.spans._replace(fc1=_less(self.first_span, self.first)), _less(self.late, self.last)
+            return self.spans, self.late, self.last[:, :0]
+        late, lower = _turned(self.late, self.last)
+        off = (self.found @ self.last.T).fill_diagonal_(0.0).square().mean(dim=0).sqrt()
+        known = torch.linalg.solve_triangular(lower, torch.diag(off), upper=False)
+        return self.spans._replace(fc1=_less(self.first_span, self.first)), late, known
 
     def _backward(self, u: Tensor) -> tuple[Tensor, Tensor] | None:
         """The y [1, n] of a token whose MLP's first layers give u [H'], or None where rounding hides it."""
@@ -72,10 +85,11 @@ class Peel:
         every = vjp(self.block.tail, u.expand(count, -1))[1](self._given)[0]
         out = self._column.outside(every * self._column.column)
         vectors = torch.linalg.eigh(out @ out.T)[1]
-        deltas = vectors[:, 0] @ every, vectors[:, 0] @ self._basis
-        residual = self._column.residual(deltas[0])
-        if residual > TELLING or residual > SOLVED * self._column.expected(deltas[0]):
+        best = vectors[:, :2].T @ every
+        fits = self._column.residual(best) <= SOLVED * self._column.expected(best)
+        if fits.tolist() != [True, False]:  # where another direction fits as well, neither is known
             return None
+        deltas = best[0], vectors[:, 0] @ self._basis
         one, two = (
             (into @ (delta * weight)).unsqueeze(0) for (into, weight), delta in zip(self._into, deltas, strict=True)
         )
@@ -91,7 +105,15 @@ def _coordinates(gradient: Tensor, span: Span, even: bool) -> tuple[Tensor, Tens
 
 def _less(span: Span, taken: Tensor) -> Span:
     """The part of a span whose coordinates are orthogonal to those taken [k, n]."""
-    turned = torch.linalg.qr(taken.T, mode="complete")[0][:, len(taken) :]
-    left = copy(span)
-    left.inside, left.rank = (turned.T @ span.inside).contiguous(), turned.shape[1]
+    left = _turned(span, taken)[0]
+    left.rank -= len(taken)
+    left.inside = left.inside[: left.rank].contiguous()
     return left
+
+
+def _turned(span: Span, taken: Tensor) -> tuple[Span, Tensor]:
+    """A span with other axes: the last k span the taken [k, n], which are the matrix [k, k] times these."""
+    axes, upper = torch.linalg.qr(taken.T, mode="complete")
+    turned = copy(span)
+    turned.inside = (axes.roll(-len(taken), dims=1).T @ span.inside).contiguous()
+    return turned, upper[: len(taken)].T

@@ -106,7 +106,7 @@ def find_roots(search: Search, batch: int) -> Roots:
         near = (share <= TELLING).nonzero()[:, 0]
         before = len(roots.place)
         if len(near):
-            near = near[_distinct(places[near], ends.at(near).m)]
+            near = near[_distinct(places[near], ends.at(near).m, roots)]
             for found, some in _polished(search, places, ends, near[share[near].argsort()], share):
                 _keep_best(best, places[some], found)
                 roots = _with(roots, places[some], found)
@@ -188,10 +188,11 @@ def _keep_best(best: Found, places: Tensor, ends: Found) -> None:
                 part[place] = end[index]
 
 
-def _distinct(places: Tensor, m: Tensor) -> Tensor:
-    """The numbers of those ends that no earlier one of the same place comes near to."""
+def _distinct(places: Tensor, m: Tensor, roots: Roots) -> Tensor:
+    """The numbers of those ends that no earlier one of the same place comes near to, nor a token that was found."""
+    places, m = torch.cat([roots.place, places]), torch.cat([roots.tokens.m, m])
     same = (places.unsqueeze(1) == places) & (torch.cdist(m, m) <= 10 * APART * m.norm(dim=1, keepdim=True))
-    return (~same.tril(-1).any(dim=1)).nonzero()[:, 0]
+    return (~same.tril(-1).any(dim=1))[len(roots.place) :].nonzero()[:, 0]
 
 
 def _with(roots: Roots, places: Tensor, ends: Found) -> Roots:

@@ -27,8 +27,11 @@ from situs.audit.stem import patches_of
 SHARP = 3e-2
 """A token proves nothing if noise alone moves its pixels by more than this, in units of normalised pixels."""
 
-UNITS = 1.7
+UNITS = 1.4
 """Units that a path is followed with, for each unknown and each direction of the span; a quarter of them at least."""
+
+SPARE = 32
+"""Units beyond the directions of the span, at least."""
 
 POLISH = 12
 """Steps at most from the end of a path to the token."""
@@ -85,16 +88,17 @@ class Search:
     def stage(self, present: Tensor) -> Descent:
         """The system of the tokens that were not taken out; present: the places that have some."""
         block, counts, taken = self.block, self.counts, len(self.peel.first)
-        spans, late = self.peel.left()
+        spans, late, known = self.peel.left()
         table = table_rank(block, counts.x, block.base[present])
         tokens = counts.structural + counts.table - taken
         free = max(tokens - table, counts.general - taken, 1) + self.effort.loose
         family = family_of(block, spans, free) if taken else self.family
         if not self.activation.plain:
-            return Descent(self.activation, family, late, self.pixels)
-        count = max(int(UNITS * (late.rank + family.along.x.shape[0])), self.activation.hidden // 4)
+            return Descent(self.activation, family, late, self.pixels, known=known)
+        directions = late.rank - taken + family.along.x.shape[0]
+        count = max(int(UNITS * directions), late.rank + SPARE, self.activation.hidden // 4)
         units = self._calm[:count].sort().values
-        return Descent(self.activation, family, late, self.pixels, units, torch.float32)
+        return Descent(self.activation, family, late, self.pixels, units, torch.float32, known)
 
     def polished(self, places: Tensor, tokens: Tokens) -> Found:
         """The tokens that others [Q] are nearly, by the whole gradients."""
