@@ -237,7 +237,7 @@ def test_span_masks_are_exact_and_mostly_whole() -> None:
 
 def test_who_cannot_learn_from_order(tmp_path: Path) -> None:
     gpt2 = create_backbone(write_folder(tmp_path / "gpt2", "gpt2", width=16), num_classes=2)
-    for kind, config in ((MJP, MJPConfig()), (MP3, MP3Config())):
+    for kind, config in ((MJP, MJPConfig()), (MP3, MP3Config()), (DropPos, DropPosConfig())):
         with pytest.raises(SitusError, match="causal"):
             kind(gpt2, config)  # pyright: ignore[reportArgumentType]
     bert = create_backbone(write_folder(tmp_path / "bert", "bert", width=16), num_classes=2)

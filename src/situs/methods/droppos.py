@@ -135,6 +135,8 @@ class DropPos(Method):
 
     def __init__(self, backbone: Backbone, config: DropPosConfig) -> None:
         super().__init__(backbone)
+        if backbone.input.words:  # its visible tokens stand in random order, which a causal mask would take for theirs
+            backbone.require("rows")
         self.config = config
         self.grid = backbone.out_grid
         self.by_cells = "take" in backbone.refusals
