@@ -59,3 +59,15 @@ def test_the_search_follows_its_own_derivative(tmp_path: Path) -> None:
         along = (gap * rest).sum(1, keepdim=True) / rest.square().sum(1, keepdim=True) * rest
         assert float((gap - along)[:, :-1].abs().max()) < 1e-3 * float(whole[1].abs().max())
         assert float(gap[:, -1].abs().max()) < 1e-5 * (1 + float(whole[1][:, -1].abs().max()))
+
+
+def test_a_step_on_which_nothing_hangs_stops_no_search(tmp_path: Path) -> None:
+    made = victim(tmp_path, "bert")
+    upload = text_gradients(made, sentences(made, *TEXTS), labels=[0, 1, 0], dtype=torch.float64)
+    assert isinstance(made.backbone, TextEncoder)
+    block = FirstBlock(made.backbone, upload)
+    z = word_inputs(made.backbone, torch.tensor([8, 9]), 1).double()
+    sketch = torch.randn(len(block.fc2.column), 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x, block.flows, block.ways = block.start(z), 0 * block.flows, 0 * block.ways
+    block.free = torch.zeros_like(block.free)
+    assert torch.equal(block._descend(z, x, sketch, 5), x)

@@ -647,9 +647,17 @@ def test_a_folder_a_config_file_and_weights(tmp_path):
         assert gap(b.eval()(x), expected) < 1e-5
     fresh = create_backbone(tmp_path / "config.json").eval()
     assert gap(fresh(x), expected) > 1e-2
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for damaged in (b"", whole[:-100], b"version https://git-lfs.github.com/spec/v1"):
+        (tmp_path / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(SitusError, match=r"cannot be loaded as ViTForImageClassification \(SafetensorError: "):
+            create_backbone(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(SitusError, match="the folder holds no weights"):
         create_backbone(tmp_path)
+    file.write_text(file.read_text().replace('"hidden_size": ', '"hidden_size": "x", "other": '))
+    with pytest.raises(SitusError, match=r"config.json: transformers refuses it \(.*'hidden_size' expected int"):
+        create_backbone(file)
 
 
 def test_an_unknown_folder_is_refused_before_anything_is_loaded(tmp_path):

@@ -180,6 +180,16 @@ def test_a_layer_that_nobody_has_read_refuses_columns_by_its_name_and_leaves_row
     assert (unkeyed.status, unkeyed.reason) == ("refused", "no residual group is known")
 
 
+def test_rounding_in_a_gradient_that_is_zero_breaks_no_law() -> None:
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96}
+    model = BertModel(BertConfig(vocab_size=99, max_position_embeddings=64, initializer_range=0.2, **sizes))
+    verdict = verify(create_backbone(model))  # its keys' biases are 0, and so are their gradients
+    assert (verdict.whole("row").status, verdict.whole("column").status) == ("holds", "needs keyed weights")
+
+
 def test_the_model_is_left_as_it_was() -> None:
     backbone = make("vit", torch.float32).train()
     before = copy.deepcopy(backbone.state_dict())

@@ -121,7 +121,8 @@ class FirstBlock:
         scale = normal.diagonal(dim1=1, dim2=2)
         extra = damp.unsqueeze(1) * scale + 1e-7 * scale.amax(dim=1, keepdim=True)
         goal = slope.double() @ rest.unsqueeze(2)
-        return -torch.linalg.solve(normal + torch.diag_embed(extra), goal)[:, :, 0]
+        # Where nothing hangs on the step (coarse gradients that are 0), it is no number, and lowers no cost.
+        return -torch.linalg.solve_ex(normal + torch.diag_embed(extra), goal).result[:, :, 0]
 
     def _equations(self, z: Tensor, x: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor]:
         """What must be 0, [m, E], and its derivative along the family, [m, f, E]."""

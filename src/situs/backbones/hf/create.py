@@ -210,7 +210,10 @@ def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
     _check_places(f"model_type {kind} in {file}", str(kind))
     if kind not in BARE:
         raise unknown_name(f"model_type in {file}", str(kind), BARE)
-    config = _transformers().AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    try:
+        config = _transformers().AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a value of another kind than transformers wants
+        raise SitusError(f"{file}: transformers refuses it ({' '.join(str(error).split())})") from error
     if path == file or not need_weights:
         return config, None
     if not any(found for pattern in WEIGHT_FILES for found in path.glob(pattern)):
@@ -281,14 +284,18 @@ def _load(
 ) -> tuple[Any, Mapping[str, Any]]:
     """A model with a folder's weights, or with `state`, and what from_pretrained says of them."""
     # transformers saves some models under the names of its older releases; from_pretrained knows them all.
-    with quietly():
-        return kind.from_pretrained(
-            folder,
-            config=config,
-            state_dict=state,
-            local_files_only=True,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **arguments,
-        )
+    try:
+        with quietly():
+            return kind.from_pretrained(
+                folder,
+                config=config,
+                state_dict=state,
+                local_files_only=True,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **arguments,
+            )
+    except Exception as error:  # transformers lets through a different class for each kind of damage
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise SitusError(f"{folder or 'weights'}: cannot be loaded as {kind.__name__} ({why})") from error

@@ -125,8 +125,8 @@ class Experiment:
         if not self.steps:
             return Computed(first.detach(), found[0], _own(gradients))
         used = [parameters[name] for name in gradients]
-        # A large epsilon: the usual 1e-8 blows rounding in gradients that are 0 (the keys' bias) up to whole steps.
-        optimizer = torch.optim.AdamW(used, lr=1e-3, weight_decay=0.05, eps=1e-6)
+        # A large epsilon: with less, rounding in gradients that are 0 (the keys' bias) grows beyond the tolerance.
+        optimizer = torch.optim.AdamW(used, lr=1e-3, weight_decay=0.05, eps=1e-4)
         for step in range(self.steps):
             output = None if step == 0 else self._forward(parameters, self.tokens, move, back)
             grads = gradients.values() if output is None else torch.autograd.grad((output * self.cotangent).sum(), used)
