@@ -34,8 +34,21 @@ def _parse(loads: Callable[[str], Any], failure: type[ValueError], format_name: 
     return tables
 
 
+TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+"""How names of tables end, whose lines are no texts."""
+
+
+def said_missing(folder: Path, name: str) -> str:
+    """Of a file that a folder lacks: that it is sealed, where it is."""
+    if (folder / f"{name}.sealed").is_file():
+        return f"its {name} is sealed (situs unlock opens the folder)"
+    return f"holds no {name}"
+
+
 def read_lines(path: Path, field: str) -> list[str]:
     """The lines of a text file, without blank ones; field: by what the caller was given it."""
+    if path.suffix in TABLES:
+        raise SitusError(f"{field}={path}: is a table, and must be plain text with one on each line", field=field)
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

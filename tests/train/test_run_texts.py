@@ -14,6 +14,7 @@ from sentences import lines, write_pairs, write_plain, write_set
 from tiny_texts import WORDS, write_folder
 
 from situs import api
+from situs.audit.text.victim import open_text_victim
 from situs.backbones import create_backbone
 from situs.errors import SitusError
 from situs.evaluate.accuracy import evaluate_accuracy
@@ -305,6 +306,8 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     refused(
         r"data.text.longest=17: must be at most 16", "bert", data={"path": str(world / "set"), "text": {"longest": 17}}
     )
+    (tmp_path / "one.csv").write_text("sentence,label\n" + "w1 w2,good\n" * 9)
+    refused(r"one: all its sentences are of one class, 'good'", "bert", data=tmp_path / "one.csv")
     (tmp_path / "deberta").mkdir()
     (tmp_path / "deberta/config.json").write_text('{"model_type": "deberta-v2"}')
     with pytest.raises(SitusError, match=r"deberta-v2 in .* is refused: its attention") as stop:
@@ -354,6 +357,9 @@ def test_the_export_of_mp3_on_sentences_says_where_the_places_are_kept(world: Pa
     told = {"steps": 1, "device": "cpu", "quiet": True}
     api.pretrain(world / "set", method="mp3", backbone=str(world / "bert"), out=tmp_path / "run", **told)
     api.export(tmp_path / "run", tmp_path / "x")
+    with pytest.raises(SitusError, match="run: was trained without classes or words to learn"):
+        open_text_victim(tmp_path / "run")
+    assert open_text_victim(tmp_path / "x").task == "classes"
     card = (tmp_path / "x" / "README.md").read_text()
     assert "entries of the words are zero here" in card and "begin with the run, which has kept the table" in card
     kept = RunFolder.open(tmp_path / "run", writer=False).latest()
@@ -407,7 +413,5 @@ def test_authorised_fine_tuning_of_a_locked_bert_is_the_normal_one(world: Path) 
 
 
 def test_the_gradients_of_a_tuned_run_are_audited_with_its_own_tokeniser(world: Path) -> None:
-    from situs.audit.text.victim import open_text_victim
-
     for name, ids in (("bert-ft", (2, 6, 7, 3)), ("lm", (6, 7))):
         assert open_text_victim(world / name).coded(["w1 w2"]) == [ids]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from situs.errors import SitusError, missing_extra
+from situs.files import said_missing
 
 FILE = "tokenizer.json"
 FILES = (
@@ -51,7 +52,8 @@ class Tokeniser:
         file = self.folder / FILE
         if not file.is_file():
             raise SitusError(
-                f"{self.folder}: holds no {FILE}, so that sentences cannot become ids", field="text.tokeniser"
+                f"{self.folder}: {said_missing(self.folder, FILE)}, so that sentences cannot become ids",
+                field="text.tokeniser",
             )
         try:
             import tokenizers

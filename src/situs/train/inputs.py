@@ -83,10 +83,15 @@ def settle_text(data: DataConfig, backbone: BackboneConfig, method: str) -> Data
 
 
 def check_words(model: Reader, loader: Loader) -> Reader:
-    """The method or backbone itself; refused are sentences whose ids mean words that it does not have."""
+    """The method or backbone itself; refused are sentences whose ids mean words that it does not have, and those of one
+    class, of which none can be learned."""
     backbone = model.backbone if isinstance(model, Method) else model
     if not backbone.input.words:
         return model
+    classes = loader.classes or ()
+    if isinstance(model, Method) and "label" in model.needs_targets and len(classes) == 1:
+        said = f"all its sentences are of one class, {classes[0]!r}, so that there is nothing to tell apart"
+        raise SitusError(f"{loader.source.name}: {said}", field=("data", "data.text.label"))
     tokeniser = text_of(loader.source).tokeniser
     assert tokeniser is not None
     if tokeniser.words > backbone.input.words:

@@ -105,6 +105,10 @@ def test_wrong_samples_are_one_sentence(vit: Any, bert: Any, pictures: Path, tmp
     blank.write_text(" \n\n")
     binary.write_bytes(b"\xff\xfe\x00\xd8")
     bare.mkdir()
+    sealed, table = tmp_path / "sealed", tmp_path / "table.csv"
+    sealed.mkdir()
+    (sealed / "tokenizer.json.sealed").write_bytes(b"x")
+    table.write_text("sentence,label\na boat,1\n")
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text((bert[0] / "config.json").read_text())
@@ -119,7 +123,9 @@ def test_wrong_samples_are_one_sentence(vit: Any, bert: Any, pictures: Path, tmp
         (*bert, {"texts": tmp_path}, "is a directory"),
         (*bert, {"texts": binary}, "it is no text"),
         (*bert, {"texts": blank}, "holds no text"),
-        (bare, bert[1], {"texts": text}, "holds no tokeniser"),
+        (bare, bert[1], {"texts": text}, "holds no tokenizer.json"),
+        (sealed, bert[1], {"texts": text}, "its tokenizer.json is sealed (situs unlock opens the folder)"),
+        (*bert, {"texts": table}, "is a table, and must be plain text"),
         (broken, bert[1], {"texts": text}, "its tokeniser cannot be read"),
     ]
     for folder, backbone, given, said in cases:

@@ -29,6 +29,9 @@ def test_what_the_owner_reads_first() -> None:
     little = told([0.5, 0.5, 0.505], [0.5, 0.5, 0.5], 0.5)
     assert "less than a point here, so that there was next to nothing to withhold" in little.owner_sentence()
     assert "100 %" not in little.owner_sentence()
+    few = replace(far, config=TuningConfig(test=8))  # 40 points of 8 are three answers
+    assert "8 sentences of the test set are too few to tell" in few.owner_sentence()
+    assert "withholds 50 %" not in few.owner_sentence()
     ahead = told([0.5, 0.8, 0.9], [0.5, 0.8, 0.95], 0.5)
     assert "withholds 0 %" in ahead.owner_sentence()
 

@@ -91,6 +91,9 @@ def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVict
         raise SitusError(f"{model.name}: takes images, not texts", field="texts")
     kind, notes = type(model.backbone.model).__name__, dict(model.notes)
     if isinstance(model.backbone, TextEncoder) and not kind.endswith(("ForMaskedLM", "ForSequenceClassification")):
+        if model.method is not None:
+            said = "was trained without classes or words to learn, in whose training sentences are audited"
+            raise SitusError(f"{model.name}: {said}; fine-tune it, or audit its export (situs export)", field="texts")
         model = open_model(source, num_classes=classes, **asked)
         notes["classifier"] = (
             f"the folder has none: a new one with {counted(classes, 'classes')}, which the attacker has as well"

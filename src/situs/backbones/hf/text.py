@@ -19,6 +19,7 @@ from situs.backbones.hf.names import own_state
 from situs.core.position import Positions
 from situs.core.tokens import Grid
 from situs.errors import SitusError
+from situs.files import said_missing
 
 TEXT = {"images": "it reads the ids of words"}
 """What every text model refuses, and why."""
@@ -103,7 +104,9 @@ def open_tokeniser(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     if not any((folder / name).is_file() for name in TOKENISERS):
-        raise SitusError(f"{folder}: holds no tokeniser, so texts cannot be turned into its words", field="texts")
+        raise SitusError(
+            f"{folder}: {said_missing(folder, TOKENISERS[0])}, so texts cannot be turned into its words", field="texts"
+        )
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # a damaged tokeniser fails in as many ways as there are kinds of them

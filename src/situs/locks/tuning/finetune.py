@@ -173,7 +173,7 @@ def run_ways(
         f"{pretrained.about}; {len(pretrained.train):,} {'' if words else 'labelled '}{loader.source.things}, {took}"
     )
     return LockTuning(
-        replace(config, count=len(pretrained.train)),
+        replace(config, count=len(pretrained.train), test=len(pretrained.test)),
         about,
         curves,
         1 / (len(loader.classes) if loader.classes else first.backbone.input.words),

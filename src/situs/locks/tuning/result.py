@@ -162,6 +162,9 @@ class LockTuning(Result):
                 ("nothing", "nothing") if self.withheld is None else ("less than a point", "next to nothing")
             )
             return f"{said}: pretraining brought {brought} here, so that there was {left} to withhold."
+        if worth < 2 * self._spread():
+            few = f"{self.config.test:,} {self.things} of the test set"
+            return f"{said}: {few} are too few to tell what pretraining brought here, or what the lock withholds of it."
         kept = min(1.0, max(0.0, self.withheld))
         said += f": the lock withholds {percent(kept, 0)} of what the pretraining was worth"
         step = self.caught_up("unauthorised")
@@ -169,6 +172,11 @@ class LockTuning(Result):
             last = counted(self._last(), "updates")
             return f"{said}, and the thief does not come within a point of the owner in {last}."
         return f"{said}; the thief comes within a point of the owner after {counted(step, 'updates')}."
+
+    def _spread(self) -> float:
+        """Standard error of what pretraining brought, from how many were tested; 0 of words, which are many."""
+        shares = (self.curves[way].accuracy[-1] for way in ("normal", "from scratch"))
+        return 0.0 if self.words else (sum(share * (1 - share) for share in shares) / self.config.test) ** 0.5
 
     def _last(self) -> int:
         return self.curves["unauthorised"].steps[-1]
