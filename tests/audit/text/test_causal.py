@@ -72,8 +72,9 @@ def test_no_beginning_that_passes_is_a_reason_and_no_pass(kind: str, tmp_path: P
 
 
 def test_branches_are_the_models_own_first_block(tmp_path: Path) -> None:
-    for kind in ("gpt2", "llama"):
-        made = victim(tmp_path / kind, kind)
+    window = {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 0}
+    for kind, fields in (("gpt2", {}), ("llama", {}), ("qwen3", window)):
+        made = victim(tmp_path / kind, kind, **fields)
         backbone, prefix, words = made.backbone, torch.tensor([7, 9, 7]), torch.tensor([5, 7, 30])
         assert isinstance(backbone, DecoderBackbone)
         with torch.no_grad():

@@ -75,7 +75,7 @@ class DecoderBackbone(TextBackbone):
     def branches(self, prefix: Tensor, words: Tensor) -> Tensor:
         """What the first block makes of each of `words` [m] behind the sentence `prefix` [t], [m, D].
 
-        As one sequence: all stand at place t and see the prefix and themselves.
+        As one sequence: all stand at place t and see the prefix, as far as a window lets them, and themselves.
         """
         t, m = len(prefix), len(words)
         index = torch.cat([torch.arange(t), torch.full((m,), t)]).to(words.device)
@@ -84,6 +84,8 @@ class DecoderBackbone(TextBackbone):
         stream = self.assemble(tokens, places)
         seen = torch.eye(t + m, dtype=torch.bool, device=words.device)
         seen[:, :t] = torch.ones_like(seen[:, :t]).tril()
+        if self._sliding()[0]:
+            seen &= index > index.unsqueeze(1) - self.model.config.sliding_window
         mask = torch.zeros_like(seen, dtype=stream.z.dtype).masked_fill(~seen, torch.finfo(stream.z.dtype).min)
         return self.layers()[0](stream.z, attention_mask=mask[None, None], **self.given(stream))[0, t:]
 
