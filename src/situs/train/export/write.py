@@ -29,7 +29,7 @@ from situs.backbones.base import Backbone
 from situs.config import to_dict
 from situs.data.tokeniser import FILES, Tokeniser
 from situs.errors import SitusError
-from situs.files import write_text
+from situs.files import read_json, write_text
 from situs.methods import classifies
 from situs.methods.base import Method
 from situs.train.checkpoint.checkpoints import Checkpoint
@@ -265,6 +265,11 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
         for name in FILES:
             if (tokeniser.folder / name).is_file():
                 shutil.copyfile(tokeniser.folder / name, folder / name)
+        if (provenance.text or {}).get("pair") and getattr(backbone, "segments", False):
+            # A tokeniser of no class of its own gives types only where its settings name them.
+            file, names = folder / "tokenizer_config.json", ["input_ids", "token_type_ids", "attention_mask"]
+            said = {**(read_json(file) if file.is_file() else {}), "model_input_names": names}
+            write_text(file, json.dumps(said, indent=2) + "\n")
         if model.config.pad_token_id is None:  # by which transformers finds the end of a sentence
             model.config.pad_token_id = tokeniser.pad
     with quietly():
