@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from situs.audit.attacks.adaptive.jigsaw import floating_orders
 from situs.core.tokens import take, unpatchify
 from situs.methods.base import Method
 
@@ -129,7 +131,7 @@ def order_hidden(
     puzzle = make_puzzle(patches, hidden, grid, size)
     if predictor is not None:
         puzzle = puzzle._replace(alone=puzzle.alone + weight * predicted_costs(predictor, patches, hidden, size))
-    order = solve_puzzle(puzzle)
+    order = solve_puzzle(puzzle, (grid[0], grid[1]) if bool(hidden.all()) else None)
     ordered = patches.clone()
     ordered[places] = take(patches[places].unsqueeze(0), order.to(places.device))[0]
     return ordered
@@ -146,8 +148,11 @@ def total_cost(puzzle: PatchCosts, order: Tensor) -> float:
     return float(cost + below[order[under[:, 0]], order[under[:, 1]]].sum())
 
 
-def solve_puzzle(puzzle: PatchCosts, restarts: int = 16) -> Tensor:
-    """The patch at each place, [m]: the best of several greedy starts, each improved by exchanges until none helps."""
+def solve_puzzle(puzzle: PatchCosts, grid: tuple[int, int] | None = None, restarts: int = 16) -> Tensor:
+    """The patch at each place, [m]: the best of several greedy starts, each improved by exchanges until none helps.
+
+    grid: where no patch is known, so that pieces of the picture are first put together without a place.
+    """
     puzzle = PatchCosts(*(part.cpu() for part in puzzle))
     chance = torch.Generator().manual_seed(0)
     found = []
@@ -155,6 +160,14 @@ def solve_puzzle(puzzle: PatchCosts, restarts: int = 16) -> Tensor:
         noise = 0.0 if number == 0 else 0.3 * number / restarts
         start = _grow(puzzle, noise, chance)
         found.append(_improve(puzzle, start))
+    if grid is not None:
+
+        def better(order: np.ndarray) -> tuple[np.ndarray, float]:
+            improved = _improve(puzzle, torch.from_numpy(order))
+            return improved.numpy(), total_cost(puzzle, improved)
+
+        floating = floating_orders(puzzle.right.double().numpy(), puzzle.below.double().numpy(), grid, better)
+        found += [torch.from_numpy(order) for order in floating]
     return min(found, key=lambda order: total_cost(puzzle, order))
 
 
