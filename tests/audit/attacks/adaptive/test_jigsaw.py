@@ -61,3 +61,9 @@ def test_what_is_kept_is_each_others_best() -> None:
     kept = agreed(sides(right, below), order, (2, 3))
     assert kept == {(0, 0): 3, (0, 1): 1, (0, 2): 4, (1, 0): 0}
     assert [(-a, -b) for a, b in STEPS] == [STEPS[side ^ 1] for side in range(4)]
+
+
+def test_a_search_that_is_stopped_gives_what_it_has() -> None:
+    puzzle, asked = make_puzzle(picture(0), torch.ones(24, dtype=torch.bool), GRID, SIZE), []
+    order = solve_puzzle(puzzle, GRID, stop=lambda: bool(asked.append(1)) or True)
+    assert sorted(order.tolist()) == list(range(24)) and len(asked) == 2  # after one start of either kind

@@ -7,6 +7,8 @@ MP3, which tells a patch's place from its content, may add its opinion. `solve_p
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -120,10 +122,12 @@ def order_hidden(
     *,
     predictor: Method | None = None,
     weight: float = 1.0,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """Patches [N, K] with the hidden ones brought to the places where they fit best.
 
-    predictor: a trained MP3 with the same patches; weight: of its -log p beside the cost of one border.
+    predictor: a trained MP3 with the same patches; weight: of its -log p beside the cost of one border. stop: ends
+    the search with the best order by then.
     """
     places = hidden.nonzero()[:, 0]
     if len(places) < 2:
@@ -131,7 +135,7 @@ def order_hidden(
     puzzle = make_puzzle(patches, hidden, grid, size)
     if predictor is not None:
         puzzle = puzzle._replace(alone=puzzle.alone + weight * predicted_costs(predictor, patches, hidden, size))
-    order = solve_puzzle(puzzle, (grid[0], grid[1]) if bool(hidden.all()) else None)
+    order = solve_puzzle(puzzle, (grid[0], grid[1]) if bool(hidden.all()) else None, stop=stop)
     ordered = patches.clone()
     ordered[places] = take(patches[places].unsqueeze(0), order.to(places.device))[0]
     return ordered
@@ -148,7 +152,12 @@ def total_cost(puzzle: PatchCosts, order: Tensor) -> float:
     return float(cost + below[order[under[:, 0]], order[under[:, 1]]].sum())
 
 
-def solve_puzzle(puzzle: PatchCosts, grid: tuple[int, int] | None = None, restarts: int = 16) -> Tensor:
+def solve_puzzle(
+    puzzle: PatchCosts,
+    grid: tuple[int, int] | None = None,
+    restarts: int = 16,
+    stop: Callable[[], bool] = lambda: False,
+) -> Tensor:
     """The patch at each place, [m]: the best of several greedy starts, each improved by exchanges until none helps.
 
     grid: where no patch is known, so that pieces of the picture are first put together without a place.
@@ -157,6 +166,8 @@ def solve_puzzle(puzzle: PatchCosts, grid: tuple[int, int] | None = None, restar
     chance = torch.Generator().manual_seed(0)
     found = []
     for number in range(restarts):
+        if found and stop():
+            break
         noise = 0.0 if number == 0 else 0.3 * number / restarts
         start = _grow(puzzle, noise, chance)
         found.append(_improve(puzzle, start))
@@ -167,7 +178,7 @@ def solve_puzzle(puzzle: PatchCosts, grid: tuple[int, int] | None = None, restar
             return improved.numpy(), total_cost(puzzle, improved)
 
         floating = floating_orders(puzzle.right.double().numpy(), puzzle.below.double().numpy(), grid, better)
-        found += [torch.from_numpy(order) for order in floating]
+        found += [torch.from_numpy(order) for order in takewhile(lambda _: not stop(), floating)]
     return min(found, key=lambda order: total_cost(puzzle, order))
 
 

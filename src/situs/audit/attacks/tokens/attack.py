@@ -216,7 +216,7 @@ class TokenSpans(Attack):
         )
         roots = find_roots(search, batch)
         tokens = roots.tokens
-        patches, proved = make_images(block, roots, batch, self.config.predictor)
+        patches, proved = make_images(block, roots, batch, self.config.predictor, deadline.over)
         solved, loose = bool(proved.all()), int(roots.wanted.max()) > batch
         ordered = not loose
         if loose and solved:  # rotary and relative positions stand in attention alone

@@ -7,6 +7,8 @@ place gives each image one token (`_part`). Places that no vector tells apart ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,9 @@ SEEDS = 8
 """Places whose tokens are tried as the first of each image."""
 
 
-def make_images(block: Block, roots: Roots, batch: int, predictor: Method | None = None) -> tuple[Tensor, Tensor]:
+def make_images(
+    block: Block, roots: Roots, batch: int, predictor: Method | None = None, stop: Callable[[], bool] = lambda: False
+) -> tuple[Tensor, Tensor]:
     """Patches [B, N, K] and whether each is proved [B, N]; what is missing is grey, 0. predictor: asked for places."""
     first, tokens = shared_places(block.base), roots.tokens
     owner = _part(block, roots, batch)
@@ -52,19 +56,21 @@ def make_images(block: Block, roots: Roots, batch: int, predictor: Method | None
             patches[image, here[0]], proved[image, here[0]] = tokens.x[number], bool(roots.fit[number] <= SOLVED)
         loose = torch.bincount(first, minlength=len(first))[first] > 1
         if bool(loose.any()):
-            patches[image] = _in_order(block, patches[image], loose, predictor)
+            patches[image] = _in_order(block, patches[image], loose, predictor, stop)
             proved[image] &= bool(proved[image].all())  # the order of those that are missing is not known
     return _copied(patches, proved, batch)
 
 
-def _in_order(block: Block, patches: Tensor, loose: Tensor, predictor: Method | None) -> Tensor:
+def _in_order(
+    block: Block, patches: Tensor, loose: Tensor, predictor: Method | None, stop: Callable[[], bool]
+) -> Tensor:
     """Patches [N, K] with the loose ones brought to the places where their borders fit best."""
     cells, size = patches, block.stem.patch_size
     if block.stem.layout != "patches":
         image = to_images(patches.unsqueeze(0), block.backbone, block.stem)
         size = (image.shape[-2] // block.grid[0], image.shape[-1] // block.grid[1])
         cells = patchify(image, size)[0]
-    ordered = order_hidden(cells, loose, block.grid, size, predictor=predictor)
+    ordered = order_hidden(cells, loose, block.grid, size, predictor=predictor, stop=stop)
     return patches[torch.cdist(ordered, cells).argmin(dim=1)]
 
 
