@@ -80,7 +80,7 @@ class AuditConfig(Checked):
     """tokens: seconds of search for an upload, and at most twice that for all of a defence."""
 
     predictor: str | None = None
-    """adaptive-mjp, tokens: a run of MP3 that is asked for the order of patches, beside their borders."""
+    """adaptive-mjp, tokens: a run of MP3 that orders patches."""
 
     lpips: Path | None = None
     """LPIPS weights (AlexNet); without them there is no LPIPS."""

@@ -64,7 +64,7 @@ def _attend(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    assert not is_causal, "images and clips have no order to hide"
+    assert not is_causal, "no later part is hidden from an earlier one here"
     with torch.autocast(q.device.type, enabled=False):
         weights = F.dropout(attention_weights(q, k, attn_mask, scale), dropout_p)
         return weights.to(v.dtype) @ v
