@@ -7,10 +7,12 @@ import torch
 
 from situs.backbones import create_backbone
 from situs.errors import SitusError
-from situs.locks.attacks import LockAudit, LockAuditConfig, audit_lock
+from situs.locks.attacks import LockAudit, LockAuditConfig, audit, audit_lock
+from situs.locks.attacks.adapter import Labelled
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.key import Key
 from situs.locks.locking import lock
+from situs.train.distributed import Ranks
 
 pytest.importorskip("cryptography")
 KEY = Key(bytes(range(32)))
@@ -128,3 +130,53 @@ def test_settings_that_cannot_be(wrong):
     with pytest.raises(SitusError) as caught:
         LockAuditConfig(**wrong)
     assert str(caught.value.field).removesuffix("[0]") == next(iter(wrong))
+
+
+def test_a_device_that_is_not_here_is_refused(folders):
+    with pytest.raises(SitusError, match="device='abacus': must be cpu, cuda") as caught:
+        audit_lock(folders[1] / "locked", key=KEY, device="abacus")
+    assert caught.value.field == "device"
+
+
+def test_all_that_is_run_or_trained_is_on_the_device(folders, monkeypatch):
+    """On `meta`, which holds no numbers: weights are matched on the CPU, and whoever runs the model has it there."""
+    clear, place = folders
+    where: dict[str, str] = {}
+
+    def noting(name):
+        def note(backbone, groups=(), *_, **__):
+            [where[name]] = {each.device.type for each in backbone.model.state_dict().values()}
+            return KeyRecovery(name, 24, keys={group.name: torch.arange(group.size) for group in groups})
+
+        return note
+
+    def labelled(folder, data, config, gone, device):
+        where["labelled samples"] = device.type
+        return (Labelled(torch.zeros(1), torch.zeros(1)),) * 2
+
+    names = {"recover_with_labels": "labels", "recover_with_samples": "images"}
+    names |= {"recover_with_activations": "activations", "recover_blind": "no-base"}
+    for function, name in names.items():
+        monkeypatch.setattr(audit, function, noting(name))
+    monkeypatch.setattr(audit, "_labelled", labelled)
+
+    def score(trial, *_):
+        noting("accuracy")(trial)
+        return 0.5
+
+    monkeypatch.setattr(audit, "_score", score)
+    monkeypatch.setattr(audit.distributed, "start", lambda device: Ranks(0, 1, torch.device(device)))
+    given = {"base": clear, "key": KEY, "images": "samples", "data": "samples", "device": "meta"}
+    found = audit_lock(place / "locked", attacker=[*names.values(), "public-base"], **given)
+    assert where == dict.fromkeys([*names.values(), "labelled samples", "accuracy"], "meta")
+    assert found.attacks[-1].right == 24
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_finds_what_the_cpu_finds(folders):
+    _, place = folders
+    given = {"key": KEY, "images": "samples", "attacker": ["no-base", "images", "activations"]}
+    ours, theirs = (audit_lock(place / "locked", device=device, **given) for device in ("cuda", "cpu"))
+    for one, two in zip(ours.attacks, theirs.attacks, strict=True):
+        assert abs(one.right - two.right) <= 4, one.attacker  # random weights: rounding may move what is a guess

@@ -317,7 +317,7 @@ def test_strength_is_the_best_attack_and_never_more_than_the_seed() -> None:
 
 
 OPEN, BOUND = "The lock is open to them", "An upper bound: a better attack may exist"
-UNJUDGED = "Not judged, because the true key was not given (`key`): x"
+UNJUDGED = "Not judged, because the true key was not given (--key): x"
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str
 @pytest.mark.parametrize(
     ("rights", "said", "never"),
     [
-        ((0,), ["Not run, though anybody could", "images (`images` or `texts`)", "No strength"], ["bits", OPEN, BOUND]),
+        ((0,), ["Not run, though anybody could", "images (--images or --texts)", "No strength"], ["bits", OPEN, BOUND]),
         ((None,), [UNJUDGED, "Not run, though anybody could", "No strength"], ["bits", OPEN, BOUND]),
         ((768,), ["= 0 bits.", OPEN], ["Not", "No strength", BOUND]),
         ((), ["Not attacked: no strength can be given."], ["bits", "images"]),

@@ -52,6 +52,9 @@ class Args:
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Labelled images or sentences: for the attacker `labels`, and to measure accuracy before and after each attack."""
 
+    device: Annotated[str | None, Parameter(metavar="NAME")] = None
+    """cpu, cuda or cuda:N; by default a GPU where there is one."""
+
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
     """Write audit.html and audit.json there."""
 

@@ -189,13 +189,13 @@ def find_lock(stage: Stage) -> Finding:
         return stage.add(left_out("A model can be locked with a key.", gone, "locks"))
     from situs.locks.key import draw_key
 
-    key, told = draw_key(), {"data": "samples", "base": stage.runs / "mp3", "images": "samples"}
+    key, told = draw_key(), {"data": "samples", "base": stage.runs / "mp3", "images": "samples", "device": "cpu"}
     with tempfile.TemporaryDirectory(dir=stage.runs, prefix=".lock-") as aside:
         place = Path(aside)
         situs.lock(stage.runs / AFTER, key, place / "locked")
         audit = situs.audit_lock(place / "locked", key=key, attacker=("no-base", "images", "public-base"), **told)
         situs.lock(stage.runs / AFTER, key, place / "kept", withhold="embedding")
-        kept = situs.audit_lock(place / "kept", key=key, images="samples")
+        kept = situs.audit_lock(place / "kept", key=key, images="samples", device="cpu")
     said = audit.summary()
     section = stage.page.section(title).text(
         "The lock moves the channels between the blocks by a key. Who has it runs the model as before; the others run "

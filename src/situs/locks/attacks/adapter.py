@@ -167,7 +167,8 @@ def randomised(backbone: Backbone, groups: Sequence[Group], seed: int) -> Backbo
     for name in sorted({member.tensor for group in groups for member in group.members}):
         value = state[name]
         if value.is_floating_point() and value.numel() > 1:
+            exact = value.cpu().double()
             noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-            state[name] = (value.double().mean().cpu() + value.double().std().cpu() * noise).to(value)
+            state[name] = (exact.mean() + exact.std() * noise).to(value)
     blank.model.load_state_dict(state)
     return blank

@@ -50,6 +50,7 @@ from situs.models import open_model
 from situs.models.data import AnyModel, check_classes, load_any
 from situs.progress import tracked
 from situs.results import Result, Summary, Table, Tone, percent, show
+from situs.train import distributed
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ def audit_lock(
     data: str | Path | None = None,
     attacker: str | Sequence[str] = (),
     config: LockAuditConfig | None = None,
+    device: str | None = None,
 ) -> LockAudit:
     """Attacks a locked folder as somebody without its key would, and says what is left of the lock.
 
@@ -156,6 +158,7 @@ def audit_lock(
     attacks by; not needed where `base` is the very model that was locked. images, texts: unlabelled samples. data:
     labelled samples, for the attacker `labels` and to measure accuracy before and after each attack. attacker: names of
     `ATTACKERS`; by default no-base, images where there are images or texts, and public-base where there is a base.
+    device: cpu, cuda or cuda:N; None: a GPU where there is one.
 
     >>> print(situs.audit_lock("locked", base="exported", key="owner.key"))
     """
@@ -164,7 +167,8 @@ def audit_lock(
     names = _chosen(
         config, [attacker] if isinstance(attacker, str) else attacker, base is not None, data is not None, samples
     )
-    target = _target(Path(locked), base, weights, key, samples, None if data is None else str(data), config)
+    labelled, where = None if data is None else str(data), distributed.start(device).device
+    target = _target(Path(locked), base, weights, key, samples, labelled, config, where)
     able = [name for name in names if name not in target.idle]
     results = [result for name in tracked(able, "attackers") for result in _attack(name, target, config)]
     anyone = "no-base" if "images" in target.idle else "images"
@@ -209,7 +213,8 @@ def _chosen(
 class _Target:
     """What is attacked, and what the auditor knows beside it. samples, test: labelled; seen: without labels.
 
-    score: the accuracy of other weights on `test`; owner: of the model with its key.
+    backbone: on the device; state, base, truth: on the CPU. score: the accuracy of other weights on `test`; owner: of
+    the model with its key.
     """
 
     backbone: Backbone
@@ -234,10 +239,11 @@ def _target(
     samples: Mapping[str, Path],
     data: str | None,
     config: LockAuditConfig,
+    device: torch.device,
 ) -> _Target:
     manifest = read_manifest(locked, key)
     try:
-        theirs = None if base is None else dict(open_model(base, weights=weights).backbone.model.state_dict())
+        theirs = None if base is None else open_model(base, weights=weights).backbone.model.state_dict()
     except SitusError as error:
         raise SitusError(f"base={base}: {error}", field="base") from error
     if manifest.sealed and key is None:  # with it, what is under the seal is attacked, as all who run the model have it
@@ -248,10 +254,11 @@ def _target(
         )
     with readable(locked, manifest, key) as folder:
         backbone, gone = left_of(folder, replace(manifest, sealed=False))
-        learned, test = _labelled(folder, data, config, gone)
+        learned, test = _labelled(folder, data, config, gone, device)
         embedded = manifest.withheld is None or "embedding" not in manifest.withheld.parts
         seen = read_samples(folder, backbone, samples, config.count) if embedded and samples else None
-    theirs = None if theirs is None else backbone.renamed(theirs)  # a bare encoder's, under a classifier's names
+    if theirs is not None:  # a bare encoder's, under a classifier's names
+        theirs = backbone.renamed({name: value.cpu() for name, value in theirs.items()})
     groups = within(own_groups(backbone, manifest), backbone.model.state_dict().keys() - gone)
     state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
     for name in gone:  # not there, and so neither right nor wrong
@@ -265,13 +272,14 @@ def _target(
     said = "The attacker `{}` has nothing to start from: the embedding is withheld."
     idle = {} if embedded else {name: said.format(name) for name in ("images", "activations")}
     kept = "" if manifest.withheld is None else f"; {words(manifest.withheld.parts)} withheld"
+    backbone.to(device)  # weights are compared on the CPU, as `state`; what is run or trained is run there
     score = None if test is None else partial(_score, copy.deepcopy(backbone), test)
     owner = None if score is None or truth is None else score(opened(state, groups, truth))
     return _Target(backbone, groups, state, theirs, truth, learned, test, seen, idle, kept, score, owner)
 
 
 def _labelled(
-    folder: Path, data: str | None, config: LockAuditConfig, gone: frozenset[str]
+    folder: Path, data: str | None, config: LockAuditConfig, gone: frozenset[str], device: torch.device
 ) -> tuple[Labelled | None, Labelled | None]:
     """The labelled samples to learn from and to be judged on, as the model takes them, where there are some."""
     if data is None:
@@ -279,7 +287,7 @@ def _labelled(
     if gone:
         said = f"data={data}: parts of the model are withheld, so it cannot be run"
         raise SitusError(said, field="data")
-    model, sets = open_model(str(folder)), []
+    model, sets = open_model(str(folder), device=device), []
     for split, count in (("train", config.k), ("val", config.test)):
         loader = load_any(model, data, split=split, count=count, text=config.text)
         check_classes(model, loader)

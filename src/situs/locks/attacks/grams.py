@@ -50,6 +50,11 @@ class ClearSide:
     spread: Tensor
     first: Tensor
 
+    def to(self, device: torch.device) -> ClearSide:
+        """The same on another device."""
+        single = (each.to(device) for each in (self.mean, self.spread, self.first))
+        return ClearSide({name: gram.to(device) for name, gram in self.grams.items()}, *single)
+
 
 @dataclass(frozen=True)
 class LockedSide:
@@ -64,10 +69,16 @@ class LockedSide:
     lean: Tensor | None
     reach: Tensor
 
+    def to(self, device: torch.device) -> LockedSide:
+        """The same on another device."""
+        grams = [{role: gram.to(device) for role, gram in block.items()} for block in self.grams]
+        centre, lean = (None if each is None else each.to(device) for each in (self.centre, self.lean))
+        return LockedSide(grams, centre, lean, self.reach.to(device))
+
 
 def clear_side(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Tensor]) -> ClearSide:
     """What the embedding says of its channels. inputs: batches of images, or of token ids."""
-    state = backbone.model.state_dict()
+    state = {name: value.detach().cpu() for name, value in backbone.model.state_dict().items()}
     moments = _Moments(backbone.dim)
     for batch in inputs:
         moments.add(_read(backbone, state, groups, batch))
@@ -81,7 +92,7 @@ def clear_side(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Ten
     grams["filters"] = _filters(backbone, embedding)
     table = backbone.positions().table
     if table is not None:
-        rows = _widened(backbone, embedding, table.detach().double())
+        rows = _widened(backbone, embedding, table.detach().cpu().double())
         grams["table"] = rows.T @ rows
     grams["inverse"] = torch.linalg.inv(correlation + RIDGE * torch.eye(backbone.dim, dtype=torch.float64))
     grams = {name: gram.float() for name, gram in grams.items() if bool(gram.any())}

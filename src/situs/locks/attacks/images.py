@@ -81,7 +81,8 @@ def recover_with_samples(
     began = time.perf_counter()
     residual = residual_only(groups)
     with _quick():
-        clear, locked = clear_side(backbone, groups, inputs), locked_side(backbone, groups)
+        where = _where(backbone)
+        clear, locked = clear_side(backbone, groups, inputs).to(where), locked_side(backbone, groups).to(where)
         q, best, failed = _match(clear, locked, seed)
     keys = {group.name: identity(group.size) for group in groups} | {residual[0].name: q}
     cost = f"the locked file and {had}; J {best:.2f}, from random hints at most {max(failed):.2f}"
@@ -158,6 +159,12 @@ def _axes(table: Tensor, count: int) -> list[Tensor]:
 
 def _mean(tables: Sequence[Tensor]) -> Tensor:
     return unit(torch.stack(list(tables)).mean(dim=0))
+
+
+def _where(backbone: Backbone) -> torch.device:
+    """Where the search runs: with the model on a GPU, and on the CPU beside devices that lack float64."""
+    own = next(backbone.model.parameters()).device
+    return own if own.type == "cuda" else torch.device("cpu")
 
 
 @contextmanager

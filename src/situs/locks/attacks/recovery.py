@@ -44,7 +44,7 @@ ATTACKERS: dict[str, str] = {
 }
 """attacker -> who that is."""
 
-NEEDS = {"images": "`images` or `texts`", "no-base": "the locked file alone"}
+NEEDS = {"images": "--images or --texts", "no-base": "the locked file alone"}
 """attackers who need nothing but what anybody has -> what that is."""
 
 Score = Callable[[State], float]
@@ -137,7 +137,7 @@ def verdict(results: Sequence[KeyRecovery], lacking: Collection[str] = ()) -> st
         else:
             said.append("An upper bound: a better attack may exist. A lock is obfuscation, not encryption.")
     if unjudged := ", ".join(result.attacker for result in results if result.bits is None):
-        said.append(f"Not judged, because the true key was not given (`key`): {unjudged}.")
+        said.append(f"Not judged, because the true key was not given (--key): {unjudged}.")
     if lacking and strength is None:
         named = ", ".join(f"{name} ({NEEDS[name]})" for name in sorted(lacking))
         said.append(f"Not run, though anybody could: {named}.")
