@@ -51,7 +51,8 @@ def audit_page(found: LockAudit) -> Page:
     section.note(
         "Bits left, at most the seed's 256: log2 of the orders of the channels that are still wrong, the attacker "
         "being taken to know which; where most are right, log2 of the exchanges that put one after the other right; 0 "
-        "where accuracy came back without the key. J tells how well the two sides agree, which needs no key: a search "
+        "where accuracy came back without the key, if the test set tells the locked model from that with its key by "
+        "two standard errors. J tells how well the two sides agree, which needs no key: a search "
         "that failed ends where those from random hints do. Inner groups (MLP units, heads, their channels) never "
         "count: moving them leaves the function as it was."
     )

@@ -316,6 +316,18 @@ def test_strength_is_the_best_attack_and_never_more_than_the_seed() -> None:
         bits_left(8, 9)
 
 
+def test_chance_in_a_small_test_is_no_open_lock_and_the_verdict_says_so() -> None:
+    """4 of 48 channels right, and accuracy that 100 samples cannot tell from the locked model's, is not 0 bits."""
+    scores = {"before": 0.47, "after": 0.55, "owner": 0.53}
+    chance = result(48, 4, **scores, tested=100)
+    assert not chance.broken and chance.bits == bits_left(48, 4)
+    assert "53.0 % with the key and 47.0 % without it: 100 samples cannot tell" in verdict([chance])
+    sure = result(48, 4, **scores, tested=10_000)  # the same with enough samples: it works without the key
+    assert sure.broken and sure.bits == 0 and "cannot tell" not in verdict([sure])
+    few = result(48, 4, before=0.0, after=1.0, owner=1.0, tested=3)
+    assert few.broken and few.bits == 0  # a difference beyond doubt is one in a small test too
+
+
 OPEN, BOUND = "The lock is open to them", "An upper bound: a better attack may exist"
 UNJUDGED = "Not judged, because the true key was not given (--key): x"
 
@@ -473,7 +485,7 @@ def test_scores_before_after_and_of_the_owner(toy: Any) -> None:
 
     try:
         owner = score(state)
-        found = scored(recover_with_base(locked, state, groups), locked, groups, score, owner)
+        found = scored(recover_with_base(locked, state, groups), locked, groups, score, owner, 500)
     finally:
         backbone.model.load_state_dict(state)
     assert found.before is not None and found.before < 0.8

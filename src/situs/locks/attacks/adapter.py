@@ -127,7 +127,7 @@ def recover_with_labels(
     cost = f"{counted(len(samples.labels), 'labelled samples')}, {counted(config.steps, 'steps')} of "
     cost += str(min(config.batch, len(samples.labels)))
     scores = {"before": before, "after": accuracy_of(attacked, test), "owner": owner}
-    scores["control"] = accuracy_of(control, test)
+    scores |= {"control": accuracy_of(control, test), "tested": len(test.labels)}
     return judged("labels", residual, keys, truth, seconds=seconds, cost=cost, **scores)
 
 

@@ -125,7 +125,7 @@ class LockAudit(Result):
     def numbers(self) -> dict[str, Any]:
         """The figures, without the keys that were found."""
         told = ("attacker", "size", "right", "share", "bits", "seconds", "cost", "agreement", "failed")
-        fields = (*told, "before", "after", "owner", "control")
+        fields = (*told, "before", "after", "owner", "control", "tested")
         held = [{name: getattr(result, name) for name in fields} for result in self.attacks]
         return {"model": self.model, "strength_bits": self.strength, "verdict": self.verdict, "attacks": held}
 
@@ -336,7 +336,10 @@ def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[KeyReco
             base = target.base if amount is None else drift(target.base, amount, config.seed)
             label = name if amount is None else f"{name}, {amount:g} ×"
             found.append(recover_with_base(target.state, base, target.groups, truth=truth, attacker=label))
-    return found if score is None else [scored(each, target.state, target.groups, score, owner) for each in found]
+    if score is None or target.test is None:
+        return found
+    more = (score, owner, len(target.test.labels))
+    return [scored(each, target.state, target.groups, *more) for each in found]
 
 
 def _score(trial: Backbone, test: Labelled, state: State) -> float:

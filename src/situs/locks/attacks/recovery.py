@@ -27,6 +27,7 @@ from situs.limits import check_value
 from situs.locks.attacks.blind import match_blind
 from situs.locks.attacks.match import Keys, State, match_keys
 from situs.locks.groups import invert_keys, permute_state, residual_only
+from situs.results import percent
 
 SEED_BITS = 256
 """Length of the seed that every key is made of: no lock is stronger, however many permutations there are."""
@@ -57,6 +58,7 @@ class KeyRecovery:
 
     right, size: residual channels put where they belong, of all; right is None where nobody knows the true key.
     before, after, owner: accuracy of the locked model as it is, after the attack, and with the key; None without data.
+    tested: the samples that it was measured on.
     control: the same attack's accuracy where the locked blocks are replaced by random ones, so that they helped by
     after - control. agreement, failed: J of the attacker `images`, and the largest from random hints. bits: what is
     left, see `bits_left`.
@@ -71,6 +73,7 @@ class KeyRecovery:
     after: float | None = None
     owner: float | None = None
     control: float | None = None
+    tested: int | None = None
     agreement: float | None = None
     failed: float | None = None
     residual_sizes: tuple[tuple[int, int], ...] = ()
@@ -82,12 +85,19 @@ class KeyRecovery:
         return None if self.right is None else self.right / self.size
 
     @property
-    def broken(self) -> bool:
-        """Whether the model works again although the key may not be known."""
-        if self.after is None or self.owner is None:
+    def told(self) -> bool:
+        """Whether accuracy tells the model with its key from the locked one, by two standard errors of the test."""
+        if self.owner is None or self.before is None:
             return False
-        lost = self.owner - (self.before or 0.0)
-        return lost > 0 and self.after - (self.before or 0.0) >= BROKEN * lost
+        spread = sum(share * (1 - share) for share in (self.owner, self.before)) / (self.tested or math.inf)
+        return self.owner - self.before > 2 * spread**0.5
+
+    @property
+    def broken(self) -> bool:
+        """Whether the model works again although the key may not be known; chance is no sign of it."""
+        if self.after is None or self.owner is None or self.before is None or not self.told:
+            return False
+        return self.after - self.before >= BROKEN * (self.owner - self.before)
 
     @property
     def bits(self) -> float | None:
@@ -138,6 +148,11 @@ def verdict(results: Sequence[KeyRecovery], lacking: Collection[str] = ()) -> st
             said.append("An upper bound: a better attack may exist. A lock is obfuscation, not encryption.")
     if unjudged := ", ".join(result.attacker for result in results if result.bits is None):
         said.append(f"Not judged, because the true key was not given (--key): {unjudged}.")
+    if blurred := [each for each in results if each.tested and each.owner is not None and not each.told]:
+        owner, locked = (percent(value or 0.0) for value in (blurred[0].owner, blurred[0].before))
+        few = counted(blurred[0].tested or 0, "samples")
+        said.append(f"Accuracy is {owner} with the key and {locked} without it: {few} cannot tell the two apart, so")
+        said.append("that only the channels were judged.")
     if lacking and strength is None:
         named = ", ".join(f"{name} ({NEEDS[name]})" for name in sorted(lacking))
         said.append(f"Not run, though anybody could: {named}.")
@@ -244,8 +259,11 @@ def opened(locked: State, groups: Sequence[Group], keys: Mapping[str, Tensor]) -
 
 
 def scored(
-    recovery: KeyRecovery, locked: State, groups: Sequence[Group], score: Score, owner: float | None
+    recovery: KeyRecovery, locked: State, groups: Sequence[Group], score: Score, owner: float | None, tested: int
 ) -> KeyRecovery:
-    """The recovery with the accuracy of the locked model before the attack, after it, and of its owner."""
+    """The recovery with the accuracy of the locked model before the attack, after it, and of its owner.
+
+    tested: the samples that `score` looks at.
+    """
     after = score(opened(locked, groups, recovery.keys))
-    return replace(recovery, before=score(locked), after=after, owner=owner)
+    return replace(recovery, before=score(locked), after=after, owner=owner, tested=tested)
