@@ -14,6 +14,7 @@ from situs.models import open_model
 from situs.models.initialise import initialise
 from situs.train.checkpoint import RunFolder
 from situs.train.run import load_run
+from situs.train.tuning import TuningConfig, check_start
 
 SMALL = {"name": "vit_tiny_patch16_224", "patch_size": 14, "model_args": {"depth": 2, "embed_dim": 16, "num_heads": 2}}
 IMAGES = {"path": "samples", "img_size": 28, "channels": 1, "count": 64}
@@ -82,6 +83,17 @@ def test_a_lora_run_opens_exports_and_starts_others_as_an_ordinary_model(base: P
 def test_positions_that_are_new_are_trained_whatever_is_frozen(base: Path, tmp_path: Path) -> None:
     tuned = tune(base, tmp_path / "run", "head", positions="learned", steps=1)
     assert "backbone.model.pos_embed" in weights(tuned, "ema")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"), [("rank", 4, "4"), ("alpha", 4.0, "4.0"), ("targets", ["proj"], "proj")]
+)
+def test_a_setting_of_lora_without_lora_is_refused(tmp_path: Path, name: str, value: Any, said: str) -> None:
+    with pytest.raises(SitusError, match=f"tuning.{name}={said}: is a setting of LoRA, and tuning.parts=all") as error:
+        situs.pretrain(IMAGES, out=tmp_path / "run", tuning={name: value})
+    assert error.value.fields == (f"tuning.{name}", "tuning.parts")
+    assert not (tmp_path / "run").exists()
+    check_start(TuningConfig(**{name: value}), None, new=False)  # a run that was begun so goes on
 
 
 def test_the_flag_stands_beside_the_table_of_the_same_name_and_a_start_is_needed(base: Path, tmp_path: Path) -> None:

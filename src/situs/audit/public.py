@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -234,9 +235,7 @@ def open_audit(
     search = MatchingConfig(distance=config.distance, iterations=config.iterations, restarts=config.restarts)
     configs = [search, TokensConfig(seconds=config.search_seconds)]
     made = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
-    if config.predictor is not None and not any(attack.Config in (AdaptiveConfig, TokensConfig) for attack in made):
-        said = f"predictor={config.predictor}: only adaptive-mjp and tokens ask it"
-        raise SitusError(said, field=("predictor", "attacks"))
+    _check_used(config, {attack.Config for attack in made})
     lpips = None if config.lpips is None else Lpips(config.lpips)
     victim = open_victim(model, classes=config.classes or CLASSES, seed=config.seed, **asked)
     opened = victim.model
@@ -257,6 +256,26 @@ def open_audit(
         **evidence(victim.trains, asked.get("weights")),
     }
     return Opened(victim, test, made, search, lpips, origin)
+
+
+def _check_used(config: AuditConfig, kinds: AbstractSet[type[Any]]) -> None:
+    """Refuses settings of attacks that are not made. kinds: the configs of those that are.
+
+    A gate searches by itself where no closed form applies, for so many iterations as it has chosen.
+    """
+    searches = {"iterations": "matching and april-optimisation"}
+    if config.fail_above is None:
+        searches |= dict.fromkeys(("labels", "distance", "restarts"), searches["iterations"])
+    asked = (
+        ({MatchingConfig}, searches),
+        ({AdaptiveConfig, TokensConfig}, {"predictor": "adaptive-mjp and tokens"}),
+        ({TokensConfig}, {"search_seconds": "tokens"}),
+    )
+    for asking, names in asked:
+        for name, attacks in names.items() if kinds.isdisjoint(asking) else ():
+            if (value := getattr(config, name)) != getattr(AuditConfig, name):
+                said = f"{name}={value}: is a setting of {attacks}, and no such attack is made"
+                raise SitusError(said, field=(name, "attacks"))
 
 
 def _each(field: str, given: Sequence[Any]) -> list[Any]:

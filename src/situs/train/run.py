@@ -280,7 +280,7 @@ def prepare(
 
 def check_place(config: RunConfig, out: str | Path | None, resume: str | Path | None, start_over: bool) -> None:
     """Refuses a start from nothing where there must be one, and a place for a run that is none, or two, or taken."""
-    check_start(config.tuning, config.init)
+    check_start(config.tuning, config.init, new=resume is None)
     if (out is None) == (resume is None):
         raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
     if out is not None:

@@ -38,8 +38,13 @@ class TuningConfig(Checked):
             raise SitusError(field="targets", value="", allowed="one or more of them")
 
 
-def check_start(config: TuningConfig, init: str | None) -> None:
-    """Refuses to leave weights as they are that were never trained."""
+def check_start(config: TuningConfig, init: str | None, *, new: bool) -> None:
+    """Refuses to leave weights as they are that were never trained; of a new run also what is LoRA's without LoRA."""
+    for name in ("rank", "alpha", "targets") if new and config.parts != "lora" else ():
+        if (value := getattr(config, name)) != getattr(TuningConfig, name):
+            said = ",".join(value) if isinstance(value, tuple) else value
+            said = f"tuning.{name}={said}: is a setting of LoRA, and tuning.parts={config.parts} trains without it"
+            raise SitusError(said, field=(f"tuning.{name}", "tuning.parts"))
     if config.parts != "all" and init is None:
         said = f"tuning.parts={config.parts}: leaves the other weights as they are, and none were trained before"
         raise SitusError(said, field=("tuning.parts", "init"))

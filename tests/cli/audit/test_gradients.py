@@ -410,6 +410,15 @@ def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.
         ("{own}:named", ["--count", "3", "--batch", "2"], "--batch"),
         ("{own}:named", ["--time-limit", "0"], "--time-limit"),
         ("{own}:named", ["--iterations", "0"], "--iterations"),
+        (
+            "{own}:named",
+            ["--iterations", "5"],
+            "iterations=5: is a setting of matching and april-optimisation, and no such attack is made (",
+        ),
+        ("{own}:named", ["--iterations", "5", "--fail-above", "psnr=20"], "(--iterations, --attack)"),
+        ("{own}:named", ["--restarts", "2"], "restarts=2: is a setting of matching"),
+        ("{own}:named", ["--labels", "known"], "labels=known: is a setting of matching"),
+        ("{own}:named", ["--attack", "april", "--search-seconds", "9"], "search_seconds=9.0: is a setting of tokens"),
     ],
 )
 def test_mistakes_with_an_own_module(
@@ -567,7 +576,7 @@ def test_an_mp3_run_is_asked_about_the_order(trained: Any, tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("attack", "predictor", "said"),
     [
-        ("patchembed", "mp3", "only adaptive-mjp and tokens ask it"),
+        ("patchembed", "mp3", "is a setting of adaptive-mjp and tokens, and no such attack is made"),
         ("adaptive-mjp", "one", "must be a run of MP3, and is none (--predictor)"),
         ("adaptive-mjp", "mp3", "sees images of (8, 8) pixels in (2, 2) patches, and the model (64, 64) in (4, 4)"),
     ],

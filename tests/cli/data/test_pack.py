@@ -30,6 +30,18 @@ def test_mistakes_name_their_flags(photographs: Path, tmp_path: Path, capsys: py
         ([str(photographs), "--out", str(photographs)], "must be outside of what is packed (--out)"),
         ([str(photographs), "--out", out, "--quality", "0"], "quality=0: must be in [1, 100] (--quality)"),
         ([str(photographs), "--out", out, "--split", "val"], "has no split 'val'"),
+        (
+            [str(photographs), "--out", out, "--format", "webdataset", "--row-group", "50"],
+            "row_group=50: is for parquet, and format=webdataset has no groups of rows (--row-group, --format)",
+        ),
+        (
+            [str(photographs), "--out", out, "--encoding", "png", "--quality", "80"],
+            "quality=80: is for JPEG that is written here, and encoding=png loses nothing (--quality, --encoding)",
+        ),
+        (
+            [str(photographs), "--out", out, "--short-side", "0", "--quality", "80"],
+            "and short_side=0 keeps the bytes of every image (--quality, --short-side)",
+        ),
     ):
         assert main(["data", "pack", *words]) == 2
         assert said in capsys.readouterr().err

@@ -196,7 +196,8 @@ def find_defences(
     config, asked = config_from(options)
     bound = parse_limit(limit, "find_defence")
     wanted = config.count
-    opened = open_audit(model, data, attacks, config, asked, count=wanted * (1 + ROUNDS))
+    searching = replace(config, fail_above=limit)  # a limit as a gate has it
+    opened = open_audit(model, data, attacks, searching, asked, count=wanted * (1 + ROUNDS))
     victim, test = opened.victim, opened.test
     if len(test) < 2:
         raise SitusError(

@@ -45,6 +45,13 @@ class PackConfig(Checked):
                 f"format={self.format}: holds one class an image, and several go into parquet",
                 field=("format", "multi_label"),
             )
+        if self.row_group != PackConfig.row_group and self.format != "parquet":
+            said = f"row_group={self.row_group}: is for parquet, and format={self.format} has no groups of rows"
+            raise SitusError(said, field=("row_group", "format"))
+        if self.quality != PackConfig.quality and (self.encoding == "png" or not self.short_side):
+            why = "short_side=0 keeps the bytes of every image" if not self.short_side else "encoding=png loses nothing"
+            said = f"quality={self.quality}: is for JPEG that is written here, and {why}"
+            raise SitusError(said, field=("quality", "encoding" if self.short_side else "short_side"))
 
     def told(self) -> dict[str, Any]:
         """As the manifest and the journal hold it; what came later stands there only where it is asked for."""

@@ -47,7 +47,8 @@ def packed(folder: Path, kind: str) -> Path:
     (folder / "photos/val/b").mkdir(parents=True)
     for number in (20, 21):
         (folder / f"photos/val/b/{number}.png").write_bytes(picture(number))
-    pack(folder / "photos", folder / "packed", PackConfig(format=kind, shard_mib=0.006, row_group=2), workers=0)
+    groups = {"row_group": 2} if kind == "parquet" else {}
+    pack(folder / "photos", folder / "packed", PackConfig(format=kind, shard_mib=0.006, **groups), workers=0)
     return folder / "packed"
 
 
