@@ -180,6 +180,16 @@ def test_results_in_a_run_are_found_by_their_page(runs: list[Path]) -> None:
     assert "whole: cells" in text
 
 
+def test_equal_runs_are_not_best_and_worst_at_once(tmp_path: Path) -> None:
+    values = {"a": 0.30001, "b": 0.3, "c": 0.2}
+    for name, value in values.items():
+        write_run(tmp_path / name, [{"step": 10, "epoch": 1, "val_top1": value}])
+    said = [Runs(read_runs([tmp_path / name for name in names])).summary().sentence for names in ("ab", "abc", "cb")]
+    assert "Val top1 is 0.3 in each." in said[0] and "best" not in said[0] and "worst" not in said[0]
+    assert "Val top1 is best in a, b (0.3) and worst in c (0.2)." in said[1]
+    assert "Val top1 is best in b (0.3) and worst in c (0.2)." in said[2]
+
+
 def test_page_says_what_the_numbers_say(runs: list[Path]) -> None:
     found = read_runs(runs)
     page = make_page(Runs(found))

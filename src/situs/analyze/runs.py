@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -176,12 +176,22 @@ def _ranked(runs: Sequence[Run]) -> str:
             continue
         order = sorted(found, key=found.__getitem__, reverse="loss" not in name)
         if same or name.startswith(("val_", "knn")):
-            ends = " and worst in ".join(f"{run} ({show(found[run])})" for run in (order[0], order[-1]))
-            said += f" {spoken(name).capitalize()} is best in {ends}."
+            said += f" {spoken(name).capitalize()} is {_ends({run: show(found[run]) for run in order})}."
         else:
             listed = ", ".join(f"{show(value)} in {run}" for run, value in found.items())
             said += f" {spoken(name).capitalize()}, each method on its own task: {listed}."
     return said
+
+
+def _ends(shown: Mapping[str, str]) -> str:
+    """The first and the last of runs in their order, with those that show the same value beside them."""
+    first, *_, last = shown.values()
+    if first == last:
+        return f"{first} in each"
+    alike = (", ".join(run for run, value in shown.items() if value == end) for end in (first, last))
+    return " and ".join(
+        f"{what} in {runs} ({end})" for what, runs, end in zip(("best", "worst"), alike, (first, last), strict=True)
+    )
 
 
 def is_judged(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tiny_texts import WORDS, sentences, victim
 from situs.audit.deadline import Deadline
 from situs.audit.text.encoder import encoder_sentences
 from situs.audit.text.found import Found
+from situs.audit.text.roots import FirstBlock, Roots
 from situs.audit.text.victim import TextVictim, text_gradients
 from situs.backbones.hf.encoders import TextEncoder
 
@@ -42,6 +44,21 @@ def test_equal_sentences_are_found_once_and_that_is_said(tmp_path: Path) -> None
     found = attack(made, "3 7 1", "3 7 1")
     assert list(found.sentences) == sentences(made, "3 7 1")
     assert found.reason == "1 of 2 sentences were found; equal ones cannot be told apart"
+
+
+def test_progress_counts_the_pairs_of_one_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every start goes through the same pairs: never more of them than there are."""
+
+    def fails(self: FirstBlock, z: torch.Tensor, x: torch.Tensor) -> Roots:
+        self.free = torch.ones(1, x.shape[1], dtype=x.dtype)  # there is a family, so that it starts again
+        return Roots(torch.zeros(len(z), dtype=torch.bool), z, x)
+
+    monkeypatch.setattr(FirstBlock, "search", fails)
+    said: list[str] = []
+    attack(victim(tmp_path, "bert"), "3 7 1", deadline=Deadline(said.append))
+    told = [re.search(r"(\d+) of (\d+) pairs searched", line) for line in said]
+    counts = [(int(found[1]), int(found[2])) for found in told if found]
+    assert len(counts) > 1 and all(done <= there for done, there in counts), said
 
 
 def test_stopped_and_too_many_tokens(tmp_path: Path) -> None:

@@ -180,8 +180,10 @@ class _Search:
                 if deadline.over():
                     return f"{len(self.sentences)} of {counted(batch, 'sentences')}"
                 said = f"{len(self.sentences)} of {counted(batch, 'sentences')}"
-                said += f", {len(self.tried)} of {len(self.able.words)} pairs"
-                deadline.say(f"{said} searched, {self.roots} roots")
+                tried = sum(at == start for _, at in self.tried)
+                said += f", {tried} of {counted(len(self.able.words), 'pairs')}"
+                again = f" from start {start + 1} of {STARTS}" if start else ""
+                deadline.say(f"{said} searched{again}, {self.roots} roots")
                 self._try(rows, start)
             if not len(self.block.free):
                 break  # a linear solution does not hang on where it starts
