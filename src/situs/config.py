@@ -252,6 +252,8 @@ def expected(kind: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(repr, inner))}"
     if origin is list or (origin is tuple and inner[-1] is Ellipsis):
+        if inner[0] is Any:
+            return "a list"
         return f"a list, each {expected(inner[0])}"
     if origin is tuple:
         return f"a list of {len(inner)}: {', '.join(map(expected, inner))}"

@@ -156,7 +156,30 @@ def test_mistakes_are_sentences(begun: Path, tmp_path: Path) -> None:
     (tmp_path / "evil" / "study.tar.001of001").write_bytes(evil.getvalue())
     with pytest.raises(SitusError, match="cannot be unpacked"):
         unpack_study(tmp_path / "evil", tmp_path / "out")
+    (whole := tmp_path / "other").mkdir()
+    part = pack_study(begun, tmp_path / "one")[0]
+    for name, content in {"flipped": _flipped(part.read_bytes()), "short": part.read_bytes()[:-9]}.items():
+        (whole / part.name).write_bytes(content)
+        with pytest.raises(SitusError, match="a part of the packed study is damaged"):
+            unpack_study(whole, tmp_path / name)
+        assert not (tmp_path / name).exists()
     first = next((tmp_path / "parts").iterdir())
     first.rename(first.with_name("study.tar.001of009"))
     with pytest.raises(SitusError, match="holds 1 of 9 parts"):
         unpack_study(tmp_path / "parts", tmp_path / "out")
+
+
+def _flipped(data: bytes) -> bytes:
+    """One bit of it, in the middle of the weights."""
+    at = len(data) // 2
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def test_what_was_run_with_other_settings_is_not_laid_into_a_study(begun: Path, tmp_path: Path) -> None:
+    pack_study(begun, tmp_path / "parts")
+    file, here = tmp_path / "mine.toml", tmp_path / "here"
+    file.write_text(STUDY.replace('verb = "finetune"', 'verb = "finetune"\nchange.train.epochs = 7'))
+    StudyFolder.create(here, load_study(file), file, "paper", None)
+    with pytest.raises(SitusError, match=r"parts: is of another study than lies in .*here: job tuned-0 was run with"):
+        unpack_study(tmp_path / "parts", here)
+    assert not [*(here / "jobs").iterdir()]

@@ -77,6 +77,8 @@ def test_a_scale_is_laid_over_and_leaves_out_what_rests_on_what_it_leaves_out() 
         planned(study(), "huge")
     with pytest.raises(SitusError, match=r"scales.tiny\[0\]: is for no job"):
         planned(study(scales={"tiny": [{"jobs": ["nosuch"]}]}), "tiny")
+    with pytest.raises(SitusError, match=r"scales.tiny\[0\] for jobs.look: verb='.*': trains nothing, so preset and"):
+        planned(study(scales={"tiny": [{"jobs": ["look"], "change": {"train": {"epochs": 1}}}]}), "tiny")
 
 
 def test_which_data_a_job_reads() -> None:
@@ -90,6 +92,8 @@ def test_which_data_a_job_reads() -> None:
     [
         ({"verb": "finetune", "after": "nosuch"}, "jobs.x.after: unknown job 'nosuch'; choose one of: look"),
         ({"verb": "finetune", "after": "x"}, "jobs.x.after: these jobs wait for each other: x -> x"),
+        ({"verb": "pretrain", "each": {"n": 1}}, "jobs.x.each.n=1: must be a list"),
+        ({"verb": "pretrain", "each": {"n": []}}, r"each.n=\[\]: must hold a value at least"),
         ({"verb": "pretrain", "each": {"n": [1]}}, "jobs.x.each.n: the job's name must hold {n}"),
         ({"verb": "evaluate probe", "after": "look", "options": {"data2": "{data.third}"}}, "unknown data set 'third'"),
     ],

@@ -333,6 +333,77 @@ def test_a_folder_keeps_to_its_study(study: Path, tmp_path: Path) -> None:
         run(other, tmp_path / "full")
 
 
+def test_what_rests_on_a_job_that_was_made_anew_is_not_kept(study: Path, tmp_path: Path) -> None:
+    """Its numbers would be those of the model before: the table must not show them as those of the new one."""
+    out = tmp_path / "out"
+    first = same(run(study, out, seeds=1))
+    study.write_text(STUDY.replace("max_steps = 6", "max_steps = 7"))
+    with pytest.raises(
+        SitusError, match=r"delete jobs/NAME and jobs/NAME.json for every NAME of pre-0, tuned-0, top1-0"
+    ):
+        run(study, out)
+    for name in ("pre-0", "tuned-0"):  # as it was told, but for the last
+        shutil.rmtree(out / "jobs" / name)
+        (out / "jobs" / f"{name}.json").unlink()
+    told = r"job top1-0 rests on pre-0, whose change.train.max_steps was 6 then and is 7 now; .* delete jobs/top1-0 and"
+    with pytest.raises(SitusError, match=told):
+        run(study, out)
+    study.write_text(STUDY)
+    assert same(run(study, out)) == first, "made again with the same settings they are the same"
+    study.write_text(STUDY.replace("max_steps = 6", "max_steps = 7"))
+    fresh = same(run(study, tmp_path / "fresh", seeds=1))
+    for name in ("pre-0", "tuned-0", "top1-0"):
+        shutil.rmtree(out / "jobs" / name)
+        (out / "jobs" / f"{name}.json").unlink()
+    assert same(run(study, out)) == fresh != first
+
+
+def test_a_model_that_was_taken_anew_does_not_leave_the_old_numbers(study: Path, tmp_path: Path) -> None:
+    out, models = tmp_path / "out", [tmp_path / "one", tmp_path / "two"]
+    for value, model in enumerate(models):
+        model.mkdir()
+        (model / "config.json").write_text("{}")
+        (model / "export.json").write_text(str(100.0 * value))
+    run(study, out, seeds=1, take={"pre": models[0]})
+    shutil.rmtree(out / "jobs" / "pre-0")
+    with pytest.raises(SitusError, match=r"job tuned-0 rests on pre-0, whose model was 'one' then and is 'two' now"):
+        run(study, out, take={"pre": models[1]})
+
+
+@pytest.mark.parametrize(
+    "mistake", [{"how": How(only=("nosuch*",))}, {"take": {"nosuch": "x"}}, {"take": {"pre": "x"}}]
+)
+def test_a_mistake_in_what_is_asked_leaves_nothing_behind(study: Path, tmp_path: Path, mistake: dict[str, Any]) -> None:
+    with pytest.raises(SitusError, match=r"unknown job 'nosuch|holds no run"):
+        run(study, tmp_path / "out", **mistake)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_number_that_is_not_finite_is_none(study: Path, tmp_path: Path) -> None:
+    found = run(study, out := tmp_path / "out")
+    (((before,),),) = found.rows
+    (out / "jobs" / "top1-0" / "accuracy.json").write_text('{"top1": NaN}')
+    (((cell,),),) = read_study(out).rows
+    assert cell.values == {1: before.values[1]} and cell.why == "top1 is not finite (seed 0)"
+
+
+def test_damaged_notes_are_sentences(study: Path, tmp_path: Path) -> None:
+    run(study, out := tmp_path / "out", seeds=1)
+    state, settings = out / "jobs" / "pre-0.json", out / "settings.json"
+    for content in ('{"state": "done"}', '{"state": "splendid", "recipe": {}}'):
+        kept = state.read_text()
+        state.write_text(content)
+        for look in (lambda: run(study, out), lambda: read_study(out)):
+            with pytest.raises(SitusError, match=r"pre-0.json: does not say how the job ended; delete it"):
+                look()
+        state.write_text(kept)
+    for seeds in ('"x"', "0"):
+        settings.write_text(f'{{"study": "mine", "scale": "paper", "seeds": {seeds}}}')
+        for look in (lambda: run(study, out), lambda: read_study(out)):
+            with pytest.raises(SitusError, match=r"settings.json: tells no seeds that are >= 1"):
+                look()
+
+
 def test_data_must_be_named_and_be_there(study: Path, tmp_path: Path) -> None:
     with pytest.raises(SitusError, match="mine needs data: images: any"):
         run_study(study, out=tmp_path / "out")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,6 +30,7 @@ from situs.studies.plan import Jobs, needs, planned
 
 STUDY, SETTINGS = "study.toml", "settings.json"
 DONE, TAKEN, NOT_FINITE, FAILED, BEGUN = "done", "taken", "not finite", "failed", "begun"
+STATES = (DONE, TAKEN, NOT_FINITE, FAILED, BEGUN)
 """How a job may stand; one that failed, or has begun and is not at work, is gone on with."""
 
 
@@ -72,12 +73,16 @@ class StudyFolder:
     def create(cls, path: Path, study: Study, file: Path, scale: str, seeds: int | None) -> StudyFolder:
         """The folder of a study that begins or goes on; refused where another study, or another scale, is in it."""
         folder = cls.begun(path, study, file, scale, seeds)
-        path.mkdir(parents=True, exist_ok=True)
-        settings = {"study": folder.name, "scale": scale, "seeds": folder.seeds}
-        write_text(path / SETTINGS, _json(settings))  # it is ours now
-        (path / "jobs").mkdir(exist_ok=True)
-        write_text(path / STUDY, file.read_text(encoding="utf-8"))
+        folder.settle(file)
         return folder
+
+    def settle(self, file: Path) -> None:
+        """Writes down what the folder is for."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        settings = {"study": self.name, "scale": self.scale, "seeds": self.seeds}
+        write_text(self.path / SETTINGS, _json(settings))  # it is ours now
+        (self.path / "jobs").mkdir(exist_ok=True)
+        write_text(self.path / STUDY, file.read_text(encoding="utf-8"))
 
     @classmethod
     def begun(cls, path: Path, study: Study, file: Path, scale: str, seeds: int | None) -> StudyFolder:
@@ -91,7 +96,7 @@ class StudyFolder:
             for key, value in (("study", known), ("scale", scale)):
                 if old.get(key) != value:
                     raise SitusError(f"{path}: holds {key} {old.get(key)!r}, and not {value!r}", field=("out", key))
-            seeds = max(old["seeds"], seeds or 0)
+            seeds = max(_seeds_of(path, old), seeds or 0)
         elif path.exists() and (not path.is_dir() or any(each.name != ".lock" for each in path.iterdir())):
             raise SitusError(f"{path}: is no folder of a study, and not empty", field="out")
         folder = cls(path, study, known, scale, seeds or study.seeds)
@@ -106,8 +111,8 @@ class StudyFolder:
         settings = read_json(path / SETTINGS)
         if absent := {"study", "seeds"} - settings.keys():
             raise SitusError(f"{path / SETTINGS}: does not tell {', '.join(sorted(absent))}", field="folder")
-        study = load_study(path / STUDY, configs=False)
-        return cls(path, study, str(settings["study"]), str(settings.get("scale", PAPER)), int(settings["seeds"]))
+        study, seeds = load_study(path / STUDY, configs=False), _seeds_of(path, settings)
+        return cls(path, study, str(settings["study"]), str(settings.get("scale", PAPER)), seeds)
 
     def _tasks(self, name: str) -> list[Task]:
         job = self.jobs[name]
@@ -147,7 +152,10 @@ class StudyFolder:
     def state(self, task: Task) -> dict[str, Any]:
         """How it stands; {} where it has not begun. Read once: nobody else writes while a study is run."""
         if task.name not in self._states:
-            self._states[task.name] = read_json(task.file("json")) if task.file("json").is_file() else {}
+            state = read_json(task.file("json")) if task.file("json").is_file() else {}
+            if state and (state.get("state") not in STATES or not isinstance(state.get("recipe"), Mapping)):
+                raise SitusError(f"{task.file('json')}: does not say how the job ended; delete it to run the job again")
+            self._states[task.name] = state
         return self._states[task.name]
 
     def ended(self, task: Task) -> str:
@@ -165,26 +173,66 @@ class StudyFolder:
         )
 
     def write_state(self, task: Task, state: str, **facts: Any) -> None:
-        """Says how a task ended."""
-        self._states[task.name] = {"state": state, **facts, "recipe": task.recipe}
+        """Says how a task ended, with what recipe, and with what recipes those that it rests on."""
+        rests = {needed.name: self._made(needed) for needed in self._above(task)}
+        self._states[task.name] = {
+            "state": state,
+            **facts,
+            "recipe": task.recipe,
+            **({"above": rests} if rests else {}),
+        }
         write_text(task.file("json"), _json(self._states[task.name]))
 
-    def check_recipes(self) -> None:
-        """Refuses a study whose jobs were run, or begun, with other settings than it has now."""
-        for task in self.tasks.values():
-            old = self.state(task)
-            if not old or (old["state"] in (TAKEN, FAILED, BEGUN) and not task.begun):
-                continue
-            before = from_dict(Job, {k: v for k, v in old["recipe"].items() if k != "seed"})
-            for key, (was, now) in differences(before, task.job).items():
-                raise SitusError(
-                    f"{self.path}: job {task.name} was run with {key} {was!r}, which is now {now!r}; take another "
-                    f"folder, or delete jobs/{task.name} and jobs/{task.name}.json",
-                    field="out",
-                )
+    def _above(self, task: Task) -> list[Task]:
+        """All that it rests on, the nearest first; a model that was taken rests on nothing here."""
+        found = [*task.needs.values()]
+        for above in (self.tasks[name] for name in found):  # it grows while it is walked
+            if self.ended(above) != TAKEN:
+                found += [each for each in above.needs.values() if each not in found]
+        return [self.tasks[name] for name in found]
 
-    def take(self, name: str, source: Path) -> None:
-        """Puts a model's folder (a run, an export) in the place of a job that makes one: it counts as done."""
+    def _made(self, task: Task) -> dict[str, Any]:
+        """What a task's model was made with."""
+        taken = {"taken": self.state(task).get("source")} if self.ended(task) == TAKEN else {}
+        return {**task.recipe, **taken}
+
+    def check_recipes(self) -> None:
+        """Refuses a study whose jobs, or those they rest on, were run or begun with other settings than it has now."""
+        kept = [t for t in self.tasks.values() if self.state(t) and (self.ended(t) in (DONE, NOT_FINITE) or t.begun)]
+        told: dict[str, str] = {}
+        for task in kept:
+            for key, was, now in self._changed(self.state(task)["recipe"], task.recipe, task):
+                told.setdefault(task.name, f"job {task.name} was run with {key} {was!r}, which is now {now!r}")
+        for task in (task for task in kept if self.ended(task) != TAKEN):
+            for above in self._above(task):
+                rested = (self.state(task).get("above") or {}).get(above.name)
+                for key, was, now in self._changed(rested, self._made(above), task):
+                    said = f"job {task.name} rests on {above.name}, whose {key} was {was!r} then and is {now!r} now"
+                    told.setdefault(task.name, said)
+                if above.name in told:
+                    told.setdefault(task.name, "")
+        if told:
+            which = ", ".join(told)
+            named = which if len(told) == 1 else "NAME"
+            which = f"jobs/{named} and jobs/{named}.json{'' if len(told) == 1 else f' for every NAME of {which}'}"
+            said = next(filter(None, told.values()))
+            raise SitusError(f"{self.path}: {said}; take another folder, or delete {which}", field="out")
+
+    def _changed(self, before: Any, now: Mapping[str, Any], task: Task) -> Iterator[tuple[str, Any, Any]]:
+        """Key, old and new value of what two recipes differ in; nothing where no old one was noted."""
+        if not before:
+            return
+        try:
+            jobs = [from_dict(Job, {k: v for k, v in each.items() if k not in _BESIDE}) for each in (before, now)]
+        except (SitusError, AttributeError) as error:
+            raise SitusError(f"{task.file('json')}: holds no recipe of a job ({error})", field="out") from None
+        for key, (old, new) in differences(*jobs).items():
+            yield key, old, new
+        if before.get("taken") != now.get("taken"):
+            yield "model", before.get("taken") or "trained", now.get("taken") or "trained"
+
+    def taker(self, name: str, source: Path) -> Task:
+        """The task whose place a model's folder may take, by its name or its job's."""
         task = self.tasks.get(name) or self.tasks.get(f"{name}-0")
         if task is None:
             raise unknown_name("job", name, self.jobs, field="take")
@@ -192,6 +240,10 @@ class StudyFolder:
             raise SitusError(f"take: {name} is a measurement, and a model stands for a training alone", field="take")
         if not (source / "config.json").is_file():
             raise SitusError(f"take: {source} holds no run and no export, there is no config.json in it", field="take")
+        return task
+
+    def take(self, task: Task, source: Path) -> None:
+        """Puts a model's folder (a run, an export) in the place of a job that makes one: it counts as done."""
         if self.model_here(task):
             return
         aside = task.folder.with_name(f".taking-{task.name}")
@@ -200,6 +252,17 @@ class StudyFolder:
         shutil.copytree(source, aside)
         aside.rename(task.folder)
         self.write_state(task, TAKEN, source=source.name)
+
+
+_BESIDE = ("seed", "taken")
+"""Keys of a recipe beside those of a job."""
+
+
+def _seeds_of(path: Path, settings: Mapping[str, Any]) -> int:
+    seeds = settings.get("seeds")
+    if type(seeds) is not int or seeds < 1:
+        raise SitusError(f"{path / SETTINGS}: tells no seeds that are >= 1 ({seeds!r})", field="folder")
+    return seeds
 
 
 def _json(table: Mapping[str, Any]) -> str:

@@ -132,6 +132,9 @@ class Job(Checked):
             raise SitusError(f"after: {self.verb} needs the job whose model it takes, or a model", field="after")
         if not how.model and (self.after or self.model):
             raise SitusError(f"verb={self.verb!r}: takes no model", field="after")
+        for name, values in self.each.items():
+            if not values:
+                raise SitusError(f"each.{name}=[]: must hold a value at least", field=f"each.{name}")
         for name in ("data", "out", "seed", "resume", "preset", "config", "from"):
             if name in self.options and not (name == "seed" and not how.seed):
                 raise SitusError(f"options.{name}: is given by the study itself", field=f"options.{name}")

@@ -6,10 +6,12 @@ that the job stays done and its figures can be read. Checkpoints stay behind: a 
 
 from __future__ import annotations
 
+import gzip
 import io
 import shutil
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from situs.studies.form import VERBS
 
 MIB = 1024 * 1024
 PARTS = "study.tar.*"
+GZIP = b"\x1f\x8b"
 
 
 def pack_study(
@@ -41,10 +44,9 @@ def pack_study(
         taken = {*study.chosen(only, needed=False)} if models else set()
         for path, name in _contents(study, Path(place), taken):
             tar.add(path, name, recursive=False)
-    data, size = whole.getbuffer(), mib * MIB
-    chunks = [bytes(data[start : start + size]) for start in range(0, len(data), size)]
-    names = [out / f"study.tar.{number:03d}of{len(chunks):03d}" for number in range(1, len(chunks) + 1)]
-    return [write_result(path, chunk) for path, chunk in zip(names, chunks, strict=True)]
+    data, size = gzip.compress(whole.getbuffer(), 1, mtime=0), mib * MIB  # which holds a checksum of all of it
+    chunks = [data[start : start + size] for start in range(0, len(data), size)]
+    return [write_result(out / name, chunk) for name, chunk in zip(_names(len(chunks)), chunks, strict=True)]
 
 
 def _contents(study: StudyFolder, place: Path, taken: set[str]) -> Iterator[tuple[Path, str]]:
@@ -98,13 +100,10 @@ def unpack_study(parts: str | Path, out: str | Path) -> list[str]:
 
     What is done there already stays as it is.
     """
-    found, out = sorted(Path(parts).glob(PARTS)), Path(out)
-    count = int(found[0].name[-3:]) if found and found[0].name[-3:].isdigit() else 0
-    if not found or len(found) != count:
-        raise SitusError(f"{parts}: holds {len(found)} of {count or 'the'} parts of a packed study", field="parts")
+    out, whole = Path(out), _whole(Path(parts))
     with tempfile.TemporaryDirectory(dir=_made(out.parent)) as place:
         try:
-            with tarfile.open(fileobj=io.BytesIO(b"".join(path.read_bytes() for path in found)), mode="r:") as tar:
+            with tarfile.open(fileobj=io.BytesIO(whole), mode="r:") as tar:
                 tar.extractall(place, filter="data")
         except (tarfile.TarError, OSError) as error:
             raise SitusError(f"{parts}: cannot be unpacked: {error}", field="parts") from None
@@ -114,6 +113,12 @@ def unpack_study(parts: str | Path, out: str | Path) -> list[str]:
             if (here.name, here.scale) != (come.name, come.scale):
                 said = f"{out}: holds {here.name} at scale {here.scale}, and not {come.name} at {come.scale}"
                 raise SitusError(said, field="out")
+            try:  # what comes, held to the study that is here
+                seeds = max(here.seeds, come.seeds)
+                StudyFolder(come.path, here.study, here.name, here.scale, seeds).check_recipes()
+            except SitusError as error:
+                said = str(error).removeprefix(f"{come.path}: ").partition(";")[0]
+                raise SitusError(f"{parts}: is of another study than lies in {out}: {said}", field="parts") from None
         elif out.exists() and any(out.iterdir()):
             raise SitusError(f"{out}: is no folder of a study, and not empty", field="out")
         (out / "jobs").mkdir(parents=True, exist_ok=True)
@@ -122,6 +127,23 @@ def unpack_study(parts: str | Path, out: str | Path) -> list[str]:
                 if not (out / name).exists() or (name == SETTINGS and StudyFolder.open(out).seeds < come.seeds):
                     shutil.copy(come.path / name, out / name)
             return [task.name for task in come.tasks.values() if _laid(come, task, out)]
+
+
+def _whole(parts: Path) -> bytes:
+    """The packed study of all its parts, in order; one that is missing or damaged is refused."""
+    found = sorted(parts.glob(PARTS))
+    count = int(found[0].name[-3:]) if found and found[0].name[-3:].isdigit() else 0
+    if not found or [path.name for path in found] != _names(count):
+        raise SitusError(f"{parts}: holds {len(found)} of {count or 'the'} parts of a packed study", field="parts")
+    try:
+        data = b"".join(path.read_bytes() for path in found)
+        return gzip.decompress(data) if data.startswith(GZIP) else data  # those of older versions were not compressed
+    except (OSError, EOFError, zlib.error) as error:
+        raise SitusError(f"{parts}: a part of the packed study is damaged: {error}", field="parts") from None
+
+
+def _names(count: int) -> list[str]:
+    return [f"study.tar.{number:03d}of{count:03d}" for number in range(1, count + 1)]
 
 
 def _laid(come: StudyFolder, task: Task, out: Path) -> bool:

@@ -34,7 +34,10 @@ def planned(study: Study, scale: str = PAPER) -> Jobs:
             job = jobs.pop(name) if change.leave_out else jobs[name]
             if not change.leave_out:
                 laid, options = merge(job.change, change.change), {**job.options, **change.options}
-                jobs[name] = replace(job, preset=change.preset or job.preset, change=laid, options=options)
+                try:
+                    jobs[name] = replace(job, preset=change.preset or job.preset, change=laid, options=options)
+                except SitusError as error:
+                    raise error.said_of(f"scales.{scale}[{index}] for jobs.{name}") from None
     while left := [n for n, job in jobs.items() if not set(needs(job)) <= jobs.keys()]:  # rest on what is left out
         for name in left:
             del jobs[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ class _Reader:
                 else:
                     reasons.setdefault(ended.why if ended.state == "waits" else ended.state, []).append(task.seed)
             except SitusError as error:
-                reasons.setdefault(str(error), []).append(task.seed)
+                reasons.setdefault(str(error).replace(str(self.folder.path), "STUDY"), []).append(task.seed)
         if not found and {*reasons} <= {"open", BEGUN}:
             return {}, ""
         several = self.folder.seeds > 1
@@ -139,6 +140,8 @@ class _Reader:
             told = f"a list of {len(numbers)}" if isinstance(value, list) else repr(value)
             raise SitusError(f"{figure} is {told}, no {'list of numbers' if listed else 'number'}")
         made = [float(each) for each in numbers]
+        if not all(map(isfinite, made)):
+            raise SitusError(f"{figure} is not finite")
         return made if listed else made[0]
 
     def ended(self, task: Task) -> Ended:

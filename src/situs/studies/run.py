@@ -92,6 +92,7 @@ def run_study(
         check_value("seeds", seeds, ">= 1")
     loaded, path = load_study(study), Path(out)
     given = paths_of(loaded, study_file(study).stem, data)
+    marks = {name: path if path == SAMPLES else _mark(path) for name, path in given.items()}
     created = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -99,11 +100,14 @@ def run_study(
         raise SitusError(f"{path}: cannot be made: {(error.strerror or str(error)).lower()}", field="out") from None
     try:
         with only_one(path):
-            folder = StudyFolder.create(path, loaded, study_file(study), scale, seeds)
-            for name, source in (take or {}).items():
-                folder.take(name, Path(source))
-            marks = {name: path if path == SAMPLES else fingerprint(path) for name, path in given.items()}
-            _Runner(folder, given, marks, say, keep, _slots(how)).run(folder.chosen(how.only), how.minutes)
+            folder = StudyFolder.begun(path, loaded, study_file(study), scale, seeds)
+            tasks = folder.chosen(how.only)
+            models = [(folder.taker(name, Path(source)), Path(source)) for name, source in (take or {}).items()]
+            folder.settle(study_file(study))  # nothing is written before all that was asked is known to be right
+            for task, source in models:
+                folder.take(task, source)
+            folder.check_recipes()
+            _Runner(folder, given, marks, say, keep, _slots(how)).run(tasks, how.minutes)
             return read_folder(folder)
     except OSError as error:
         told = (error.strerror or str(error)).lower()
@@ -111,6 +115,13 @@ def run_study(
     finally:
         if created and path.is_dir() and not any(path.iterdir()):
             path.rmdir()
+
+
+def _mark(path: str) -> str:
+    try:
+        return fingerprint(path)
+    except OSError as error:
+        raise SitusError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}", field="data") from None
 
 
 def _slots(how: How) -> list[str | None]:

@@ -53,12 +53,17 @@ def test_what_is_left_or_diverged_is_the_status(study: Path, tmp_path: Path) -> 
     assert "was not finite" in (tmp_path / "out" / "study.html").read_text()
 
 
-def test_what_was_not_asked_for_is_not_the_status(study: Path, tmp_path: Path) -> None:
+def test_what_was_not_asked_for_is_not_the_status(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     study.write_text(study.read_text().replace("lr = 1e-3", "lr = 1e6").replace("max_steps = 2", "max_steps = 4"))
     command = ["study", "run", str(study), "--data", "samples", "--out", str(tmp_path / "out"), "--only"]
     assert main([*command, "mp3"]) == 0
     assert "2 of 10 jobs are done" in (tmp_path / "out" / "study.html").read_text()
     assert main([*command, "tuned"]) == 1  # which is not finite
+    capsys.readouterr()
+    assert main([*command, "tuned", "--dry-run"]) == 0
+    assert "tuned-0: not finite, and not tried again" in capsys.readouterr().out
 
 
 def test_mistakes_are_one_sentence(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

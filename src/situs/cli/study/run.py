@@ -96,6 +96,8 @@ def _rehearse(args: Args) -> int:
         state = folder.ended(task)
         if state in ("done", "taken"):
             jobs[name] = state
+        elif state == "not finite":
+            jobs[name] = "not finite, and not tried again"
         elif lacking:
             jobs[name] = f"left out: where its data lies is not given ({', '.join(lacking)})"
         else:
