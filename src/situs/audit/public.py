@@ -37,6 +37,9 @@ ATTACKED = ("patchembed", "april", "tokens")
 AUTO, DEFENDED, AS_IT_IS = ("auto",), ("none", "noise", "clip", "no-pe-gradient"), ("none",)
 """The defences where none are named: for a page, and for a gate, which judges what would be sent."""
 
+COUNT = 12
+"""Images of an audit, where nothing is said."""
+
 CLASSES = 1000
 """Of a model without a classifier, where nothing is said."""
 
@@ -47,8 +50,8 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class AuditConfig(Checked):
     """Which images, how the audited step is made, what the attackers have, and what a gate allows."""
 
-    count: Count = 12
-    """Images: the first that can be read."""
+    count: Count | None = None
+    """The first images or sentences; by default 12, or all of fewer."""
 
     split: str | None = None
     """train, val or test, where images are split; else train."""
@@ -243,7 +246,7 @@ def open_audit(
         predictor = open_predictor(config.predictor, opened.backbone, opened.device)
         configs = [search, replace(configs[1], predictor=predictor), AdaptiveConfig(predictor=predictor)]
         made = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
-    test = load_test_set(victim, data, count or config.count, config.split, opened.device)
+    test = load_test_set(victim, data, count or config.count or COUNT, config.split, opened.device)
     if opened.tuning.parts != "all" and isinstance(victim.trains, Method):
         victim = replace(victim, notes={**victim.notes, **what_is_left(victim.trains, test)})
     if lpips is not None:

@@ -10,7 +10,7 @@ from tiny_texts import write_folder
 
 from situs.audit.deadline import Deadline
 from situs.audit.judge.gate import ABOVE, NOT_JUDGED
-from situs.audit.text.audit import SENT, WITHHELD, audit_texts
+from situs.audit.text.audit import SENT, WITHHELD, audit_texts, first_lines
 from situs.errors import SitusError
 from situs.pages import make_page
 
@@ -92,6 +92,7 @@ def test_wrong_calls_are_one_sentence(llama: Path, texts: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"count": 5}, "holds 4 sentences, and 5 are asked for"),
         ({"count": 4, "batch": 3}, "4 sentences do not make whole batches of 3"),
+        ({"batch": 5}, "holds 4 sentences, and a batch is 5"),
         ({"count": 4, "defences": ["mjp"]}, "clip, clip-batch, fp16, int8, noise, none for texts"),
         ({"count": 4, "defences": []}, "one or more"),
         ({"count": 4, "fail_above": "psnr=20"}, "unknown metric"),
@@ -102,6 +103,31 @@ def test_wrong_calls_are_one_sentence(llama: Path, texts: Path) -> None:
         assert said in str(caught.value)
     with pytest.raises(SitusError, match="takes images, not texts"):
         audit_texts("test_vit", texts, count=2, weights="random")
+
+
+@pytest.mark.parametrize(
+    ("there", "count", "batch", "usual", "taken"),
+    [
+        (8, None, 1, 12, 8),
+        (40, None, 1, 12, 12),
+        (8, None, 3, 12, 6),
+        (40, None, 5, 12, 10),
+        (40, None, 16, 12, 16),
+        (3, None, 1, 4, 3),
+        (40, 20, 1, 12, 20),
+    ],
+)
+def test_without_a_count_there_are_as_many_sentences_as_the_file_has(
+    tmp_path: Path, there: int, count: int | None, batch: int, usual: int, taken: int
+) -> None:
+    (tmp_path / "texts").write_text("\n".join(f"w{number}" for number in range(there)))
+    found = first_lines(tmp_path / "texts", count, batch, usual)
+    assert found == [f"w{number}" for number in range(taken)]
+
+
+def test_an_audit_takes_what_there_is(llama: Path, texts: Path) -> None:
+    audit = audit_texts(llama, texts, deadline=Deadline(seconds=1e-6))
+    assert len(audit.names) == 4
 
 
 def test_a_sentence_that_is_cut_is_said(llama: Path, tmp_path: Path) -> None:

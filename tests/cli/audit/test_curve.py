@@ -27,9 +27,9 @@ def test_files_of_a_curve(photographs: Path, tmp_path: Path, capsys: pytest.Capt
     [
         ([], "give images or a file of sentences to attack, one of them (--data, --texts)"),
         (["--data", "x", "--over", "fog"], "--over"),
-        (["--texts", "x", "--attack", "tokens"], "attacks: has no part in curves of texts"),
-        (["--texts", "x", "--weights", "random"], "weights: has no part in curves of texts"),
-        (["--texts", "x"], "test_vit: takes images, not texts (--texts)"),  # and not what is drawn by default
+        (["--texts", __file__, "--attack", "tokens"], "attacks: has no part in curves of texts"),
+        (["--texts", __file__, "--weights", "random"], "weights: has no part in curves of texts"),
+        (["--texts", __file__], "test_vit: takes images, not texts (--texts)"),  # and not what is drawn by default
     ],
 )
 def test_mistakes(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -299,7 +299,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "analyze.reconstruct": {"count": 64, "show": 6, "pairs": 2},
     "audit.positions": {"count": 64, "ratios": (0.15, 0.5, 0.9), "equivariance": True},
     "audit.gradients": {
-        "count": 12,
+        "count": None,  # 12, or as many as there are
         "attacks": ("patchembed", "april", "tokens"),
         "batch": 1,
         "local_steps": 1,

@@ -18,7 +18,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import NoDefence, Step
 from situs.audit.gradients import attack_gradients
 from situs.audit.judge.gate import Judgement, Limit, parse_limit
-from situs.audit.public import ATTACKED, NOTHING, config_from, open_audit
+from situs.audit.public import ATTACKED, COUNT, NOTHING, config_from, open_audit
 from situs.audit.remedies.bisect import Answer, climb
 from situs.audit.remedies.ladders import CostConfig, Rung, cost_of, ladders
 from situs.audit.remedies.result import Remedies, Remedy, Trial
@@ -195,7 +195,7 @@ def find_defences(
     costs = CostConfig(**{each.name: options.pop(each.name) for each in fields(CostConfig) if each.name in options})
     config, asked = config_from(options)
     bound = parse_limit(limit, "find_defence")
-    wanted = config.count
+    wanted = config.count or COUNT
     searching = replace(config, fail_above=limit)  # a limit as a gate has it
     opened = open_audit(model, data, attacks, searching, asked, count=wanted * (1 + ROUNDS))
     victim, test = opened.victim, opened.test

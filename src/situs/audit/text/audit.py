@@ -47,8 +47,8 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class TextConfig(Checked):
     """Which sentences, how the audited step is made, and what a gate allows."""
 
-    count: Count = 12
-    """Sentences: the first of the file."""
+    count: Count | None = None
+    """Sentences: the first of the file; by default 12, or as many as there are, in whole batches."""
 
     classes: Count = 2
     """Of an encoder that comes without a head."""
@@ -64,6 +64,26 @@ class TextConfig(Checked):
 
     seed: int = 0
     """Of a new head, of masked words and of noise."""
+
+
+COUNT = 12
+"""Sentences of an audit, where nothing is said."""
+
+
+def first_lines(texts: str | Path, count: int | None, batch: int, usual: int = COUNT) -> list[str]:
+    """The first `count` sentences of a file in whole batches; None: about `usual`, or as many as there are."""
+    lines = read_lines(Path(texts), "texts")
+    held = f"texts={texts}: holds {counted(len(lines), 'sentences')}"
+    if count is None:
+        if len(lines) < batch:
+            raise SitusError(f"{held}, and a batch is {batch}", field=("texts", "batch"))
+        return lines[: min(max(usual // batch, 1), len(lines) // batch) * batch]
+    if count % batch:
+        said = f"{counted(count, 'sentences')} {verb(count, 'do')} not make whole batches of {batch}"
+        raise SitusError(said, field=("count", "batch"))
+    if len(lines) < count:
+        raise SitusError(f"{held}, and {count} are asked for", field="count")
+    return lines[:count]
 
 
 AWARE = {True: "MJP known", False: "MJP not known"}
@@ -105,27 +125,18 @@ def audit_texts(
     config = TextConfig(**{name: value for name, value in options.items() if name in names})
     limit = None if config.fail_above is None else parse_text_limit(config.fail_above)
     made = _made(defences)
-    if config.count % config.batch:
-        said = (
-            f"{counted(config.count, 'sentences')} {verb(config.count, 'do')} not make whole batches of {config.batch}"
-        )
-        raise SitusError(said, field=("count", "batch"))
-    lines = read_lines(Path(texts), "texts")
-    if len(lines) < config.count:
-        raise SitusError(
-            f"texts={texts}: holds {counted(len(lines), 'sentences')}, and {config.count} are asked for", field="count"
-        )
+    lines = first_lines(texts, config.count, config.batch)
     asked = {name: value for name, value in options.items() if name not in names}
     victim = open_text_victim(model, classes=config.classes, seed=config.seed, **asked)
     parts = _parts(made, hides=victim.method is not None)
-    sentences = victim.coded(lines[: config.count])
+    sentences = victim.coded(lines)
     most = victim.backbone.num_tokens
     full = sum(len(sentence) == most for sentence in sentences)
     said = f"{counted(full, 'sentences')} {verb(full, 'fill')} the model's {most} tokens"
     cut = {"length": f"{said}; what is longer is cut, and the rest is not in the step"} if full else {}
     origin = {
         "model": victim.backbone.name,
-        "texts": f"{config.count} of {Path(texts).name}",
+        "texts": f"{len(lines)} of {Path(texts).name}",
         "learned": victim.task,
         "gradients": f"{config.precision}, batch {config.batch}",
         "seed": config.seed,
@@ -136,7 +147,7 @@ def audit_texts(
         victim.backbone.name,
         [Row(part.label) for part in parts],
         {part.label: _about(part) for part in parts},
-        [f"sentence {number + 1}" for number in range(config.count)],
+        [f"sentence {number + 1}" for number in range(len(lines))],
         config.batch,
         {},
         limit=limit,
@@ -194,7 +205,7 @@ class _Run:
         self._last, self._read = Found(), not is_tied(victim.backbone)
 
     def go(self, audit: TextAudit) -> TextAudit:
-        batch, count = self.config.batch, self.config.count // self.config.batch
+        batch, count = self.config.batch, len(self.sentences) // self.config.batch
         try:
             for number in tracked(range(count), "batches"):
                 span = slice(number * batch, (number + 1) * batch)

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 
 from situs.audit import Deadline, trace_defences, trace_texts
 from situs.audit.deadline import first_ctrl_c
+from situs.audit.text.audit import first_lines
 from situs.cli.audit.evidence import command_of
 from situs.cli.parser.model_args import ModelArgs, asked_of, check_folder
 from situs.cli.progress import remark
@@ -20,6 +21,9 @@ from situs.cli.result import INTERRUPTED, present
 from situs.errors import SitusError
 from situs.limits import Count
 from situs.pages import write_numbers
+
+COUNT = 4
+"""Images or sentences of a curve, where nothing is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +46,8 @@ class Args(ModelArgs):
     attacks: Annotated[tuple[str, ...], Parameter(name="--attack", metavar="NAMES")] = ("patchembed", "tokens")
     """Apart by commas; of each point the one that got most is shown."""
 
-    count: Count = 4
-    """Images or sentences: the first that can be read."""
+    count: Count | None = None
+    """Images or sentences: the first that can be read; by default 4, or as many as there are."""
 
     split: str | None = None
     """train, val or test, where images are split; else train."""
@@ -72,7 +76,8 @@ def run(args: Args) -> int:
     deadline = Deadline(remark, args.time_limit)
     given: dict[str, Any] = {
         **asked_of(args.model, args),
-        **{name: getattr(args, name) for name in ("count", "batch", "seed")},
+        **{name: getattr(args, name) for name in ("batch", "seed")},
+        "count": args.count or COUNT,
         **({} if args.classes is None else {"classes": args.classes}),
         "facts": {"command": command_of("audit curve", args)},
         "deadline": deadline,
@@ -85,6 +90,7 @@ def run(args: Args) -> int:
                 if getattr(args, name) != getattr(Args, name):
                     raise SitusError(f"{name}: has no part in curves of texts; leave it out", field=(name, "texts"))
             others = {name: given[name] for name in given if name not in ("weights", "img_size", "patch_size")}
+            others["count"] = len(first_lines(args.texts, args.count, args.batch, COUNT))
             over = {} if args.curve == Args.curve else {"over": args.curve}
             found = trace_texts(args.model, args.texts, **over, **others)
         else:
