@@ -51,7 +51,7 @@ class AuditConfig(Checked):
     """Which images, how the audited step is made, what the attackers have, and what a gate allows."""
 
     count: Count | None = None
-    """The first images or sentences; by default 12, or all of fewer."""
+    """The first images or sentences; else 12, or all of fewer."""
 
     split: str | None = None
     """train, val or test, where images are split; else train."""
