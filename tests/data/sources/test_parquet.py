@@ -55,6 +55,24 @@ def test_a_row_without_a_label_is_skipped_and_counted(tmp_path):
     assert loader.source.left_out()[0].startswith(f"2 of 4 images of {tmp_path.name} could not be read")
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_numbers_with_gaps_are_the_classes_and_it_is_said(tmp_path, named):
+    """Labels are places in a list of classes, which a part of a set may have gaps in: they are not counted anew."""
+    made = table([0, 7, 7, None])
+    if named:
+        names = {"info": {"features": {"label": {"names": [f"class {number}" for number in range(8)]}}}}
+        made = made.replace_schema_metadata({"huggingface": json.dumps(names)})
+    for split in ("train", "val"):
+        write(tmp_path / f"{split}.parquet", made)
+    train, val = (open_source(tmp_path, split) for split in ("train", "val"))
+    assert len(train.classes) == 8 and train.read(1)["label"] == 7
+    said = f"{train.name}: its labels are class numbers, taken as they are: there are 8 classes, 0 to 7, and 6 of them"
+    assert train.notes == ([] if named else [f"{said} have no sample (1, 2, 3, …)"])
+    assert val.notes == []  # the training split makes the classes
+    write(tmp_path / "train.parquet", table([0, 1, 2, 3, 4, 5, 6, 7]))
+    assert open_source(tmp_path, "train").notes == []
+
+
 def test_labels_that_are_all_missing_are_none(tmp_path):
     write(tmp_path / "x.parquet", table([None, None]))
     source = open_source(tmp_path)

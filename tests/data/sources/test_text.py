@@ -217,6 +217,15 @@ def test_a_label_that_the_training_split_has_not_is_refused(tokeniser: str, tmp_
         read(tmp_path, tokeniser, "val")
 
 
+def test_numbers_with_gaps_are_the_classes_and_names_are_not(tokeniser: str, tmp_path: Path) -> None:
+    for name, labels in (("numbers", ("0", "7")), ("names", ("no", "yes"))):
+        (tmp_path / f"{name}.csv").write_text("sentence,label\n" + "".join(f"w1 w2,{each}\n" for each in labels))
+    gaps, names = (read(tmp_path / f"{name}.csv", tokeniser) for name in ("numbers", "names"))
+    assert (len(gaps.classes), gaps.label(1)) == (8, 7) and names.classes == ("no", "yes")
+    assert "there are 8 classes, 0 to 7, and 6 of them have no sample (1, 2, 3, …)" in gaps.notes[0]
+    assert names.notes == []
+
+
 def test_hidden_labels_are_no_labels(tokeniser: str, tmp_path: Path) -> None:
     assert read(write(tmp_path / "a.jsonl", [{"text": "w1", "label": -1}]), tokeniser).classes is None
 

@@ -100,6 +100,12 @@ def test_class_numbers_have_an_end(tmp_path):
         open_source(tmp_path)
 
 
+def test_numbers_with_gaps_are_said(tmp_path):
+    write(tmp_path / "x.tar", packed({"a.png": png(0), "a.cls": b"0", "b.png": png(0), "b.cls": b"2"}))
+    source = open_source(tmp_path)
+    assert len(source.classes) == 3 and source.notes[0].endswith("3 classes, 0 to 2, and 1 of them has no sample (1)")
+
+
 def test_members_that_are_no_images_are_counted(tmp_path):
     write(tmp_path / "x.tar", packed({"a.png": png(0), "a.json": b"{}", "b.seg.png": png(0), "b.cls": b"0"}))
     source = open_source(tmp_path, labels=False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from situs.data.masks import MaskConfig
 from situs.data.objects import ObjectConfig
 from situs.data.sources.images import decode, to_channels
-from situs.errors import SitusError, counted
+from situs.errors import SitusError, counted, verb
 
 # A split by any of its names; where the first is absent the next serves (ImageNet has no labelled test split,
 # CIFAR no validation split).
@@ -246,6 +246,23 @@ def number_names(most: int, where: str) -> tuple[str, ...]:
             f"{where}: class number {most:,}: must be below {_MOST_CLASSES:,}; is it no class?", field="data"
         )
     return tuple(str(number) for number in range(most + 1))
+
+
+def is_numbered(classes: Sequence[str] | None) -> TypeGuard[Sequence[str]]:
+    """Whether the classes have no names but the numbers from 0 on."""
+    return classes is not None and all(name == str(number) for number, name in enumerate(classes))
+
+
+def unseen(name: str, classes: Sequence[str], labels: Iterable[int]) -> list[str]:
+    """A note where classes that only numbers name have no sample among the labels."""
+    missing = sorted({*range(len(classes))} - {int(label) for label in labels})
+    if not missing:
+        return []
+    few = ", ".join(map(str, missing[:3])) + (", …" if len(missing) > 3 else "")
+    held = f"there are {len(classes):,} classes, 0 to {len(classes) - 1}"
+    lack = f"{len(missing):,} of them {verb(len(missing), 'have')} no sample ({few})"
+    said = f"its labels are class numbers, taken as they are: {held}, and {lack}"
+    return [f"{name}: {said}"]
 
 
 def split_of(file: Path) -> str | None:

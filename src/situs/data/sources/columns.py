@@ -6,6 +6,7 @@ A list column of class numbers or names: an empty list is no class, null is unkn
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,3 +100,19 @@ def is_text(kind: Any) -> bool:
 
     own = kind.value_type if pa.types.is_dictionary(kind) else kind
     return pa.types.is_string(own) or pa.types.is_large_string(own) or pa.types.is_string_view(own)
+
+
+def class_names(file: Path, schema: Any, label: str) -> tuple[str, ...]:
+    """The names that Hugging Face writes beside the schema; none where it wrote none."""
+    written = (schema.metadata or {}).get(b"huggingface")
+    if written is None:
+        return ()
+    try:
+        described: Any = json.loads(written)
+        for key in ("info", "features", label):
+            described = described.get(key) or {}
+        described = described[0] if isinstance(described, list) else described.get("feature") or described
+        described = described.get("names") or {}
+        return tuple(str(name) for name in described)
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise SitusError(f"{file}: its 'huggingface' metadata is damaged ({str(error)[:80]})", field="data") from error

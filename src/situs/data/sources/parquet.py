@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from array import array
 from bisect import bisect_right
@@ -18,17 +17,20 @@ from torch import Tensor
 
 from situs.data.sources.base import (
     ANY,
+    SPLITS,
     Blocks,
     EncodedSource,
     Kind,
     Wanted,
     check_state,
     find_shards,
+    is_numbered,
     list_shards,
     number_names,
     split_of,
+    unseen,
 )
-from situs.data.sources.columns import classes_in, is_text, label_columns, multi_hot
+from situs.data.sources.columns import class_names, classes_in, is_text, label_columns, multi_hot
 from situs.data.sources.images import read_bytes
 from situs.data.sources.remote import is_kept, opened
 from situs.data.sources.table import LISTS
@@ -80,9 +82,14 @@ class ParquetSource(EncodedSource):
         super().__init__(name, classes, wanted.channels, wanted.strict, multi_label=many)
         if self._small:
             # All at once and before any worker is forked, so that the workers share these pages.
-            for group in range(len(self._ends)):
-                self._load(group)
+            labels = [self._load(group)[1] for group in range(len(self._ends))]
             self._footers.clear()
+            if (
+                self._numbers and is_numbered(classes) and chosen in (None, *SPLITS["train"])
+            ):  # a larger set is not read
+                self.notes += unseen(
+                    self.name, classes, np.concatenate([each.drop_null().to_numpy() for each in labels])
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_lock"} | {"_footers": OrderedDict()}
@@ -373,22 +380,6 @@ def _check_bytes_column(file: Path, schema: Any, name: str, what: str) -> None:
     if not (named or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
         said = f"{file}: column {name!r} is {str(kind)[:80]}, {what} must be bytes or {{bytes, path}}"
         raise SitusError(said, field="data")
-
-
-def class_names(file: Path, schema: Any, label: str) -> tuple[str, ...]:
-    """The names that Hugging Face writes beside the schema; none where it wrote none."""
-    written = (schema.metadata or {}).get(b"huggingface")
-    if written is None:
-        return ()
-    try:
-        described: Any = json.loads(written)
-        for key in ("info", "features", label):
-            described = described.get(key) or {}
-        described = described[0] if isinstance(described, list) else described.get("feature") or described
-        described = described.get("names") or {}
-        return tuple(str(name) for name in described)
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise SitusError(f"{file}: its 'huggingface' metadata is damaged ({str(error)[:80]})", field="data") from error
 
 
 def _largest_label(file: Path, opened: Any, label: str) -> int:

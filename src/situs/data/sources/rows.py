@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from situs.data.sources.columns import is_text
-from situs.data.sources.parquet import LABEL_COLUMNS, class_names, open_parquet, reading
+from situs.data.sources.columns import class_names, is_text
+from situs.data.sources.parquet import LABEL_COLUMNS, open_parquet, reading
 from situs.errors import SitusError, counted
 
 SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl")

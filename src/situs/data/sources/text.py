@@ -14,7 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.data.sources.base import SPLITS, Source, Wanted, choose_split, list_shards, number_names, split_of, splits_of
+from situs.data.sources.base import (
+    SPLITS,
+    Source,
+    Wanted,
+    choose_split,
+    is_numbered,
+    list_shards,
+    number_names,
+    split_of,
+    splits_of,
+    unseen,
+)
 from situs.data.sources.rows import LABELS, SENTENCES, SUFFIXES, Table, read_table
 from situs.data.text import LONGEST, TextConfig
 from situs.data.tokeniser import Ids, Tokeniser
@@ -79,6 +90,8 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
         numbers = [_number(table, label, row, known) for table in tables for row in range(len(table))]
     told = {"pairs": pairs, "strict": wanted.strict}
     found = TextSource(name, texts, numbers, classes, entries, tokeniser, text.longest or LONGEST, **told)
+    if numbers is not None and is_numbered(classes) and home == own:
+        found.notes += unseen(name, classes, {each for each in numbers if each is not None})
     if label is None and wanted.labels:
         found.notes += [
             f"{name}: its column {each!r} holds {tables[0].others[each]}, which is no label"

@@ -16,13 +16,16 @@ import numpy as np
 
 from situs.data.sources.base import (
     ANY,
+    SPLITS,
     Blocks,
     EncodedSource,
     Wanted,
     check_state,
     find_shards,
+    is_numbered,
     number_names,
     split_of,
+    unseen,
 )
 from situs.data.sources.images import check_bytes
 from situs.data.sources.remote import USUAL_BYTES, is_kept, open_shard
@@ -58,6 +61,8 @@ class TarSource(EncodedSource):
         chosen = split_of(self._shards[0])
         super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, wanted.channels, wanted.strict)
         self.notes = LeftOut.notes(self.name, self._index.left_out)
+        if is_numbered(classes) and chosen in (None, *SPLITS["train"]):
+            self.notes += unseen(self.name, classes, np.unique(labels))
 
     def __len__(self) -> int:
         return len(self._index)
