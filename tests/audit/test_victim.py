@@ -104,6 +104,16 @@ def test_a_multi_label_model_is_no_victim_of_attackers_who_know_one_class() -> N
         open_victim(replace(model, input=replace(model.input, multi_label=True)))
 
 
+def test_a_model_without_a_gradient_is_no_victim() -> None:
+    with pytest.raises(SitusError, match=r"cross entropy over one class is 0 .* \(MODEL\)"):
+        open_victim(small_vit(num_classes=1))
+    broken = small_vit(num_classes=5)
+    with torch.no_grad():
+        next(broken.parameters())[0] = torch.nan
+    with pytest.raises(SitusError, match=r"holds NaN or infinity, and so do all gradients \(MODEL\)"):
+        open_victim(broken)
+
+
 def test_a_locked_model_that_is_open_already(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     locked = lock(small_vit(), new_key(tmp_path / "key"), tmp_path / "locked")

@@ -57,6 +57,7 @@ def open_victim(source: Any, *, classes: int = 1000, **asked: Any) -> Victim:
         model = open_model(source, any_weights=True, num_classes=classes, **asked)
     if model.multi_label:
         raise SitusError(f"{model.name}: is multi-label, and the attackers and their clients learn one class an image")
+    _check_loss(model)
     notes, backbone = dict(model.notes), model.backbone
     if isinstance(backbone, OwnModule) and not isinstance(backbone, StemBackbone):
         asked = {"in_chans": backbone.input.channels, "name": backbone.name, "normalisation": backbone.normalisation}
@@ -78,6 +79,16 @@ def open_victim(source: Any, *, classes: int = 1000, **asked: Any) -> Victim:
     if model.spent is not None:
         notes["differential privacy"] = str(model.spent)
     return Victim(model, method, model.epoch, notes)
+
+
+def _check_loss(model: Model) -> None:
+    """Refuses a model that has no loss to take a gradient of."""
+    for name, weight in model.backbone.named_parameters():
+        if not bool(weight.isfinite().all()):
+            raise SitusError(f"{model.name}: {name} holds NaN or infinity, and so do all gradients (MODEL)")
+    if outputs_of(model) == 1:
+        said = "gives one number for an image, and cross entropy over one class is 0 whatever the image"
+        raise SitusError(f"{model.name}: {said}: there is no gradient to audit; two classes or more have one (MODEL)")
 
 
 def open_predictor(source: Any, victim: Backbone, device: torch.device | str = "cpu") -> Method:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import timm
 import torch
+from timm.models.vision_transformer import ParallelThingsBlock
 from torch import nn
 from victims import LEARNED, vit
 
-from situs.audit.attacks.tokens.block import Block, read_norm
+from situs.audit.adapter import adapt
+from situs.audit.attacks.tokens.block import Block, read_block, read_norm
 from situs.audit.attacks.tokens.runs import NoBlockError
 from situs.core.tokens import patchify
 
@@ -78,3 +81,30 @@ def test_what_is_no_norm_is_refused() -> None:
 def test_norms_behind_are_told() -> None:
     with pytest.raises(NoBlockError, match=r"no norm stands before|neither a layer norm"):
         block_of(vit(name="vit_relpos_small_patch16_rpn_224"))
+
+
+@pytest.mark.parametrize("norms", ["alike", "apart"])
+def test_attentions_side_by_side_are_no_attention_and_mlp(norms: str) -> None:
+    torch.manual_seed(0)
+    shape = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
+    model = timm.create_model("vit_tiny_patch16_224", block_fn=ParallelThingsBlock, **shape)
+    for module in model.modules() if norms == "apart" else ():
+        if isinstance(module, nn.LayerNorm):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+    said = read_block(adapt(model, 16).double().requires_grad_(False))
+    assert isinstance(said, str), said
+    assert "does not take each token by itself" in said or "does not run by itself" in said
+
+
+def test_a_model_that_does_not_run_in_parts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = adapt(vit().model, 16).double().requires_grad_(False)
+    assert isinstance(read_block(backbone), Block)
+    attend = backbone.model.blocks[0].attn.forward
+
+    def only_images(x: torch.Tensor, **options: Any) -> torch.Tensor:
+        if len(x) != 1:
+            raise ValueError("one image at a time")
+        return attend(x, **options)
+
+    monkeypatch.setattr(backbone.model.blocks[0].attn, "forward", only_images)
+    assert read_block(backbone) == "its first block does not run by itself (ValueError: one image at a time)"

@@ -181,9 +181,11 @@ def svd(matrix: Tensor, full: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """U, S, V^T of one matrix, by NumPy on the host.
 
     torch's own LAPACK on ARM (NVPL) ends the process on some matrices of rank 1. Where the quicker algorithm does not
-    converge, as on some of exactly low rank, the older one does.
+    converge, as on some of exactly low rank, the older one does. Infinity and NaN raise LinAlgError.
     """
     given = matrix.detach().cpu().numpy()
+    if not np.isfinite(given).all():
+        raise np.linalg.LinAlgError("infinity or NaN in the matrix")
     try:
         parts = np.linalg.svd(given, full_matrices=full)
     except np.linalg.LinAlgError:

@@ -18,6 +18,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from situs.audit.attacks.tokens.order import order_by_attention
 from situs.audit.attacks.tokens.roots import find_roots
 from situs.audit.attacks.tokens.search import SHARP, Effort, Search
 from situs.audit.attacks.tokens.steps import halfway, times_counted
+from situs.audit.attacks.tokens.unsolved import grey, unsolved
 from situs.audit.deadline import Deadline, first_ctrl_c
 from situs.audit.defences import Gradients
 from situs.audit.stem import patches_of, to_images
@@ -141,14 +143,10 @@ class TokenSpans(Attack):
             even = known.even(upload, block.names)
             distinct = distinct_images(block, upload, known.batch, even)
             counts = count(block, distinct, upload)
-            if counts.open and (later := self._later(block, upload, known, counts)) is not None:
-                patches, fact = self._far(block, later, upload, counts, known, deadline)
-            elif counts.open:
-                moved = Block(halfway(block.backbone, upload, known)) if known.local_steps > 1 else block
-                spans = read_spans(moved, upload, counts, even, known.forward)
-                patches, fact = self._searched(moved, upload, spans, counts, known, distinct, deadline)
-            else:
-                patches, fact = _solved(block, upload, replace(known, batch=distinct))
+            try:
+                patches, fact = self._one(block, upload, counts, replace(known, batch=distinct), deadline)
+            except (np.linalg.LinAlgError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
+                patches, fact = grey(block, distinct), unsolved(block, upload, counts.open)
             if 1 < distinct < known.batch:
                 fact |= {"fits": False, "proof": None, "verdict": repeated(distinct, known.batch)}
             patches = patches[torch.arange(known.batch, device=patches.device) % len(patches)]
@@ -159,6 +157,18 @@ class TokenSpans(Attack):
             proved = f"{last.get('patches_that_fit')} of {last.get('patches')} patches proved in the last search"
             partial = proved if "patches" in last else "a part of the last image's search"
         return Recovery(torch.cat(images).float(), facts, partial=partial)
+
+    def _one(
+        self, block: Block, upload: Gradients, counts: Counts, known: Knowledge, deadline: Deadline
+    ) -> tuple[Tensor, dict[str, Fact]]:
+        """The different images [B, N, K] of one upload, and what the attacker can say of them."""
+        if counts.open and (later := self._later(block, upload, known, counts)) is not None:
+            return self._far(block, later, upload, counts, known, deadline)
+        if not counts.open:
+            return _solved(block, upload, known)
+        moved = Block(halfway(block.backbone, upload, known)) if known.local_steps > 1 else block
+        spans = read_spans(moved, upload, counts, known.even(upload, block.names), known.forward)
+        return self._searched(moved, upload, spans, counts, known, deadline)
 
     def _later(self, block: Block, sent: Collection[str], known: Knowledge, counts: Counts) -> Later | None:
         """The block behind those of which nothing is sent, through which one image can be looked for; else None."""
@@ -198,11 +208,9 @@ class TokenSpans(Attack):
         spans: Spans,
         counts: Counts,
         known: Knowledge,
-        batch: int,
         deadline: Deadline,
     ) -> tuple[Tensor, dict[str, Fact]]:
-        """The different images [batch, N, K] of one upload, and what the attacker can say of them."""
-        end = time.monotonic() + self.config.seconds
+        batch, end = known.batch, time.monotonic() + self.config.seconds
         search = Search(
             block,
             upload,
@@ -230,7 +238,7 @@ class TokenSpans(Attack):
             "open_directions": counts.open,
             "patches_that_fit": int((roots.fit <= SOLVED).sum()),
             "patches": int(roots.wanted.sum()),
-            "residual": float(roots.fit.max()) if bool(roots.fit.isfinite().all()) else None,
+            "residual": float(roots.fit.max()) if len(roots.fit) and bool(roots.fit.isfinite().all()) else None,
             "expected_residual": 1.0,
             "proof": None,
             "verdict": f"not every patch is proved by the gradients of the first block: {counts.reason}",

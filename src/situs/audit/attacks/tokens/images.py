@@ -84,8 +84,8 @@ def distinct_images(block: Block, upload: Gradients, batch: int, even: bool) -> 
         return batch
     values = Span(upload[late], min(batch * each, *upload[late].shape), even).values
     for count in range(1, batch):
-        last, behind = values[count * each - 1 : count * each + 1].tolist()
-        if behind * FALL <= last:
+        pair = values[count * each - 1 : count * each + 1].tolist()
+        if len(pair) == 2 and pair[1] * FALL <= pair[0]:
             return count
     return batch
 
