@@ -8,18 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 from builders import small_swin, small_vit
+from tiny_texts import write_folder
 from torch import Tensor
 from zoo import keyed_model, opened_model
 
+from situs.audit.text.victim import open_text_victim
 from situs.backbones import Backbone, create_backbone
+from situs.data.tokeniser import Tokeniser
 from situs.errors import SitusError
+from situs.evaluate import evaluate_accuracy
 from situs.locks.equivariance.experiment import KeepDouble
 from situs.locks.folder import names_in_file, write_model
 from situs.locks.groups import invert_keys, permute_state, rename
 from situs.locks.key import Key
 from situs.locks.locking import check, lock, unlock
 from situs.locks.manifest import NAME, permutations_of
-from situs.locks.owner import own_groups, with_key
+from situs.locks.owner import own_groups, unlocking, with_key
+from situs.models import open_model
 
 pytest.importorskip("cryptography")
 
@@ -288,3 +293,25 @@ def test_no_way_of_the_owner_takes_an_altered_file(model_folder, tmp_path, way):
             way(locked, KEY)
         (locked / name).write_bytes(whole)
     assert way(locked, KEY)
+
+
+def test_a_sealed_model_of_words_is_evaluated_with_its_key(tmp_path):
+    """Its tokeniser is sealed too: sentences become the ids of the clear folder, and no file is left behind."""
+    pytest.importorskip("transformers")
+    clear, sealed = write_folder(tmp_path / "clear", "bert", id2label={0: "no", 1: "yes"}), tmp_path / "sealed"
+    lock(clear, KEY, sealed, seal=True)
+    (tmp_path / "val.csv").write_text("sentence,label\nw1 w2 w3,no\nw4 w5,yes\n")
+    before = sorted(path.name for path in sealed.iterdir())
+    with pytest.raises(SitusError, match="is sealed, so that without its key there is no whole model"):
+        open_model(sealed)
+    with pytest.raises(SitusError, match=r"tokenizer\.json is sealed"):
+        Tokeniser(sealed)
+    owner = unlocking(KEY)
+    ours, theirs = (
+        evaluate_accuracy(open_model(folder, unlock=unlock), tmp_path / "val.csv").accuracy
+        for folder, unlock in ((sealed, owner), (clear, None))
+    )
+    assert ours == theirs and ours.count == 2
+    victims = open_text_victim(sealed, unlock=owner), open_text_victim(clear)
+    assert victims[0].coded(["w1 w2", "w9"]) == victims[1].coded(["w1 w2", "w9"])
+    assert sorted(path.name for path in sealed.iterdir()) == before

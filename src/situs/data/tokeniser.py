@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,26 @@ FILES = (
 """What belongs to a tokeniser in a model's folder."""
 
 _AT_ONCE = 4096
+_HELD: dict[Path, dict[str, bytes]] = {}
+
+
+def hold_tokeniser(folder: Path, opened: Path) -> None:
+    """Keeps the tokeniser of a sealed folder, as it stands in `opened`, in the memory of this process."""
+    names = [name for name in (*FILES, "config.json") if (opened / name).is_file() and not (folder / name).is_file()]
+    _HELD[folder.resolve()] = {name: (opened / name).read_bytes() for name in names}
+
+
+@contextmanager
+def tokeniser_files(folder: Path) -> Iterator[Path]:
+    """A folder with the files of a tokeniser: the very one, or for this while one of what is held of a sealed one."""
+    held = _HELD.get(folder.resolve())
+    if not held:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as place:
+        for name, content in held.items():
+            (Path(place) / name).write_bytes(content)
+        yield Path(place)
 
 
 class Ids(NamedTuple):
@@ -49,8 +71,9 @@ class Tokeniser:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(str(folder).removeprefix("hf:")).expanduser()
+        self._held = _HELD.get(self.folder.resolve(), {})
         file = self.folder / FILE
-        if not file.is_file():
+        if FILE not in self._held and not file.is_file():
             raise SitusError(
                 f"{self.folder}: {said_missing(self.folder, FILE)}, so that sentences cannot become ids",
                 field="text.tokeniser",
@@ -60,7 +83,7 @@ class Tokeniser:
         except ImportError as error:
             raise missing_extra("tokenizers", "hf", "reading text") from error
         try:
-            self._coder = tokenizers.Tokenizer.from_file(str(file))
+            self._coder = tokenizers.Tokenizer.from_buffer(self._held.get(FILE) or file.read_bytes())
         except Exception as error:  # the library raises Exception itself
             reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
             raise SitusError(f"{file}: cannot be read: {reason}", field="text.tokeniser") from error
@@ -139,7 +162,8 @@ class Tokeniser:
     def _read(self, name: str) -> dict[str, Any]:
         file = self.folder / name
         try:
-            told = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            text = self._held.get(name) or (file.read_bytes() if file.is_file() else b"{}")
+            told = json.loads(text.decode("utf-8"))
         except ValueError as error:
             raise SitusError(f"{file}: cannot be read: {str(error)[:80]}", field="text.tokeniser") from error
         return told if isinstance(told, dict) else {}

@@ -24,6 +24,7 @@ from situs.backbones.shapes import shapes_alone
 from situs.backbones.weights import load_into, load_weights, read_state_dict
 from situs.config import from_dict
 from situs.core.tokens import Size, pair
+from situs.data.tokeniser import hold_tokeniser
 from situs.errors import SitusError
 from situs.files import read_json
 from situs.methods import create_method, method_class
@@ -205,6 +206,8 @@ def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], de
         with unlock(folder) as (readable, opened):
             model = _open_folder(readable, fields, "cpu")
             if model.input is not None and model.input.kind == "text":  # what was readable is gone in a moment
+                if readable != folder:
+                    hold_tokeniser(folder, readable)
                 text = replace(model.input.text, tokeniser=str(folder))
                 model = replace(model, input=replace(model.input, text=text))
             model = replace(model, name=folder_name(folder), backbone=opened(model.backbone).to(device).eval())

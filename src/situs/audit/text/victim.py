@@ -16,6 +16,7 @@ from situs.audit.defences import Defence, Gradients, NoDefence, Step
 from situs.backbones.hf.encoders import TextEncoder
 from situs.backbones.hf.text import TextBackbone, open_tokeniser
 from situs.core.precision import full_float32
+from situs.data.tokeniser import tokeniser_files
 from situs.errors import SitusError, counted
 from situs.methods.base import Batch, Method
 from situs.models import open_model
@@ -117,7 +118,8 @@ def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVict
         said = "its one output is no choice between classes, whose gradient is audited"
         raise SitusError(f"{model.name}: {said}", field="texts")
     read_by = None if model.input is None else model.input.text.tokeniser  # which a run names and does not hold
-    tokeniser = open_tokeniser(Path(str(read_by or source).removeprefix("hf:")))
+    with tokeniser_files(Path(str(read_by or source).removeprefix("hf:"))) as folder:
+        tokeniser = open_tokeniser(folder)
     if task == "masked words" and tokeniser.mask_token_id is None:
         raise SitusError(f"{model.name}: learns masked words, and its tokeniser has no mask", field="texts")
     hides = model.method if model.method is not None and model.method.hidden_share is not None else None

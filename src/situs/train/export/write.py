@@ -27,7 +27,7 @@ from torch import Tensor
 from situs import __version__
 from situs.backbones.base import Backbone
 from situs.config import to_dict
-from situs.data.tokeniser import FILES, Tokeniser
+from situs.data.tokeniser import FILES, Tokeniser, tokeniser_files
 from situs.errors import SitusError
 from situs.files import read_json, write_text
 from situs.methods import classifies
@@ -262,9 +262,10 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
             model.config.update(MULTI_LABEL)
     if provenance.tokeniser is not None:
         tokeniser = Tokeniser(provenance.tokeniser)
-        for name in FILES:
-            if (tokeniser.folder / name).is_file():
-                shutil.copyfile(tokeniser.folder / name, folder / name)
+        with tokeniser_files(tokeniser.folder) as held:
+            for name in FILES:
+                if (held / name).is_file():
+                    shutil.copyfile(held / name, folder / name)
         if (provenance.text or {}).get("pair") and getattr(backbone, "segments", False):
             # A tokeniser of no class of its own gives types only where its settings name them.
             file, names = folder / "tokenizer_config.json", ["input_ids", "token_type_ids", "attention_mask"]
