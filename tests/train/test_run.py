@@ -106,7 +106,10 @@ def test_one_line_says_what_is_trained_where() -> None:
 def test_labels_are_asked_for_where_they_are_needed() -> None:
     with pytest.raises(SitusError, match=r"^supervised needs labels, and samples has none"):
         make_method(config(method={"name": "supervised"}), None)
-    with pytest.raises(SitusError, match=r"img_size=\(14, 14\): must be the data's \(28, 28\)"):
+    with pytest.raises(
+        SitusError,
+        match=r"takes images of 14 × 14 pixels, and the data is read at 28 × 28; data\.img_size alone says both",
+    ):
         make_method(config(backbone={"img_size": [14, 14]}), None)
 
 

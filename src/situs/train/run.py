@@ -150,8 +150,10 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     if not texts:
         backbone.require("images")  # which the other data of a run are
     backbone.wide = config.train.residual == "float32"
-    if backbone.input.shape not in (None, config.data.size):
-        raise SitusError(field="data.img_size", value=backbone.input.shape, allowed=f"the data's {config.data.size}")
+    if (shape := backbone.input.shape) not in (None, config.data.size):
+        own, read = (" × ".join(map(str, size)) for size in (shape, config.data.size))
+        said = f"the model takes images of {own} pixels, and the data is read at {read}; data.img_size alone says both"
+        raise SitusError(said, field="data.img_size")
     return create_method(config.method_name, backbone, config.method, count)
 
 
