@@ -247,6 +247,20 @@ def test_a_causal_classifier_reads_the_last_real_token_as_transformers_does(name
         assert (short - wanted).abs().max() < 1e-10
 
 
+def test_an_export_finds_the_last_token_by_the_padding_of_its_own_tokeniser(world: Path, tmp_path: Path) -> None:
+    """transformers' causal classifiers look for config.json's padding; where that is another, they read the filling."""
+    model = write_folder(tmp_path / "model", "gpt2", width=16, n_layer=1, pad_token_id=7)
+    api.finetune(model, data=world / "set", out=tmp_path / "run", steps=1, **QUICK)
+    api.export(tmp_path / "run", tmp_path / "export")
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
+    own = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "export").eval()
+    texts = ["w1 w2 w3 w4 w5 w6", "w9"]
+    with torch.no_grad():
+        filled = own(**read(texts, padding=True, return_tensors="pt")).logits
+        alone = torch.cat([own(**read(text, return_tensors="pt")).logits for text in texts])
+    assert torch.allclose(filled, alone, atol=1e-6)
+
+
 def test_the_log_holds_the_validation_and_a_tiny_model_learns(world: Path) -> None:
     told = {}
     for name in ("bert-ft", "lm"):
@@ -307,6 +321,13 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     )
     (tmp_path / "one.csv").write_text("sentence,label\n" + "w1 w2,good\n" * 9)
     refused(r"one: all its sentences are of one class, 'good'", "bert", data=tmp_path / "one.csv")
+    (tmp_path / "one.csv").write_text("sentence,label\n" + "w1 w2,1\n" * 9 + "w3,-1\n")
+    refused(r"one: all its sentences are of one class, '1'", "bert", data=tmp_path / "one.csv")
+    with pytest.raises(
+        SitusError, match="BertModel reads sentences, and the data is taken for images: say text"
+    ) as stop:
+        api.pretrain(world / "plain", method="mp3", backbone=str(world / "bert"), out=tmp_path / "run", quiet=True)
+    assert stop.value.field == "data.kind"
     (tmp_path / "deberta").mkdir()
     (tmp_path / "deberta/config.json").write_text('{"model_type": "deberta-v2"}')
     with pytest.raises(SitusError, match=r"deberta-v2 in .* is refused: its attention") as stop:
@@ -354,7 +375,7 @@ def test_an_export_names_what_loads_it_with_its_head(
 
 def test_the_export_of_mp3_on_sentences_says_where_the_places_are_kept(world: Path, tmp_path: Path) -> None:
     told = {"steps": 1, "device": "cpu", "quiet": True}
-    api.pretrain(world / "set", method="mp3", backbone=str(world / "bert"), out=tmp_path / "run", **told)
+    api.pretrain(world / "plain", method="mp3", backbone=str(world / "bert"), out=tmp_path / "run", **told)
     api.export(tmp_path / "run", tmp_path / "x")
     with pytest.raises(SitusError, match="run: was trained without classes or words to learn"):
         open_text_victim(tmp_path / "run")

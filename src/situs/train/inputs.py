@@ -14,6 +14,7 @@ from situs.data.config import DataConfig
 from situs.data.loader import Loader
 from situs.data.sources.base import SPLITS
 from situs.data.sources.open import splits_at
+from situs.data.sources.text import TextSource
 from situs.data.text import LONGEST
 from situs.data.text_pipeline import text_of
 from situs.errors import SitusError
@@ -44,6 +45,8 @@ def own_splits(data: DataConfig) -> list[str]:
 def own_size(config: BackboneConfig) -> tuple[int, int]:
     """Height and width of the inputs that a model is made for."""
     made = _shaped(config)
+    if made.input.words:
+        raise SitusError(f"{made.name} reads sentences, and the data is taken for images: say text", field="data.kind")
     made.require("images")
     described: Any = getattr(made.model, "pretrained_cfg", None) or {}
     size = made.input.shape or tuple(described.get("input_size", ()))[1:]
@@ -88,11 +91,12 @@ def check_words(model: Reader, loader: Loader) -> Reader:
     backbone = model.backbone if isinstance(model, Method) else model
     if not backbone.input.words:
         return model
-    classes = loader.classes or ()
-    if isinstance(model, Method) and "label" in model.needs_targets and len(classes) == 1:
-        said = f"all its sentences are of one class, {classes[0]!r}, so that there is nothing to tell apart"
+    source = text_of(loader.source)
+    learns = isinstance(model, Method) and "label" in model.needs_targets
+    if learns and isinstance(source, TextSource) and len(seen := source.seen()) == 1:
+        said = f"all its sentences are of one class, {seen[0]!r}, so that there is nothing to tell apart"
         raise SitusError(f"{loader.source.name}: {said}", field=("data", "data.text.label"))
-    tokeniser = text_of(loader.source).tokeniser
+    tokeniser = source.tokeniser
     assert tokeniser is not None
     if tokeniser.words > backbone.input.words:
         said = f"its tokeniser has {tokeniser.words:,} words, and {backbone.name} knows {backbone.input.words:,}"

@@ -193,6 +193,12 @@ class TextSource(Source):
             raise BrokenSampleError(f"{self.entry(index)}: the row has no label, others have one")
         return number
 
+    def seen(self) -> list[str]:
+        """The classes of which there is a sentence."""
+        if self._labels is None or self.classes is None:
+            return []
+        return [self.classes[number] for number in np.unique(self._labels).tolist() if number >= 0]
+
     def key(self, index: int) -> str:
         """The sentence or the pair: where it stands twice, both go to one side of a split."""
         return self.text(index)

@@ -248,6 +248,7 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _write_transformers(folder: Path, backbone: Backbone, method: Method, provenance: ModelProvenance) -> list[str]:
+    from situs.backbones.hf.decoders import DecoderBackbone
     from situs.backbones.hf.image import image_processor
     from situs.backbones.hf.names import quietly
 
@@ -271,7 +272,8 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
             file, names = folder / "tokenizer_config.json", ["input_ids", "token_type_ids", "attention_mask"]
             said = {**(read_json(file) if file.is_file() else {}), "model_input_names": names}
             write_text(file, json.dumps(said, indent=2) + "\n")
-        if model.config.pad_token_id is None:  # by which transformers finds the end of a sentence
+        last = isinstance(backbone, DecoderBackbone) and "label" in method.needs_targets
+        if last or model.config.pad_token_id is None:  # by which transformers finds a sentence's last token
             model.config.pad_token_id = tokeniser.pad
     with quietly():
         model.save_pretrained(folder)
