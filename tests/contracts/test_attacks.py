@@ -45,6 +45,13 @@ PAIRS = [
     for name in DEFENCES
     for batch in (1, 2)
 ]
+CASES = [
+    pytest.param(attack, *pair.values, marks=(*pair.marks, *[pytest.mark.slow] * twin))
+    for attack in ATTACKS
+    for pair in PAIRS
+    # It is matching from another start: what a defence changes of the search is asked of matching.
+    for twin in (attack == "april-optimisation" and pair.values[0] not in ("none", "noise", "no-pe-gradient", "mjp"),)
+]
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +77,7 @@ def recover(
     return found.reason if isinstance(found, Refused) else attack.recover(backbone, sent, known)
 
 
-@pytest.mark.parametrize(("defence", "batch"), PAIRS)
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize(("name", "defence", "batch"), CASES)
 def test_reason_or_recovery(
     name: str, defence: str, batch: int, backbone: Any, sent_once: Callable[[str, int], list[dict[str, torch.Tensor]]]
 ) -> None:
@@ -129,8 +135,8 @@ def test_other_images_with_the_same_gradients_change_nothing(name: str, backbone
 
 @pytest.fixture(scope="module", params=[1, 2])
 def whole(backbone: Any, request: pytest.FixtureRequest) -> Audit:
-    # Every pair is recovered above; here of one image against every second defence.
-    defences = [*DEFENCES][::2] if request.param == 1 else ("none", "no-pe-gradient", "clip", "mjp", "accumulate")
+    # Every pair is recovered above; here a reason, a proof, a bound and a guess are enough.
+    defences = ("none", "no-pe-gradient", *(("mjp", "withhold") if request.param == 1 else ("accumulate",)))
     return attack_gradients(
         backbone,
         TestSet(IMAGES[: 2 * request.param], LABELS[: 2 * request.param], NORMALISATION),  # two uploads

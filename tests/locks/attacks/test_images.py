@@ -27,7 +27,6 @@ def seeded(seed: int) -> torch.Generator:
 
 def vit(depth: int = 2) -> Any:
     torch.manual_seed(0)
-    dict(embed_dim=DIM, depth=depth, num_heads=4)
     backbone = small_vit(width=DIM, depth=depth, heads=4, num_classes=3)
     with torch.no_grad():
         for parameter in backbone.parameters():
@@ -99,13 +98,16 @@ def test_random_weights_give_nothing_away() -> None:
     assert found.agreement is not None and found.failed is not None and found.agreement < found.failed + 0.1
 
 
-def test_the_same_seed_gives_the_same_answer_and_the_processors_mode_comes_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    backbone = vit(1)
-    # A tenth of the steps: how far the search comes does not matter here.
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the steps, for tests in which it does not matter how far the search comes."""
     quick = {warmth: Schedule(1.0, patient(warmth).steps[::10]) for warmth in (0.25, 0.5, 1.0)}
     monkeypatch.setattr("situs.locks.attacks.images.patient", quick.__getitem__)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_the_same_seed_gives_the_same_answer_and_the_processors_mode_comes_back() -> None:
+    backbone = vit(1)
     tiny = torch.tensor([1e-40])
     assert float(tiny * 1.0) > 0
     first, again, other = (attack(backbone, smooth(6), None, seed=seed) for seed in (0, 0, 1))
@@ -124,6 +126,7 @@ def test_the_processors_mode_comes_back_after_an_error_too() -> None:
     assert float(torch.tensor([1e-40]) * 1.0) > 0
 
 
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("name", ["eva", "swin", "bert", "llama"])
 def test_every_kind_of_model_can_be_attacked(name: str, model_folder: Callable[[str], Path]) -> None:
     backbone = create_backbone(model_folder(name)).eval()

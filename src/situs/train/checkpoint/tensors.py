@@ -179,10 +179,10 @@ class Parts:
     def read(self, name: str, wanted: Box | None = None) -> Tensor:
         """A tensor, or the part of it that is wanted, put together from the files that have some of it."""
         entry, name = self.entries[name], self._kept.get(name, name)
-        wanted = whole(entry.shape) if wanted is None else wanted
         first = entry.parts[0].file.get_slice(name)
-        if not entry.shape:
-            return entry.parts[0].file.get_tensor(name)
+        if not entry.shape or (wanted is None and entry.parts[0].box.size == entry.shape):
+            return entry.parts[0].file.get_tensor(name).clone()
+        wanted = whole(entry.shape) if wanted is None else wanted
         out = torch.empty(wanted.size, dtype=DTYPES[first.get_dtype()])
         missing = out.numel()
         for file, box in entry.parts:
