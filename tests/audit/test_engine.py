@@ -98,7 +98,7 @@ def test_large_uploads_come_one_by_one_and_small_ones_only_as_far_as_they_are_re
     assert other.seen == [(0, 1), (1, 1)]
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_groups_give_what_all_uploads_at_once_give(backbone: Any, batch: int) -> None:
     """Scores, facts and a search's own noise, against the attack on all uploads in one call."""
     test, step = images(18), Step(batch=batch, seed=3)

@@ -217,7 +217,7 @@ def test_reading_slowly() -> None:
     assert found.blind_error == pytest.approx(np.abs(PLACES.numpy() - PLACES.numpy().mean(axis=0)).mean())
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(st.integers(0, 30), st.sampled_from([0.0, 0.3, 3.0]))
 def test_ridge_is_the_one_that_reads_the_other_half_best(seed: int, strength: float) -> None:
     halves = features(4, seed=seed, strength=strength), features(3, seed=seed + 100, strength=strength)

@@ -67,7 +67,7 @@ def test_an_old_embedding_does(held: Stage, defence: str, permute: tuple[str, ..
     assert found.scores["psnr"] > 22 and found.knows.startswith("the embedding before fine-tuning")
 
 
-@pytest.mark.parametrize("defence", ["none", "lowpass=0.5", "batch-shuffle=4"])
+@pytest.mark.parametrize("defence", ["none", pytest.param("lowpass=0.5", marks=pytest.mark.slow), "batch-shuffle=4"])
 def test_a_decoder_behind_the_order_attack_sees_what_it_does_not_see_before(held: Stage, defence: str) -> None:
     blind, first = (tried(held, name, defence, "rows", "columns") for name in ("decoder", "ordered-decoder"))
     plain = tried(held, "ordered-decoder", defence)

@@ -162,7 +162,7 @@ def test_a_base_is_opened_for_the_same_images_and_one_of_another_shape_refused(t
     """A name is made for images of its own size."""
     asked: dict[str, Any] = {"defences": ("none",), "permute": ("rows",), "attacks": ("old-embedding",)}
     asked |= {"count": 8, "public": 30}
-    name = "vit_tiny_patch16_224"
+    name = "test_vit"
     torch.manual_seed(0)
     tuned = create_backbone(BackboneConfig(name, img_size=32)).model.eval()
     save_file(tuned.state_dict(), tmp_path / "base.safetensors")
@@ -172,7 +172,7 @@ def test_a_base_is_opened_for_the_same_images_and_one_of_another_shape_refused(t
     )
     assert audit.settings[1].readings[0].status == "done"
     with pytest.raises(
-        SitusError, match=r"vit_tiny_patch16_224: has a grid of \(1, 1\), 1 prefix tokens and 192 .*, and"
+        SitusError, match=r"test_vit: has a grid of \(1, 1\), 1 prefix tokens and 64 .*, and"
     ):
         audit_split(model(), source(), base=f"{name}=random", **asked)
 

@@ -57,7 +57,7 @@ def attacked(backbone: Any, x: torch.Tensor, ratio: float, number: int = 0, **st
     return AdaptiveMJP().recover(backbone, [upload], Knowledge(defence)), patchify(x, 7)[0], mask
 
 
-@pytest.mark.parametrize(("ratio", "number"), [(0.1, 0), (0.2, 1), (0.3, 2)])
+@pytest.mark.parametrize(("ratio", "number"), [(0.1, 0), pytest.param(0.2, 1, marks=pytest.mark.slow), (0.3, 2)])
 def test_every_patch_comes_back(ratio: float, number: int) -> None:
     backbone, x = victim(), pictures(3)[number : number + 1]
     found, real, mask = attacked(backbone, x, ratio, number)
@@ -222,7 +222,8 @@ def test_it_is_in_the_dict_and_refuses_what_it_cannot_read() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "ratio"),
-    [(torch.float16, 0.2), (torch.bfloat16, 0.1), pytest.param(torch.float32, 0.5, marks=pytest.mark.slow)],
+    [(torch.bfloat16, 0.1)]
+    + [pytest.param(*each, marks=pytest.mark.slow) for each in ((torch.float16, 0.2), (torch.float32, 0.5))],
 )
 def test_what_is_said_to_fit_is_right(dtype: torch.dtype, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded numbers explain wrong solutions too: those are not said to fit, and no pixel runs away."""

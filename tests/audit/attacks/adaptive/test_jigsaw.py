@@ -26,7 +26,7 @@ def picture(seed: int) -> torch.Tensor:
     return patchify(image.unsqueeze(0), SIZE)[0]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_picture_without_a_frame_is_put_together(seed: int) -> None:
     """Greedy starts in a frame, which do where some patches are known, come to rest at dearer orders."""
     real, hidden = picture(seed), torch.ones(24, dtype=torch.bool)

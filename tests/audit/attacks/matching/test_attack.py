@@ -271,11 +271,11 @@ def test_without_labels_there_is_a_reason(backbone: Any) -> None:
 def test_models_without_tokens_and_with_windows() -> None:
     """A convolutional network, Swin, and rotated queries: whatever they are made of."""
     torch.manual_seed(0)
-    small = {"depths": (1, 1, 1, 1), "embed_dim": 24}
+    small = {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 24}
     cases = {
-        "resnet10t": (32, {}),
-        "swin_tiny_patch4_window7_224": (56, {"img_size": 56, "model_args": small}),
-        "vit_small_patch16_rope_224": (32, {"img_size": 32, "model_args": {"depth": 1}}),
+        "test_resnet": (32, {}),
+        "swin_tiny_patch4_window7_224": (28, {"img_size": 28, "model_args": small}),
+        "vit_small_patch16_rope_224": (32, {"img_size": 32, "model_args": {"depth": 1, "embed_dim": 32, "num_heads": 4}}),
     }
     for name, (size, given) in cases.items():
         other = create_backbone(name, num_classes=5, **given).eval()
@@ -286,7 +286,7 @@ def test_models_without_tokens_and_with_windows() -> None:
         assert found.images.shape == x.shape and found.images.isfinite().all()
         assert found.labels is not None and found.labels.tolist() == [[2]]
     with pytest.raises(SitusError, match=r"Knowledge\.size"):
-        Matching().recover(create_backbone("resnet10t", num_classes=5), [upload])
+        Matching().recover(create_backbone("test_resnet", num_classes=5), [upload])
 
 
 @pytest.mark.slow
