@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from situs.methods import METHODS, Batch, Method, create_method
 
 SEEING = [name for name in METHODS if "words" not in METHODS[name].needs_targets]
 """Methods that learn from what these backbones take; tests/train/test_run_texts.py holds the one that reads words."""
-SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2}
+SMALL: dict[str, Any] = {"depth": 1, "embed_dim": 32, "num_heads": 2}
 BACKBONES: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": dict(img_size=(16, 24), patch_size=4, model_args=SMALL),
     "deit_tiny_patch16_224": dict(  # frames of 10 coefficients: a line of tokens
@@ -52,22 +53,30 @@ UNFIT = {("droppos", "swin_tiny_patch4_window7_224"), ("detection", "deit_tiny_p
 tests/methods has ones that do."""
 
 
-def pairs() -> list[tuple[str, str]]:
+DENSE = {"detection": ("vit_tiny", "eva02", "swin"), "segmentation": ("vit_tiny", "deit_tiny_patch16", "swin")}
+"""Methods whose own parts take longer than the backbone: over three kinds of it here, over all among the slow."""
+
+
+def pairs() -> list[Any]:
     with shapes_alone():
         refused = {name: set(create_backbone(name, **fields).refusals) for name, fields in BACKBONES.items()}
     every = [(method, name) for method in SEEING for name in BACKBONES]
-    return [pair for pair in every if not refused[pair[1]] & set(METHODS[pair[0]].needs) and pair not in UNFIT]
+    every = [pair for pair in every if not refused[pair[1]] & set(METHODS[pair[0]].needs) and pair not in UNFIT]
+    slow = [not name.startswith(DENSE.get(method, "")) for method, name in every]
+    return [pytest.param(*pair, marks=[pytest.mark.slow] * late) for pair, late in zip(every, slow, strict=True)]
 
 
 PAIRS = pairs()
 
 
-def make(method: str, name: str, **sizes: int) -> Method:
+def make(method: str, name: str) -> Method:
+    return deepcopy(made_once(method, name))
+
+
+@cache
+def made_once(method: str, name: str) -> Method:
     torch.manual_seed(0)
-    fields = BACKBONES[name]
-    if sizes:
-        fields = fields | {"model_args": fields["model_args"] | sizes}
-    backbone = create_backbone(name, num_classes=4, **fields)
+    backbone = create_backbone(name, num_classes=4, **BACKBONES[name])
     settings = SETTINGS.get(method, {}) | PECULIAR.get((method, name), {})
     return create_method(method, backbone, METHODS[method].Config(**settings), classes=4)
 
@@ -96,7 +105,7 @@ def test_it_trains_a_few_samples_to_a_lower_loss(method: str, name: str) -> None
     model = make(method, name)
     data = batch(model)
     draws = model.draw(data, seed=0, epoch=0)
-    optimiser = torch.optim.Adam(model.parameters(), lr=2e-3, fused=True)
+    optimiser = torch.optim.Adam(model.parameters(), lr=5e-3, fused=True)
     losses = []
     while len(losses) < 25 and not (losses and losses[-1] < 0.9 * losses[0]):  # most need far fewer
         loss = model(data, draws).loss
@@ -198,7 +207,7 @@ def test_two_draws_of_a_sample_are_independent(case: str, one: str, two: str) ->
     ],
 )
 def test_forward_compiles_as_one_graph(method: str, backend: str) -> None:
-    model = make(method, "vit_tiny_patch16_224", depth=1).eval()
+    model = make(method, "vit_tiny_patch16_224").eval()
     data = batch(model)
     draws = model.draw(data, seed=0, epoch=0)
     torch.compiler.reset()  # what other tests compiled would make shapes dynamic, which takes longer

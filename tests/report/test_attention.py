@@ -9,7 +9,7 @@ from situs.report.attention import HEADS_A_LINE, attention_over_images, relative
 from situs.report.figures import png
 
 
-@pytest.mark.parametrize("heads", [1, 6, 8])
+@pytest.mark.parametrize("heads", [1, 8])
 def test_each_head_has_its_map_with_its_own_scale(heads: int) -> None:
     chance = np.random.default_rng(0)
     maps = chance.random((2, heads, 3, 4)) * np.arange(1, heads + 1)[None, :, None, None]

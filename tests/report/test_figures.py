@@ -68,7 +68,7 @@ def test_no_global_state() -> None:
     before = dict(mpl.rcParams)
     all_figures()
     assert dict(mpl.rcParams) == before
-    code = "import sys, situs.report.figures; print('matplotlib.pyplot' in sys.modules)"
+    code = "import sys, situs.report.figures, situs.report.places; print('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -154,8 +152,3 @@ def test_lines_have_names_below_and_a_level_that_is_named() -> None:
     assert set(np.asarray(level.get_ydata())) == {2.5}
     assert first.get_color() != second.get_color()
     assert first.get_linestyle() != second.get_linestyle()
-
-
-def test_no_pyplot() -> None:
-    code = "import sys, situs.report.places; print('matplotlib.pyplot' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -108,7 +108,7 @@ def bert() -> object:
 
 def test_a_bert_with_padding_trains_split_as_it_does_alone(tmp_path) -> None:
     local = train_locally(method_of(bert()), Words((9,)), tmp_path / "local")
-    for permute in ((), ("columns",), ("rows", "columns")):
+    for permute in ((), ("rows", "columns")):
         pair = Pair(bert, tmp_path / "-".join(permute), permute)
         assert farthest(local, pair.run(Words((9,)))) < (1e-9 if permute else 1e-30)
         moved = [m.tensors["mask"] for m in pair.seen if m.kind == "forward"]

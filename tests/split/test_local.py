@@ -36,7 +36,13 @@ class AsTheClient(Defended):
         return next(self.drawn)
 
 
-@pytest.mark.parametrize("text", DEFENCES)
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, marks=pytest.mark.slow if text in ("lowpass=0.3", "batch-shuffle") else ())
+        for text in DEFENCES
+    ],
+)
 def test_a_defended_training_is_the_split_one(tmp_path, text, monkeypatch) -> None:
     """Rows and columns permuted too in the split one; two micro-batches a step, and drop path as ever."""
     drawn = []

@@ -40,6 +40,10 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 """Kind -> what its config has beside the sizes."""
 
+SOME = ("roberta", "albert", "qwen3")
+KINDS = [pytest.param(kind, marks=() if kind in SOME else pytest.mark.slow) for kind in SMALL]
+"""An encoder, one whose layers run twice, a decoder; test_create.py and locks/zoo.py hold all kinds to the laws."""
+
 NEAR = {"qwen3": 1e-5}
 """Its norms are taken in float32 whatever its weights are."""
 
@@ -70,7 +74,7 @@ def loaded(kind: str, folder: Path) -> Any:
     return model.double().eval()
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_classifier_is_tuned_and_exported(kind: str, world: Path, tmp_path: Path) -> None:
     api.finetune(world / kind, data=world / "set", out=tmp_path / "run", optim=OPTIM, **QUICK)
     api.export(tmp_path / "run", tmp_path / "export")
@@ -112,7 +116,7 @@ def test_pairs_are_read_with_what_stands_between_them_alone(world: Path, tmp_pat
         assert (found - own(input_ids=ids, attention_mask=mask).logits).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SMALL if kind in CAUSAL])
+@pytest.mark.parametrize("kind", [pytest.param("qwen3", marks=pytest.mark.slow), "gpt_neox"])
 def test_a_language_model_is_tuned_and_exported(kind: str, world: Path, tmp_path: Path) -> None:
     data = {"path": str(world / "plain"), "text": {"longest": 12}}
     api.finetune(world / kind, data=data, method="language", out=tmp_path / "run", optim=OPTIM, **QUICK)
@@ -125,7 +129,7 @@ def test_a_language_model_is_tuned_and_exported(kind: str, world: Path, tmp_path
     assert evaluate_perplexity(tmp_path / "export", world / "plain").scores.perplexity > 1
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_locked_it_is_another_model_and_with_the_key_the_same(kind: str, world: Path, tmp_path: Path) -> None:
     key = new_key(tmp_path / "owner.key")
@@ -147,7 +151,12 @@ HARD = ("3 7 1 9", "4 3 8 2 9", "11 7 13 1 3", "30 31")
 
 
 @pytest.mark.parametrize(
-    "kind", [*(kind for kind in SMALL if kind != "albert"), "roberta masked", "distilbert masked", "electra masked"]
+    "kind",
+    ["roberta", "electra", "qwen3", "distilbert masked"]
+    + [
+        pytest.param(kind, marks=pytest.mark.slow)
+        for kind in ("distilbert", "gpt_neox", "roberta masked", "electra masked")
+    ],
 )
 def test_the_sentences_behind_a_gradient_are_found(kind: str, tmp_path: Path) -> None:
     fields = {"embedding_size": 20} if "electra" in kind else {}

@@ -26,6 +26,8 @@ from situs.cli.main import main
 from situs.config import to_dict
 from situs.errors import SitusError
 from situs.evaluate import hooks
+from situs.locks.attacks.audit import LockAuditConfig, audit_lock
+from situs.locks.attacks.graph import Schedule, patient
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.report.html import Page
 from situs.results import Table
@@ -81,6 +83,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory, undrawing: Callable[[pytest.Mo
         # A few of the test images are enough here, for the classifiers and for every finding.
         patch.setattr(stage, "QUICK", replace(stage.QUICK, looked_at=16))
         patch.setattr(hooks, "measure_accuracy", lambda model, images, **how: _measure(model, islice(images, 3), **how))
+        patch.setattr(findings.situs, "audit_lock", partial(audit_lock, config=LockAuditConfig(test=100)))
+        patch.setattr("situs.locks.attacks.images.patient", lambda warmth: Schedule(1.0, patient(warmth).steps[::10]))
         patch.setattr(findings, "Aside", Here)
         patch.setattr(split, "Server", Served)
         patch.setattr(progress, "FIRST", 1e9)  # else a slow machine is told how far it is

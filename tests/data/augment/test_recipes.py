@@ -99,7 +99,7 @@ def test_everything_stays_within_the_range_of_an_image():
     assert float(pixels.max()) < 1 + 1e-6
 
 
-LONG = ("cifar", "cifar-deit", "crop", "deit", "deit-pretrain")
+LONG = ("cifar", "cifar-deit", "crop", "deit", "deit-pretrain", "none")
 """Recipes whose every operation is in "everything" or in "pad" too."""
 
 

@@ -174,7 +174,8 @@ def matched(found: Tensor, real: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("dim", "ratio", "number"), [(64, 0.3, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((64, 0.5, 2), (32, 0.3, 0)))]
+    ("dim", "ratio", "number"),
+    [(64, 0.3, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((64, 0.5, 2), (32, 0.3, 0)))],
 )
 @torch.no_grad()
 def test_all_patches_are_found(dim: int, ratio: float, number: int) -> None:

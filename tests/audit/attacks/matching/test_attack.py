@@ -275,7 +275,10 @@ def test_models_without_tokens_and_with_windows() -> None:
     cases = {
         "test_resnet": (32, {}),
         "swin_tiny_patch4_window7_224": (28, {"img_size": 28, "model_args": small}),
-        "vit_small_patch16_rope_224": (32, {"img_size": 32, "model_args": {"depth": 1, "embed_dim": 32, "num_heads": 4}}),
+        "vit_small_patch16_rope_224": (
+            32,
+            {"img_size": 32, "model_args": {"depth": 1, "embed_dim": 32, "num_heads": 4}},
+        ),
     }
     for name, (size, given) in cases.items():
         other = create_backbone(name, num_classes=5, **given).eval()
