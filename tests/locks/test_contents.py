@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_texts import write_folder
 
 from situs.errors import SitusError
 from situs.locks.contents import MIB, TABLE, limit_of, sort_files
@@ -190,6 +191,25 @@ def test_a_copy_of_the_blocks_in_the_file_is_refused(source, tmp_path, name, cha
     with pytest.raises(SitusError, match=f"holds {name} .*no place for .*copy of its blocks"):
         lock(source, KEY, tmp_path / "locked")
     assert [each.name for each in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(("kind", "prefix"), [("masked", "bert"), ("roberta masked", "roberta")])
+def test_a_pooler_that_the_model_does_not_use_is_kept_and_named(tmp_path, kind, prefix):
+    """BERT's and RoBERTa's own files are of masked words and hold one; it is a head's part, as clear as the head."""
+    pytest.importorskip("transformers")
+    source, names = (
+        write_folder(tmp_path / "source", kind),
+        [f"{prefix}.pooler.dense.{each}" for each in ("bias", "weight")],
+    )
+    stray(source, **dict(zip(names, (torch.randn(48), torch.randn(48, 48)), strict=True)))
+    written = lock(source, KEY, tmp_path / "locked")
+    assert any(each.endswith(f"no place for them: {', '.join(names)}.") for each in written.notes)
+    unlock(tmp_path / "locked", KEY, tmp_path / "opened")
+    assert (tmp_path / "opened" / WHOLE).read_bytes() == (source / WHOLE).read_bytes()
+    for name, shape in ((f"{prefix}.pooler.dense.kernel", (48, 48)), (f"{prefix}.other.dense.weight", (48, 48))):
+        stray(source, **{name: torch.randn(shape)})
+        with pytest.raises(SitusError, match="copy of its blocks"):
+            lock(source, KEY, tmp_path / "again")
 
 
 def test_a_copy_in_small_pieces_is_refused(source, tmp_path):

@@ -131,7 +131,7 @@ def check_tensors(
     endings = {_ending(name) for name in keyed} - {""}
     total = 0
     for name, spec in strangers.items():
-        if _is_mask(backbone, spec):
+        if _is_mask(backbone, spec) or _is_pooler(backbone, spec):
             continue
         size = math.prod(spec.shape)
         total += size
@@ -146,6 +146,18 @@ def check_tensors(
 def _ending(name: str) -> str:
     """What stands behind the number of a block: blocks.3.attn.qkv.weight -> attn.qkv.weight."""
     return re.split(r"(?:^|[._/])\d+[._/]", name)[-1] if re.search(r"\d+[._/]", name) else ""
+
+
+def _is_pooler(backbone: Backbone, spec: Spec) -> bool:
+    """The pooler of an encoder that was saved with one and is used without (BERT's and RoBERTa's own files, as models
+    of masked words): a part of a head, and heads are clear in every lock."""
+    prefix = getattr(backbone.model, "base_model_prefix", "")
+    inner = getattr(backbone.model, prefix, None) if prefix else None
+    if inner is None or getattr(inner, "pooler", None) is not None:
+        return False
+    layer, _, kind = spec.name.rpartition(".")
+    shapes = {"weight": (backbone.dim, backbone.dim), "bias": (backbone.dim,)}
+    return layer in (f"{prefix}.pooler.dense", f"{prefix}.pooler") and shapes.get(kind) == tuple(spec.shape)
 
 
 def _is_mask(backbone: Backbone, spec: Spec) -> bool:
