@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import get_origin
 
@@ -13,7 +15,8 @@ from situs.cli.main import VERBS
 from situs.cli.parser.flags import flags_of
 from situs.methods import METHODS
 from situs.presets import preset_names
-from situs.studies.load import study_names
+from situs.studies.load import load_study, study_names
+from situs.studies.plan import planned
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -115,6 +118,27 @@ def test_every_study_and_preset_that_a_page_names_is_there() -> None:
                 assert name in known, (page.name, name)
                 seen += 1
     assert seen > 40
+
+
+def misfit(words: list[str]) -> str | None:
+    """What of `study run NAME …` that study does not have: a data set, a scale, a job."""
+    if words[:2] != ["study", "run"] or words[2:3] == [] or words[2] not in study_names():
+        return None
+    study = load_study(words[2], configs=False)
+    given = {flag: value.strip("'\"") for flag, value in pairwise(words) if flag.startswith("--")}
+    sets = [each.partition("=") for each in given.get("--data", "").split(",") if each not in ("", "…")]
+    wrong = [name for name, named, _ in sets if (name not in study.data if named else len(study.data) != 1)]
+    wrong += [scale for scale in [given.get("--scale", "paper")] if scale not in study.scale_names()]
+    jobs = [*(jobs := planned(study)), *(f"{name}-0" for name in jobs)]
+    wrong += [each for each in given.get("--only", "*").split(",") if not any(fnmatchcase(job, each) for job in jobs)]
+    return f"{words[2]}: {', '.join(wrong)}" if wrong else None
+
+
+def test_studies_on_a_page_are_given_what_they_have() -> None:
+    command = ["study", "run", "mp3-table3", "--data", "PATH", "--scale", "huge", "--only", "nosuch*"]
+    assert misfit(command) == "mp3-table3: PATH, huge, nosuch*"
+    found = [(page.name, words) for page in PAGES for words in commands(page.read_text(encoding="utf-8"))]
+    assert [(name, mistake) for name, words in found if (mistake := misfit(words)) is not None] == []
 
 
 def test_commands_are_found_and_mistakes_in_them_too() -> None:

@@ -313,6 +313,16 @@ def test_jobs_side_by_side_have_a_gpu_each_and_share_the_cores(
     assert seen("cpu", 0) == ("", None), "alone it takes every core"
 
 
+def test_why_a_job_failed_is_told_in_its_own_words_and_without_paths(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a folder by a short name, which is a word of the sentence too
+    monkeypatch.setenv("FAKE_WORDS", f"no room for a batch in {tmp_path}/a/jobs/large-0")
+    study.write_text(STUDY + DIVERGES)
+    found = run(study, Path("a"), seeds=1, how=How(only=("large",)))
+    assert next(task.why for task in found.tasks if task.job == "large") == "no room for a batch in STUDY/jobs/large-0"
+
+
 def test_a_folder_keeps_to_its_study(study: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(study, out, seeds=1)
@@ -454,6 +464,6 @@ def test_settings_that_tell_nothing_are_a_sentence(study: Path, tmp_path: Path) 
 
 def test_a_path_is_named_only_where_it_stands_as_one() -> None:
     places = {"STUDY": "st", "images": "/data/set"}
-    text = "step 2: st/jobs/a, 'st' and /data/set, not /data/settings, best/x, st.old or ./st; situs -o st"
-    wanted = "step 2: STUDY/jobs/a, 'STUDY' and images, not /data/settings, best/x, st.old or ./st; situs -o STUDY"
+    text = "step 2: st/jobs/a, 'st' and /data/set, not /data/settings, best/x, st.old or ./st; the word st"
+    wanted = "step 2: STUDY/jobs/a, 'st' and images, not /data/settings, best/x, st.old or ./st; the word st"
     assert nameless(text, places) == wanted

@@ -35,7 +35,7 @@ class StudyList:
     def sentence(self) -> str:
         """How many there are, and how many can be run."""
         run = sum(found.study.runs for found in self.studies.values())
-        machine = ", ".join(dict.fromkeys(found.study.cost.machine for found in self.studies.values()))
+        machine = " or ".join(dict.fromkeys(found.study.cost.machine for found in self.studies.values()))
         return (
             f"{len(self.studies)} tables and figures, of which {run} can be run. Hours are of {machine} for one seed; "
             "~: estimated, not measured. Of the numbers: how many, and the range of the first column."

@@ -256,6 +256,7 @@ class _Runner:
     def _nameless(self, text: str) -> str:
         """Without the paths of this machine: the folder may be moved."""
         places = {"STUDY": str(self.folder.path), **self.data}
+        text = nameless(text, {"STUDY": os.path.abspath(self.folder.path)})  # noqa: PTH100  (links stay)
         return nameless(text, {shown: path for shown, path in places.items() if not elsewhere(path)})
 
     def _reap(self, *, asked: bool) -> None:
@@ -325,7 +326,9 @@ def _last_line(log: Path) -> str:
 
 
 def nameless(text: str, places: Mapping[str, str]) -> str:
-    """The text with names in the place of paths, where these stand as paths: a folder `st` is in no "step"."""
+    """The text with names in the place of paths, where these stand as paths: a folder `st` is in no "step", and a
+    folder `a` is no word of a sentence."""
     for shown, path in places.items():
-        text = re.sub(rf"(?<![\w./-]){re.escape(path)}(?![\w.-])", lambda _, shown=shown: shown, text)
+        behind = r"(?![\w.-])" if "/" in path else "(?=/)"
+        text = re.sub(rf"(?<![\w./-]){re.escape(path)}{behind}", lambda _, shown=shown: shown, text)
     return text
