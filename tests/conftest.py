@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
 # No deadline: the first example pays for an import or a compilation, and a busy machine is no failure.
-settings.register_profile("situs", deadline=None, derandomize=True, max_examples=30)
+settings.register_profile("situs", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("situs")
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from situs.backbones.timm.create import FAMILIES
 from situs.core.tokens import take
 from situs.errors import SitusError
 
-SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 64, "num_heads": 4}
+SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 4}
 EXAMPLES: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": dict(img_size=(64, 96), model_args=SMALL),
     "vit_small_patch16_224": dict(img_size=(16, 24), patch_size=4, in_chans=1, model_args=SMALL),
@@ -52,6 +54,11 @@ ROTARY = [name for name in EXAMPLES if "rope" in name or "eva02" in name or "din
 
 
 def make(name: str) -> Backbone:
+    return deepcopy(made_once(name))
+
+
+@cache
+def made_once(name: str) -> Backbone:
     torch.manual_seed(0)
     backbone = create_backbone(name, **EXAMPLES[name]).double().eval()
     if name.startswith("vit") and "mixed" in name:

@@ -158,7 +158,11 @@ def test_an_export_is_evaluated_as_the_run_was(world: Path, method: str, capsys:
     assert (tuple(picked.image_mean), tuple(picked.image_std)) == run.data.normalisation
 
 
-@pytest.mark.parametrize("source", ["export-droppos", "bare-droppos", "export-mp3", "bare-mp3", "droppos", "vit"])
+@pytest.mark.parametrize(
+    "source",
+    ["export-droppos", "bare-mp3", "droppos", "vit"]
+    + [pytest.param(each, marks=pytest.mark.slow) for each in ("bare-droppos", "export-mp3")],
+)
 def test_weights_are_started_from(world: Path, source: str, tmp_path: Path, capsys: Any) -> None:
     """An export, a run and the folder itself, into a classifier and into a bare model, before any step."""
     words = ["--backbone.name", world / "vit" / "config.json", "--init", world / source, *data(), *QUICK]
@@ -193,7 +197,7 @@ WIDE = (28, 42)
     ("name", "size"),
     [
         ("vit_classes", WIDE),
-        ("dinov2", 28),
+        pytest.param("dinov2", 28, marks=pytest.mark.slow),
         pytest.param("dinov2_swiglu", WIDE, marks=pytest.mark.slow),
         pytest.param("registers", WIDE, marks=pytest.mark.slow),
     ],

@@ -142,14 +142,14 @@ def slow_droppos(
     return torch.stack(means).mean() if means else torch.stack(above).sum() / sum(below)
 
 
-@pytest.mark.parametrize("shape", [{}, FRAMES], ids=["image", "frames"])
 @pytest.mark.parametrize(
-    ("affinity", "progress", "distance", "over"),
+    ("affinity", "progress", "distance", "over", "shape"),
     [
-        ("full", 0.0, "euclidean", "sample"),
-        ("full", 0.2, "squared", "batch"),
-        ("visible", 0.5, "squared", "sample"),
-        (None, 1.0, "euclidean", "batch"),
+        ("full", 0.0, "euclidean", "sample", {}),
+        ("full", 0.2, "squared", "batch", FRAMES),
+        ("visible", 0.5, "squared", "sample", {}),
+        (None, 1.0, "euclidean", "batch", FRAMES),
+        (None, 0.3, "squared", "batch", {}),
     ],
 )
 def test_loss_and_gradients_match_an_independent_slow_droppos(affinity, progress, distance, over, shape) -> None:

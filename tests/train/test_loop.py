@@ -69,6 +69,12 @@ def same(a: ToyMethod, b: ToyMethod) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
 
+@pytest.fixture(scope="module")
+def peace(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainResult, ToyMethod, RunFolder]:
+    """The run that nothing disturbs, trained once."""
+    return train(tmp_path_factory.mktemp("peace") / "run")
+
+
 def test_training_learns_and_leaves_a_whole_folder(tmp_path: Path) -> None:
     result, method, run = train(tmp_path / "run", dataclasses.replace(TRAIN, epochs=20), LEARN, method=toy())
     assert (result.step, result.total, result.interrupted) == (100, 100, False)
@@ -95,8 +101,7 @@ def test_training_learns_and_leaves_a_whole_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path, number: int, capsys) -> None:
-    whole, peace, _ = train(tmp_path / "peace")
+def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path, number: int, capsys, peace) -> None:
     handed = signal.signal(number, before := lambda *_: None)  # a suite behind nohup or & is handed a signal ignored
     try:
         first, _, run = train(tmp_path / "run", hooks=[StopAt(7, number)])  # in the middle of epoch 1
@@ -108,20 +113,20 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path, number: int
     assert "stopped after step 7; resuming " in capsys.readouterr().err
     second, method, run = train(tmp_path / "run")
     assert (second.step, second.interrupted) == (20, False)
-    assert same(method, peace)
+    assert same(method, peace[1])
     drop = ("seconds", "images_per_second", "data_wait", "memory_gib")
     ours = [{k: v for k, v in r.items() if k not in drop} for r in run.records()]
-    theirs = [{k: v for k, v in r.items() if k not in drop} for r in RunFolder.open(tmp_path / "peace").records()]
+    theirs = [{k: v for k, v in r.items() if k not in drop} for r in peace[2].records()]
     assert ours == theirs
-    assert whole.metrics["loss"] == second.metrics["loss"]
+    assert peace[0].metrics["loss"] == second.metrics["loss"]
 
 
-def test_a_wish_in_the_last_step_is_not_lost(tmp_path: Path, capsys) -> None:
+def test_a_wish_in_the_last_step_is_not_lost(tmp_path: Path, capsys, peace) -> None:
     result, method, run = train(tmp_path / "run", hooks=[StopAt(20)])
     assert (result.step, result.total, result.interrupted) == (20, 20, True)
     assert "stopped after step 20, which was the last: the run is complete" in capsys.readouterr().err
     assert 20 in run.steps()
-    assert same(method, train(tmp_path / "peace")[1])
+    assert same(method, peace[1])
 
 
 def test_a_warm_up_that_would_not_end_is_shortened_and_said(tmp_path: Path, capsys) -> None:
@@ -158,8 +163,7 @@ def test_a_slow_run_speaks_between_its_log_steps(tmp_path: Path, capsys, monkeyp
     assert [r["loss"] for r in run.records()] == [r["loss"] for r in quick.records()]
 
 
-def test_a_torn_checkpoint_sends_the_run_back_one(tmp_path: Path, capsys) -> None:
-    _, peace, _ = train(tmp_path / "peace")
+def test_a_torn_checkpoint_sends_the_run_back_one(tmp_path: Path, capsys, peace) -> None:
     _, _, run = train(tmp_path / "run", hooks=[StopAt(9)])
     weights = run.checkpoints / "step-00000009" / "optimizer.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
@@ -167,16 +171,15 @@ def test_a_torn_checkpoint_sends_the_run_back_one(tmp_path: Path, capsys) -> Non
     said = capsys.readouterr().err
     assert "the checkpoint of step 9 is torn (optimizer.safetensors has 100 of" in said
     assert "resumed after step 8 of 20" in said
-    assert same(method, peace)
+    assert same(method, peace[1])
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
-    _, peace, _ = train(tmp_path / "peace")
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path, peace) -> None:
     RunFolder.create(tmp_path / "run", {"train": dataclasses.asdict(TRAIN), "optim": dataclasses.asdict(OPTIM)}).append(
         {"step": 3}
     )
     _, method, run = train(tmp_path / "run")
-    assert same(method, peace)
+    assert same(method, peace[1])
     assert [r["step"] for r in run.records()] == [3, 6, 9, 12, 15, 18, 20]
 
 
@@ -201,7 +204,7 @@ def test_a_damaged_log_is_refused_before_anything_is_written(tmp_path: Path) -> 
     assert train(tmp_path / "run")[0].step == 20
 
 
-def test_two_runs_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
+def test_two_runs_in_one_folder_are_kept_apart(tmp_path: Path, peace) -> None:
     refused: list[str] = []
 
     class Second:
@@ -220,7 +223,7 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
     holder = f"process {os.getpid()} on {socket.gethostname()}"
     assert refused == [f"{run.path}: {holder} is at work there; wait for it, or stop it first"]
     assert result.step == 20
-    assert same(method, train(tmp_path / "peace")[1])
+    assert same(method, peace[1])
     assert not (run.path / ".lock").exists()
 
 
@@ -281,13 +284,12 @@ def test_a_method_is_told_how_far_the_run_is(tmp_path: Path) -> None:
     assert method.progress == [step / 20 for step in range(20) for _ in range(2)]
 
 
-def test_hooks_look_on_and_disturb_nothing(tmp_path: Path) -> None:
-    _, peace, _ = train(tmp_path / "peace")
+def test_hooks_look_on_and_disturb_nothing(tmp_path: Path, peace) -> None:
     watcher = Watcher()
     result, method, run = train(tmp_path / "run", hooks=[watcher])
     assert watcher.steps == [*range(1, 21)]
     assert watcher.epochs == [(0, 5), (1, 10), (2, 15), (3, 20)]
-    assert same(method, peace)  # though the hook drew noise and left the model in eval mode
+    assert same(method, peace[1])  # though the hook drew noise and left the model in eval mode
     assert [r["step"] for r in run.records() if "probe" in r] == [5, 10, 15, 20]
     assert result.metrics["probe"] == 0.25
 
@@ -319,17 +321,15 @@ def test_other_precisions_learn_and_resume(tmp_path: Path, precision: str, monke
     assert scales[0] == scales[1] and (len(set(scales[0])) > 1) == (precision == "fp16")  # its scale grows, and goes on
 
 
-def test_a_method_that_comes_in_eval_mode_is_trained_all_the_same(tmp_path: Path) -> None:
-    _, peace, _ = train(tmp_path / "peace")
+def test_a_method_that_comes_in_eval_mode_is_trained_all_the_same(tmp_path: Path, peace) -> None:
     _, method, _ = train(tmp_path / "run", method=toy(drop_path=0.3).eval())
     assert method.training
-    assert same(method, peace)  # with the drop path that eval mode would leave out
+    assert same(method, peace[1])  # with the drop path that eval mode would leave out
 
 
-def test_seeds_change_the_run(tmp_path: Path) -> None:
-    _, a, _ = train(tmp_path / "a")
+def test_seeds_change_the_run(tmp_path: Path, peace) -> None:
     _, b, _ = train(tmp_path / "b", dataclasses.replace(TRAIN, seed=1))
-    assert not same(a, b)
+    assert not same(peace[1], b)
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ def test_a_users_own_module_is_a_victim_whatever_its_positions_are() -> None:
     assert isinstance(found, Refused) and "no norm stands before" in found.reason
 
 
-@pytest.mark.parametrize(("steps", "rate"), [(2, 0.1), (6, 0.02)])
+@pytest.mark.parametrize(("steps", "rate"), [(2, 0.1), pytest.param(6, 0.02, marks=pytest.mark.slow)])
 def test_local_steps_are_no_defence(steps: int, rate: float) -> None:
     """The inputs of the first step lie in the sum's row spaces, at weights that the server itself sent out."""
     backbone, x = vit(width=192).float(), photographs()
