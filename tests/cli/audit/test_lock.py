@@ -165,9 +165,11 @@ def test_images_without_labels(
 
 
 def test_what_is_attacked_does_not_drop_out(locked: Locked) -> None:
+    import torch
+
     from situs.locks.attacks.audit import LockAuditConfig, _target
 
-    backbone = _target(locked.plain, None, None, None, {}, None, LockAuditConfig()).backbone
+    backbone = _target(locked.plain, None, None, None, {}, None, LockAuditConfig(), torch.device("cpu")).backbone
     assert not any(module.training for module in backbone.modules())
 
 

@@ -56,8 +56,8 @@ def test_one_sentence(
     ("line", "said"),
     [
         ("audit gradients x", "give images or a file of sentences to attack, one of them (--data, --texts)"),
-        (f"{GRADIENTS} --count 1.5", "count=1.5: must be an integer (--count)"),
-        (f"{GRADIENTS} --count=many --seed 3", "count='many': must be an integer (--count)"),
+        (f"{GRADIENTS} --count 1.5", "count=1.5: must be an integer >= 1 or none (--count)"),
+        (f"{GRADIENTS} --count=many --seed 3", "count='many': must be an integer >= 1 or none (--count)"),
         (
             f"{GRADIENTS} --img-size 3,4,5",
             "img_size=[3, 4, 5]: must be an integer or a list of 2: ",
