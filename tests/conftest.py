@@ -78,7 +78,7 @@ def pytest_collection_finish() -> None:
     exactly, wide = weight_init._trunc_normal_, 3**0.5
 
     def drawn(tensor: torch.Tensor, mean: float, std: float, a: float, b: float) -> torch.Tensor:
-        if tensor.numel() < 2**15:
+        if tensor.numel() < 2**17:
             return exactly(tensor, mean, std, a, b)
         return tensor.uniform_(mean - wide * std, mean + wide * std).clamp_(a, b)
 

@@ -51,7 +51,6 @@ def test_every_kind_of_position_can_be_asked_for(positions: str, trained: Any, t
     loaded = load_run(tmp_path / "ft")
     kinds = {"learned": {"table"}, "sincos": {"table"}, "relative": {"bias"}, "none": set()}
     assert set(loaded.method.backbone.positions().kinds) == kinds[positions]
-    assert main(["evaluate", "accuracy", str(tmp_path / "ft"), "--device", "cpu", "--out", str(tmp_path / "look")]) == 0
 
 
 def test_how_often_it_looks_has_one_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -247,7 +247,7 @@ def test_in_training_each_group_is_read_once_and_few_are_held(tmp_path, monkeypa
         assert max(int(held) for _, held in reads) <= 8
 
 
-@pytest.mark.parametrize("part", ["whole", "count", "held out"])
+@pytest.mark.parametrize("part", ["whole", pytest.param("count", marks=pytest.mark.slow), "held out"])
 def test_in_blocks_copies_parts_and_broken_rows_are_as_in_one_process(tmp_path, part):
     rows = [{"bytes": png(number) if number % 17 else b"torn", "path": None} for number in range(120)]
     content = pa.table({"image": rows, "label": [number % 3 for number in range(120)]})

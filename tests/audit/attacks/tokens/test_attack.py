@@ -187,7 +187,7 @@ def test_time_that_is_over_is_told_as_a_part() -> None:
     assert found.images.isfinite().all()
 
 
-@pytest.mark.parametrize("stop", ["Ctrl-C", "the time limit of 100 s"])
+@pytest.mark.parametrize("stop", ["Ctrl-C", pytest.param("the time limit of 100 s", marks=pytest.mark.slow)])
 def test_a_search_that_is_stopped_keeps_what_is_proved(stop: str, capfd: pytest.CaptureFixture[str]) -> None:
     """The first image is whole by then, and of the second some patches: leaked is leaked, the rest is not judged."""
     now, before = [0.0], signal.getsignal(signal.SIGINT)

@@ -30,7 +30,11 @@ CASES: dict[str, tuple[Any, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+TWINS = ("no CLS", "ReLU, no qkv bias", "norms before it without bias", "a norm before, batch 2", "no table")
+"""Cases whose every count another case has too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in TWINS)) for name in CASES])
 def test_ranks_and_open_directions_are_those_of_real_gradients(name: str) -> None:
     make, batch = CASES[name]
     backbone, steps = make(), int(name[0]) if "local" in name else 1

@@ -57,7 +57,10 @@ def true_tokens(search: Search, patches: torch.Tensor) -> Tokens:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-@pytest.mark.parametrize("name", ["ViT", "SwiGLU", "RMS norms", "ReLU, no qkv bias"])
+@pytest.mark.parametrize(
+    "name",
+    ["SwiGLU", "RMS norms", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ViT", "ReLU, no qkv bias"))],
+)
 def test_derivatives_are_those_of_autograd(name: str) -> None:
     search, _ = scene(LEARNED[name](), more=5)
     place, span, activation = torch.tensor([3]), search.span, search.activation
