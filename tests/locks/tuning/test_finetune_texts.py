@@ -179,3 +179,7 @@ def test_mistakes(places: dict[str, Path]) -> None:
         audit_tuning(places["bert"])
     with pytest.raises(SitusError, match="has no head for the next word"):
         from_model(places["bert"], str(places["words"]), None, replace(SHORT, method="language", longest=12))
+    whole = next(places["sentences"].glob("train*"))
+    with pytest.raises(SitusError, match="has no split of its own to measure the curves on") as stop:
+        from_model(places["bert"], str(whole), None, SHORT)
+    assert stop.value.field == "test_data"

@@ -80,14 +80,15 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
         None if text.pair is None else [each for table in tables for each in _sentences(table, text.pair, "text.pair")]
     )
     entries = [(table.file, row) for table in tables for row in range(len(table))]
-    numbers, classes = None, None
+    numbers, classes, named = None, None, False
     if label is not None and wanted.labels:
         first = tables if home == own else [read_table(file) for file in home]
         classes = _classes(first, label)
+        named = not is_numbered(classes) and not any(table.class_names(label) for table in first)
     if classes is not None:
         assert label is not None
         known = {name: number for number, name in enumerate(classes)}
-        numbers = [_number(table, label, row, known) for table in tables for row in range(len(table))]
+        numbers = [_number(table, label, row, known, named) for table in tables for row in range(len(table))]
     told = {"pairs": pairs, "strict": wanted.strict}
     found = TextSource(name, texts, numbers, classes, entries, tokeniser, text.longest or LONGEST, **told)
     if numbers is not None and is_numbered(classes) and home == own:
@@ -342,8 +343,10 @@ def _label(table: Table, label: str, row: int) -> int | str | None:
     raise SitusError(f"{table.file}, row {row}: the label {value!r} is no class number and no name", field="text.label")
 
 
-def _number(table: Table, label: str, row: int, known: dict[str, int]) -> int | None:
+def _number(table: Table, label: str, row: int, known: dict[str, int], named: bool) -> int | None:
+    """The class of a row. named: the training split has names, of which a number is one or none: 5 of 1, 5 and "6+"."""
     found = _label(table, label, row)
+    found = str(found) if named and found is not None else found
     if isinstance(found, str):
         found = known.get(found, found)
     if isinstance(found, str) or (found is not None and found >= len(known)):

@@ -93,7 +93,13 @@ def from_model(
     recipe = replace(recipe, method=method_of(config, texts=described.kind == "text"), backbone=backbone)
     train = Subset(open_source(described.path, "train", **described.wanted()), config.count)
     split = "val" if test_data is None else judged_split(test_data, described.held_out, **described.split_by())
-    test = Subset(open_source(test_data or described.path, split, **described.wanted()), config.test)
+    try:
+        test = Subset(open_source(test_data or described.path, split, **described.wanted()), config.test)
+    except SitusError as error:
+        if test_data is not None or "held_out" not in error.fields:
+            raise
+        said = f"{described.path}: has no split of its own to measure the curves on; say what they are measured on"
+        raise SitusError(said, field="test_data") from None
     if begun is not None:
         made = make_method(recipe, train.classes).backbone
         _, fresh = taken_from(made, begun.init, unlock=unlock)
