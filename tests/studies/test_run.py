@@ -22,8 +22,8 @@ from situs.files import write_text
 from situs.studies import run as running
 from situs.studies.reading import read_study
 from situs.studies.result import StudyResult
-from situs.studies.run import How, nameless, run_study
-from situs.studies.words import flags
+from situs.studies.run import How, run_study
+from situs.studies.words import flags, nameless
 
 FAKE = Path(__file__).parent / "fake.py"
 STUDY = """
@@ -389,12 +389,16 @@ def test_a_mistake_in_what_is_asked_leaves_nothing_behind(study: Path, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_number_that_is_not_finite_is_none(study: Path, tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_is_none(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(study, out := tmp_path / "out")
     (((before,),),) = found.rows
     (out / "jobs" / "top1-0" / "accuracy.json").write_text('{"top1": NaN}')
     (((cell,),),) = read_study(out).rows
     assert cell.values == {1: before.values[1]} and cell.why == "top1 is not finite (seed 0)"
+    monkeypatch.chdir(tmp_path)
+    out.rename("a")
+    Path("a/jobs/top1-0/accuracy.json").write_text("{")
+    assert read_study("a").rows[0][0][0].why.startswith("STUDY/jobs/top1-0/accuracy.json: no valid JSON: Expecting pr")
 
 
 def test_damaged_notes_are_sentences(study: Path, tmp_path: Path) -> None:

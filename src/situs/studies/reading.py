@@ -15,6 +15,7 @@ from situs.studies.form import PAPER, PAPERS, Curves, Line, Study, Table
 from situs.studies.load import load_study, study_file
 from situs.studies.plan import cell_of, point_of, times_of
 from situs.studies.result import Cell, Drawn, Ended, StudyResult
+from situs.studies.words import nameless
 
 Lookup = Callable[[str, str, bool], tuple[dict[int, Any], str]]
 """Job, figure and whether it is a list of numbers -> what is found by seed, and why not for all."""
@@ -124,7 +125,7 @@ class _Reader:
                 else:
                     reasons.setdefault(ended.why if ended.state == "waits" else ended.state, []).append(task.seed)
             except SitusError as error:
-                reasons.setdefault(str(error).replace(str(self.folder.path), "STUDY"), []).append(task.seed)
+                reasons.setdefault(nameless(str(error), {"STUDY": str(self.folder.path)}), []).append(task.seed)
         if not found and {*reasons} <= {"open", BEGUN}:
             return {}, ""
         several = self.folder.seeds > 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -37,7 +36,7 @@ from situs.studies.load import load_study, study_file
 from situs.studies.plan import data_of, put
 from situs.studies.reading import read_folder
 from situs.studies.result import StudyResult
-from situs.studies.words import elsewhere, paths_of, words_of
+from situs.studies.words import elsewhere, nameless, paths_of, words_of
 from situs.train.interrupt import Interrupt
 
 Say = Callable[[str], None]
@@ -323,12 +322,3 @@ def _machine(task: Task) -> dict[str, Any]:
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return lines[-1].removeprefix("situs: ") if lines else ""
-
-
-def nameless(text: str, places: Mapping[str, str]) -> str:
-    """The text with names in the place of paths, where these stand as paths: a folder `st` is in no "step", and a
-    folder `a` is no word of a sentence."""
-    for shown, path in places.items():
-        behind = r"(?![\w.-])" if "/" in path else "(?=/)"
-        text = re.sub(rf"(?<![\w./-]){re.escape(path)}{behind}", lambda _, shown=shown: shown, text)
-    return text

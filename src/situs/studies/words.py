@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,12 @@ def flags(options: Mapping[str, Any], above: str = "") -> list[str]:
             text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
             words += ["--" + flag, text]
     return words
+
+
+def nameless(text: str, places: Mapping[str, str]) -> str:
+    """The text with names in the place of paths, where these stand as paths: a folder `st` is in no "step", and a
+    folder `a` is no word of a sentence."""
+    for shown, path in places.items():
+        behind = r"(?![\w.-])" if "/" in path else "(?=/)"
+        text = re.sub(rf"(?<![\w./-]){re.escape(path)}{behind}", lambda _, shown=shown: shown, text)
+    return text
