@@ -8,6 +8,7 @@ import pytest
 import torch
 from outcomes import reason
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from situs.audit import Knowledge, MaskedJigsaw, Matching, MatchingConfig, NoPositionGradient, PatchEmbedding, adapt
 from situs.audit.cases import TestSet
@@ -154,6 +155,37 @@ def test_what_gives_no_logits_is_refused() -> None:
         adapt(nn.Conv2d(3, 4, 3), 8)
     with pytest.raises(SitusError, match="runs only as a whole"):
         adapt(module(), 8).embed(X)
+
+
+class Wrapped(nn.Module):
+    """Another module behind a function of it and of the image."""
+
+    def __init__(self, forward: Any) -> None:
+        super().__init__()
+        self.inner, self.given = module(), forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.given(self.inner, x)
+
+
+def test_logits_are_taken_out_of_a_dictionary_as_transformers_gives_it() -> None:
+    backbone = adapt(Wrapped(lambda inner, x: ModelOutput(hidden_states=x, logits=inner(x))), 8)
+    assert torch.equal(backbone(X), backbone.model.inner(X))
+    sent = victim_gradients(backbone, X, torch.tensor([3]))
+    assert (PatchEmbedding().recover(backbone, [sent]).images - X).norm() < 1e-3 * X.norm()
+
+
+def test_a_module_that_writes_into_its_input_changes_no_image() -> None:
+    """Else the audit would hold what came back against what the module made of the image."""
+    backbone, x = adapt(Wrapped(lambda inner, x: inner(x.mul_(0.25))), 8), X.clone()
+    sent = victim_gradients(backbone, x, torch.tensor([3]))
+    assert torch.equal(x, X)
+    assert (PatchEmbedding().recover(backbone, [sent]).images - X).norm() < 1e-3 * X.norm()
+
+
+def test_logits_without_a_gradient_are_refused() -> None:
+    with pytest.raises(SitusError, match=r"its logits hang on none of its parameters .* \(MODEL\)"):
+        adapt(Wrapped(lambda inner, x: inner(x).detach()), 8)
 
 
 def test_half_precision_is_stepped_in_float32_and_the_module_stays_as_it_was() -> None:

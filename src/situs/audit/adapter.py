@@ -96,6 +96,11 @@ def search_stem(backbone: StemBackbone, images: Tensor, weight: str | None, tabl
         for parameter in trained.values():
             parameter.requires_grad_()
         logits, products = watch_products(model, images.detach())
+        if not logits.requires_grad:
+            raise SitusError(
+                f"{backbone.name}: its logits hang on none of its parameters (torch.no_grad or detach in its forward?)"
+                ", so there is no gradient to audit (MODEL)"
+            )
         loss = F.cross_entropy(logits, torch.zeros(1, dtype=torch.int64, device=logits.device))
         found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     gradients = {name: g for name, g in zip(trained, found, strict=True) if g is not None}

@@ -1,4 +1,5 @@
-"""A user's own module: any `nn.Module` that turns images into logits, given as an instance or by name.
+"""A user's own module: any `nn.Module` that turns images into logits, or into a dictionary that has some (those of
+transformers), given as an instance or by name.
 
 By name it is package.module:name or path/file.py:name, where the name is a module, a class, or a function that gives
 one. It runs only as a whole: what needs its tokens, positions or blocks is refused with that reason.
@@ -40,7 +41,8 @@ class OwnModule(WholeBackbone):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is not None:
             self.require("tokens")
-        return self.model(x)
+        found = self.model(x.clone())  # one that writes into its input would change the images of whoever asks
+        return getattr(found, "logits", found) if not isinstance(found, dict) else found.get("logits", found)
 
 
 def wrap_module(

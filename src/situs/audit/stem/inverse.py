@@ -7,7 +7,7 @@ own mean and deviation among them, by Gauss-Newton steps, which are that solve a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,10 @@ PROBES = 4
 """Random images that count what a map does not see."""
 
 
+class StoppedError(Exception):
+    """Whoever asked has no more time."""
+
+
 class Scaled(NamedTuple):
     """A map that only moves and scales numbers: input i is scale[i] · image[index[i]] + shift[i], [N, K] each."""
 
@@ -40,11 +44,13 @@ class Scaled(NamedTuple):
 class View:
     """What a layer sees of an image of `shape` (C, H, W). affine: whether that is a fixed affine map.
 
-    centre [N, K] and spread: what is usual for the layer's input, for images of normalised pixels.
+    centre [N, K] and spread: what is usual for the layer's input, for images of normalised pixels. stop: asked while a
+    map that is not affine is undone; stopped: whether it ended one.
     """
 
     def __init__(self, feed: Feed, shape: tuple[int, int, int], device: torch.device) -> None:
-        self.feed, self.shape = feed, shape
+        self.feed, self.shape, self.stopped = feed, shape, False
+        self.stop: Callable[[], bool] = lambda: False
         chance = torch.Generator().manual_seed(0)
         images = torch.randn(2, *shape, generator=chance, dtype=torch.float64).to(device)
         with torch.no_grad():
@@ -100,8 +106,10 @@ class View:
         """The image [C, H, W] whose layer's input [N, K] is nearest to this one, and the share that is then left."""
         wanted = inputs.unsqueeze(0)
         value, along, against = self.feed.derivative(self.start)
-        # Of least norm, so that what nothing tells is grey.
-        image = self._solve(along, against, wanted - value + along(self.start))
+        try:  # of least norm, so that what nothing tells is grey
+            image = self._solve(along, against, wanted - value + along(self.start))
+        except StoppedError:
+            image = torch.zeros_like(self.start)
         left = self._left(image, wanted)
         if self.affine:
             return image[0], left
@@ -118,7 +126,10 @@ class View:
             if not REACHED < left < np.inf:
                 break
             value, along, against = self.feed.derivative(image)
-            step, before = self._solve(along, against, wanted - value), left
+            try:
+                step, before = self._solve(along, against, wanted - value), left
+            except StoppedError:
+                break
             for factor in (1.0, 0.5, 0.25, 0.1, 0.01):
                 after = self._left(image + factor * step, wanted)
                 if after < left:
@@ -141,6 +152,9 @@ class View:
         like, shape = self.start, right.shape
 
         def go(vector: Any, to: torch.Size, product: Any) -> Any:
+            if not self.affine and (self.stopped or self.stop()):
+                self.stopped = True
+                raise StoppedError
             return product(torch.from_numpy(np.array(vector)).view(to).to(like)).detach().cpu().flatten().numpy()
 
         made: Any = linalg.LinearOperator

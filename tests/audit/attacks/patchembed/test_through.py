@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -12,12 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.audit import Knowledge, Noise, PatchEmbedding, adapt
+from situs.audit.attacks.base import Ready
+from situs.audit.attacks.patchembed.attack import THROUGH
 from situs.audit.attacks.patchembed.bytes import byte_values
 from situs.audit.attacks.patchembed.through import System, solve_patches
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
+from situs.audit.deadline import Deadline
 from situs.audit.defences import NoDefence
 from situs.audit.gradients import attack_gradients
+from situs.audit.judge.gate import NOT_JUDGED
 
 NORMAL = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -91,6 +96,21 @@ def test_overlapping_patches_and_several_layers_hide_nothing() -> None:
     deep = nn.Sequential(nn.Conv2d(3, 12, 2, 2), nn.Softplus(), nn.Conv2d(12, 48, 2, 2))
     found = attack(Module(lambda x: x, deep), pictures())
     assert found.facts[0]["bytes"] is True
+
+
+def test_undoing_several_layers_ends_with_the_time_and_is_no_pass() -> None:
+    deep = nn.Sequential(nn.Conv2d(3, 12, 2, 2), nn.Softplus(), nn.Conv2d(12, 48, 2, 2))
+    backbone, x = adapt(Module(lambda x: x, deep), 16), pictures(2)
+    ready = PatchEmbedding().prepare(backbone, dict(backbone.named_parameters()), Knowledge())
+    assert isinstance(ready, Ready) and ready.seconds == THROUGH
+    ticks = count()
+    deadline = Deadline(seconds=200.0, clock=lambda: next(ticks))
+    test = TestSet(x, torch.tensor([2, 1]), NORMAL)
+    audit = attack_gradients(backbone, test, [PatchEmbedding()], [NoDefence()], deadline=deadline)
+    [pair] = audit.pairs
+    assert pair.status == "stopped" and next(ticks) < 250
+    ruling = audit.judge(psnr=100)
+    assert ruling.status == NOT_JUDGED and "was stopped after" in ruling.sentence
 
 
 def test_what_the_model_does_not_see_is_counted() -> None:

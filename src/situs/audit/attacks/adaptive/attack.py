@@ -94,7 +94,7 @@ class AdaptiveMJP(Attack):
                 upload = _without_noise(upload, stem, known.defence.noise_level(1))
             hidden = hidden_places(table_rows(upload[stem.table], stem))
             if known.batch > 1 or not hidden.any() or not hides:
-                plain = PatchEmbedding().recover_shown(backbone, [upload], known)
+                plain = PatchEmbedding().recover_shown(backbone, [upload], known, deadline)
                 images.append(plain.images[0].double())
                 told = known.batch == 1 and not known.blurs  # else none need not mean that
                 facts.append({**plain.facts[0], "hidden": int(hidden.sum()) if told else None})

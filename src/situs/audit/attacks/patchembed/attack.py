@@ -40,6 +40,9 @@ from situs.audit.stem import Stem, find_stem, flat_weight, patch_count, require_
 from situs.backbones.base import Backbone
 from situs.methods.base import Method
 
+THROUGH = 120.0
+"""Seconds for all images together, where what a model does before its patch embedding is undone step by step."""
+
 
 def _said(fact: dict[str, Fact], eps: float, exact: bool) -> str | None:
     """Why a solution may not be exact: its equations do not fit, or G is singular up to the rounding of what was sent.
@@ -94,7 +97,9 @@ class PatchEmbedding(Attack):
         if isinstance(stem, str):
             return Refused(stem)
         bias = () if stem.bias is None else (stem.bias,)
-        ready = Ready((stem.weight, stem.table, *bias, UNKNOWN), _caveat(backbone, stem, known))
+        view = view_of(backbone, stem)
+        limit = None if view is None or view.affine else THROUGH
+        ready = Ready((stem.weight, stem.table, *bias, UNKNOWN), _caveat(backbone, stem, known), limit)
         return absent(sent, (stem.weight, stem.table)) or ready
 
     def recover(
@@ -102,19 +107,22 @@ class PatchEmbedding(Attack):
         backbone: Backbone,
         uploads: Sequence[Gradients],
         known: Knowledge | None = None,
-        deadline: Deadline | None = None,  # noqa: ARG002  (one solve, no time to stop in)
+        deadline: Deadline | None = None,
     ) -> Recovery:
         known = Knowledge() if known is None else known
         # Each with its own scale.
         groups = [[upload] for upload in uploads] if known.sent == torch.int8 else [uploads]
-        found = joined([self.recover_shown(backbone, group, known) for group in groups])
+        found = joined([self.recover_shown(backbone, group, known, deadline) for group in groups])
         if known.trained(backbone).hidden_share:
             for fact in found.facts:  # hidden patches are no part of these equations, whatever noise explains
                 fact.update(fits=False, verdict=FAILED)
         return found
 
-    def recover_shown(self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge) -> Recovery:
-        """The images behind uploads none of whose patches is hidden."""
+    def recover_shown(
+        self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline | None = None
+    ) -> Recovery:
+        """The images behind uploads none of whose patches is hidden; of the first where the deadline is over while it
+        is undone what the model does before its patch embedding."""
         stem, trained = require_stem(backbone), known.trained(backbone)
         table = torch.stack([patch_rows(trained, stem, upload, known) for upload in uploads])
         weight = flat_weight(stack(uploads, stem.weight), stem)
@@ -128,6 +136,7 @@ class PatchEmbedding(Attack):
             found, facts, patches = solve_patches(system, normalisation, each)
             images = to_images(patches, backbone, stem)
         else:
+            view.stop = view.stop if deadline is None else deadline.over
             found, facts, images = solve_through(view, system, normalisation)
         exact = _caveat(backbone, stem, known) is None
         told: list[dict[str, Fact]] = []
@@ -137,7 +146,8 @@ class PatchEmbedding(Attack):
             fact["fits"] = known.batch == 1 and bool(fact["fits"] or fact.get("bytes"))
             fact["verdict"] = more.get("verdict") or _said(fact, torch.finfo(system.sent).eps, exact)
             told.append(fact)
-        return Recovery(images.float(), told)
+        cut = "a part of what the model does to the last image before its patch embedding was undone"
+        return Recovery(images.float(), told, partial=cut if view is not None and view.stopped else None)
 
 
 def _errors(upload: Gradients, stem: Stem, known: Knowledge, patches: int) -> tuple[torch.dtype, float]:

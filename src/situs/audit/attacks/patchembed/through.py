@@ -48,7 +48,7 @@ def solve_patches(
 def solve_through(
     view: View, system: System, normalisation: Normalisation | None
 ) -> tuple[Solution, list[dict[str, Fact]], Tensor]:
-    """The solution, more facts an upload, and the images [B, C, H, W]."""
+    """The solution, more facts an upload, and the images [B, C, H, W]; both of the first where the view was stopped."""
     system, errs = _in_its_units(view, system)
     columns = None if view.scaled is None or normalisation is None else _by_channel(view.scaled, view.shape)
     if columns is not None and normalisation is not None:
@@ -56,7 +56,11 @@ def solve_through(
     else:
         found = solve_pixels(*system, errs)
         unseen = view.unseen() if view.affine else None
-        undone = [view.image(view.spread * patches + view.centre) for patches in found.patches]
+        undone = list[tuple[Tensor, float]]()
+        for patches in found.patches:
+            if view.stopped:
+                break
+            undone.append(view.image(view.spread * patches + view.centre))
         images = torch.stack([image for image, _ in undone])
         kind = "affine" if view.affine else "not affine"
         facts = [{"input": kind, "unseen": unseen, "input_residual": left} for _, left in undone]
