@@ -36,6 +36,8 @@ GRADIENTS = "audit gradients x --data y"
             "samples: holds images, and clips are asked for (--data)",
         ),
         ("pretrain --preset samples-mp3 --data.held-out .1 --out x", "held_out=0.1: samples has its own split to be"),
+        ("info x --model-args depth=2", "--model-args depth=2: must be given one by one, as --model-args.depth 2 ("),
+        ("info x --model-args 2", "--model-args 2: must be given one by one, as --model-args.NAME VALUE ("),
         ("pretrain --epoch 3", "--epoch: situs pretrain has no such flag; perhaps --epochs ("),
         ("pretrain --optim.lx=3", "--optim.lx: situs pretrain has no such flag; perhaps --optim.lr ("),
         ("pretrain --train.precision fp33", "--train.precision fp33: must be auto, bf16, fp16 or fp32; perhaps fp32 ("),

@@ -142,6 +142,10 @@ def sentence(error: cyclopts.CycloptsError, prog: str, flags: Sequence[Flag] = (
             return f"{error.keyword or error.argument.name}: {needs}"
         case cyclopts.CoercionError() if error.token is not None and get_args(error.target_type):
             name = error.token.keyword or (error.argument.name if error.argument else "")
+            if get_origin(error.target_type) is dict:
+                key, sign, value = error.token.value.partition("=")
+                shown = f"{name}.{key} {value}" if sign else f"{name}.NAME VALUE"
+                return f"{name} {error.token.value}: must be given one by one, as {shown}"
             *words, last = map(str, get_args(error.target_type))
             return f"{name} {error.token.value}: must be {', '.join(words)} or {last}{perhaps}"
     return said
