@@ -374,7 +374,12 @@ def test_a_model_that_was_taken_anew_does_not_leave_the_old_numbers(study: Path,
         model.mkdir()
         (model / "config.json").write_text("{}")
         (model / "export.json").write_text(str(100.0 * value))
-    run(study, out, seeds=1, take={"pre": models[0]})
+    first = same(run(study, out, seeds=1, take={"pre": models[0]}))
+    assert same(run(study, out, take={"pre": models[0]})) == first, "the same command goes on"
+    with pytest.raises(SitusError, match=r"take: pre-0 was taken from one; delete jobs/pre-0 and jobs/pre-0.json"):
+        run(study, out, take={"pre": models[1]})
+    with pytest.raises(SitusError, match="take: tuned-0 was trained here; delete"):
+        run(study, out, take={"tuned": models[1]})
     shutil.rmtree(out / "jobs" / "pre-0")
     with pytest.raises(SitusError, match=r"job tuned-0 rests on pre-0, whose model was 'one' then and is 'two' now"):
         run(study, out, take={"pre": models[1]})

@@ -240,6 +240,10 @@ class StudyFolder:
             raise SitusError(f"take: {name} is a measurement, and a model stands for a training alone", field="take")
         if not (source / "config.json").is_file():
             raise SitusError(f"take: {source} holds no run and no export, there is no config.json in it", field="take")
+        if self.model_here(task) and self.state(task).get("source") != source.name:
+            how = f"was taken from {self.state(task)['source']}" if self.ended(task) == TAKEN else "was trained here"
+            said = f"{task.name} {how}; delete jobs/{task.name} and jobs/{task.name}.json to take {source.name}"
+            raise SitusError(f"take: {said}", field="take")
         return task
 
     def take(self, task: Task, source: Path) -> None:
