@@ -114,6 +114,31 @@ def test_noise_that_the_attackers_know_is_below_the_limit_only_where_their_equat
     assert watch.look(images).answer == "not judged"
 
 
+@pytest.mark.parametrize("noisy", [(), ("mix", "head")], ids=["nowhere", "not on the embedding"])
+def test_noise_that_is_stated_and_not_there_is_not_believed(noisy: tuple[str, ...]) -> None:
+    module, [(images, labels)] = made(), batches(1)
+    watch = audit.guard(module, img_size=16, defence="noise=1", act="log", attacks=["patchembed"])
+    F.cross_entropy(module(images), labels).backward()
+    for name, parameter in module.named_parameters():
+        if name.startswith(noisy or "nothing") and parameter.grad is not None:
+            parameter.grad += torch.randn_like(parameter)
+    look = watch.look(images)
+    assert look.answer == "above" and look.value is not None and look.value > 60
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"act": "raises"}, r"act='raises': must be \"raise\", \"log\" or a function"),
+        ({"attacks": []}, "attacks=.*: must be one or more"),
+        ({"limit": "psnr=loud"}, "limit='psnr=loud': must be METRIC=NUMBER"),
+    ],
+)
+def test_mistakes_are_told_before_the_loop(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(SitusError, match=said):
+        audit.guard(made(), img_size=16, **asked)
+
+
 def test_a_client_of_federated_averaging_gives_its_update_by_hand() -> None:
     module = made("timm").eval()
     [(images, labels)] = batches(1)

@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -85,7 +86,11 @@ class Guard:
         model: Mapping[str, Any],
     ) -> None:
         check_value("every", every, ">= 1")
-        self.module, self.limit, self.every, self.act = module, parse_limit(limit), every, act
+        if not callable(act) and act not in ("raise", "log"):  # a slip would only log
+            raise SitusError(field="act", value=act, allowed='"raise", "log" or a function that is given each look')
+        if not attacks:
+            raise SitusError(field="attacks", value=list(attacks), allowed="one or more of them")
+        self.module, self.limit, self.every, self.act = module, parse_limit(limit, "limit"), every, act
         self.attacks = [create_attack(each) for each in attacks]
         self.defence = create_defence(defence)
         self.looks: list[Look] = []
@@ -162,6 +167,9 @@ class Guard:
                 continue
             found = attack.recover(self.backbone, [known.read(upload)], known)
             value = self._closest(pictures_of(found, real, batch, self.normalisation), real)
+            if self.defence.noise_level(batch):  # what was said is not seen: noise may lack, or lie on some names alone
+                other = attack.recover(self.backbone, [known.read(upload)], replace(known, defence=NoDefence()))
+                value = max(value, self._closest(pictures_of(other, real, batch, self.normalisation), real))
             if value > best:
                 best, by = value, attack.name
             doubt = "it is a search"
@@ -255,7 +263,8 @@ def guard(
     module: what turns normalised images into logits. optimizer: whose steps are watched; None where `Guard.look` is
     called by hand. img_size: of a module that Situs does not know. limit: by the image that comes back best. act: raise
     `LeakError`, log (the logger situs.audit.guard), or a function that is given each `Look`. defence: what you do to
-    the gradients, which the attackers then know ("noise=1e-3"). model: more for `open_model` (normalisation, in_chans).
+    the gradients, which the attackers then know ("noise=1e-3") and try without as well. model: more for
+    `open_model` (normalisation, in_chans).
     """
     asked = {**model, **({} if img_size is None else {"img_size": img_size})}
     given = {"limit": limit, "every": every, "act": act, "attacks": attacks, "defence": defence}
