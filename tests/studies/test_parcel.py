@@ -169,6 +169,16 @@ def test_mistakes_are_sentences(begun: Path, tmp_path: Path) -> None:
         unpack_study(tmp_path / "parts", tmp_path / "out")
 
 
+def test_what_only_its_owner_may_read_stays_so_in_the_parts(begun: Path, tmp_path: Path) -> None:
+    shutil.copytree(begun, study := tmp_path / "study")
+    open_parts = pack_study(study, tmp_path / "open", models=False)
+    assert all(path.stat().st_mode & 0o044 for path in open_parts)
+    (study / "jobs" / "top1-0" / "accuracy.json").chmod(0o600)
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in pack_study(study, tmp_path / "parts", models=False))
+    unpack_study(tmp_path / "parts", tmp_path / "there")
+    assert (tmp_path / "there" / "jobs" / "top1-0" / "accuracy.json").stat().st_mode & 0o777 == 0o600
+
+
 def _flipped(data: bytes) -> bytes:
     """One bit of it, in the middle of the weights."""
     at = len(data) // 2

@@ -33,20 +33,23 @@ def pack_study(
     """Writes the study as files of at most so many MiB into a new folder; gives them in order.
 
     models: those that jobs which are not done yet start from go along. only: of these jobs alone, by name or pattern.
+    Where a file that goes along is for its owner alone (mode 0600: a key), the parts are too.
     """
     study, out = StudyFolder.open(Path(folder)), Path(out)
     if mib < 1:
         raise SitusError(field="mib", value=mib, allowed=">= 1")
     if out.exists() and (not out.is_dir() or any(out.glob(PARTS))):
         raise SitusError(f"{out}: holds a packed study already, or is a file", field="out")
-    whole = io.BytesIO()
+    whole, private = io.BytesIO(), False
     with tempfile.TemporaryDirectory() as place, tarfile.open(fileobj=whole, mode="w") as tar:
         taken = {*study.chosen(only, needed=False)} if models else set()
         for path, name in _contents(study, Path(place), taken):
             tar.add(path, name, recursive=False)
+            private |= not path.stat().st_mode & 0o077  # a key, or pictures that an attack gave back
     data, size = gzip.compress(whole.getbuffer(), 1, mtime=0), mib * MIB  # which holds a checksum of all of it
     chunks = [data[start : start + size] for start in range(0, len(data), size)]
-    return [write_result(out / name, chunk) for name, chunk in zip(_names(len(chunks)), chunks, strict=True)]
+    parts = zip(_names(len(chunks)), chunks, strict=True)
+    return [write_result(out / name, chunk, private=private) for name, chunk in parts]
 
 
 def _contents(study: StudyFolder, place: Path, taken: set[str]) -> Iterator[tuple[Path, str]]:
