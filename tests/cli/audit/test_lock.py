@@ -89,7 +89,7 @@ def test_several_attackers_with_data_and_key(
         assert written["strength_bits"] == 0
     else:
         assert written["strength_bits"] is None  # nobody came with images
-        assert "Not run, though anybody could: images (--images or --texts)" in printed
+        assert "Not run, though anybody could: images (a few unlabelled images or texts)" in printed
     assert "with the key" in printed and "random blocks" in printed
     assert "<img" in (tmp_path / "audit.html").read_text()  # share against drift
 
@@ -97,7 +97,7 @@ def test_several_attackers_with_data_and_key(
 def test_what_nobody_knows_is_not_judged(trained: Any, locked: Locked, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit(locked.plain, "--base", trained.two, "--attacker", "public-base") == 0
     printed = capsys.readouterr().out
-    assert "Not judged, because the true key was not given (--key): public-base." in printed
+    assert "Not judged, because the true key was not given: public-base." in printed
     assert "No strength can be given." in printed
     assert "256" not in printed  # nobody judged the attack, so it proves no strength
 
@@ -160,7 +160,7 @@ def test_images_without_labels(
         assert f"= {written['strength_bits']:.0f} bits" in printed and written["verdict"] in printed
         assert "unlabelled samples" in (out / "audit.html").read_text()
     assert audit(locked.plain, "--images", trained.data) == 0
-    said = "Not judged, because the true key was not given (--key): no-base, images. No strength"
+    said = "Not judged, because the true key was not given: no-base, images. No strength"
     assert said in capsys.readouterr().out
 
 

@@ -329,7 +329,7 @@ def test_chance_in_a_small_test_is_no_open_lock_and_the_verdict_says_so() -> Non
 
 
 OPEN, BOUND = "The lock is open to them", "An upper bound: a better attack may exist"
-UNJUDGED = "Not judged, because the true key was not given (--key): x"
+UNJUDGED = "Not judged, because the true key was not given: x"
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str
 @pytest.mark.parametrize(
     ("rights", "said", "never"),
     [
-        ((0,), ["Not run, though anybody could", "images (--images or --texts)", "No strength"], ["bits", OPEN, BOUND]),
+        ((0,), ["Not run, though anybody could", "images (a few unlabelled images or texts)", "No strength"], ["bits", OPEN, BOUND]),
         ((None,), [UNJUDGED, "Not run, though anybody could", "No strength"], ["bits", OPEN, BOUND]),
         ((768,), ["= 0 bits.", OPEN], ["Not", "No strength", BOUND]),
         ((), ["Not attacked: no strength can be given."], ["bits", "images"]),

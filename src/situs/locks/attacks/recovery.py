@@ -45,7 +45,7 @@ ATTACKERS: dict[str, str] = {
 }
 """attacker -> who that is."""
 
-NEEDS = {"images": "--images or --texts", "no-base": "the locked file alone"}
+NEEDS = {"images": "a few unlabelled images or texts", "no-base": "the locked file alone"}
 """attackers who need nothing but what anybody has -> what that is."""
 
 Score = Callable[[State], float]
@@ -147,7 +147,7 @@ def verdict(results: Sequence[KeyRecovery], lacking: Collection[str] = ()) -> st
         else:
             said.append("An upper bound: a better attack may exist. A lock is obfuscation, not encryption.")
     if unjudged := ", ".join(result.attacker for result in results if result.bits is None):
-        said.append(f"Not judged, because the true key was not given (--key): {unjudged}.")
+        said.append(f"Not judged, because the true key was not given: {unjudged}.")
     if blurred := [each for each in results if each.tested and each.owner is not None and not each.told]:
         owner, locked = (percent(value or 0.0) for value in (blurred[0].owner, blurred[0].before))
         few = counted(blurred[0].tested or 0, "samples")
