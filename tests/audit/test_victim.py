@@ -114,6 +114,13 @@ def test_a_model_without_a_gradient_is_no_victim() -> None:
         open_victim(broken)
 
 
+def test_sentences_are_no_images_and_the_flag_for_them_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "lines.txt"
+    file.write_text("a sentence\n")
+    with pytest.raises(SitusError, match=r"is read as sentences, and the model sees images; .* --texts"):
+        load_test_set(open_victim(small_vit(num_classes=5)), file)
+
+
 def test_a_locked_model_that_is_open_already(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     locked = lock(small_vit(), new_key(tmp_path / "key"), tmp_path / "locked")

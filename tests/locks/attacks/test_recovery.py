@@ -355,7 +355,11 @@ def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str
 @pytest.mark.parametrize(
     ("rights", "said", "never"),
     [
-        ((0,), ["Not run, though anybody could", "images (a few unlabelled images or texts)", "No strength"], ["bits", OPEN, BOUND]),
+        (
+            (0,),
+            ["Not run, though anybody could", "images (a few unlabelled images or texts)", "No strength"],
+            ["bits", OPEN, BOUND],
+        ),
         ((None,), [UNJUDGED, "Not run, though anybody could", "No strength"], ["bits", OPEN, BOUND]),
         ((768,), ["= 0 bits.", OPEN], ["Not", "No strength", BOUND]),
         ((), ["Not attacked: no strength can be given."], ["bits", "images"]),

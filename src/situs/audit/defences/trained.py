@@ -11,7 +11,7 @@ from torch import nn
 
 from situs.audit.defences.base import Defence, NoDefence, Step, check_setting
 from situs.backbones.base import Backbone
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.methods.base import Method
 from situs.methods.mjp import MJP, MJPConfig
 from situs.methods.mjp.dal import require_table
@@ -135,7 +135,7 @@ class Accumulate(Defence):
 
     @property
     def label(self) -> str:
-        return f"accumulate {self.parts:g} batches"
+        return f"accumulate {counted(int(self.parts), 'batches')}"
 
     def step(self, step: Step) -> Step:
         return _training(replace(step, batch=step.batch * int(self.parts)), parts=int(self.parts))
