@@ -375,7 +375,7 @@ def test_an_export_names_what_loads_it_with_its_head(
 
 def test_the_export_of_mp3_on_sentences_says_where_the_places_are_kept(world: Path, tmp_path: Path) -> None:
     told = {"steps": 1, "device": "cpu", "quiet": True}
-    api.pretrain(world / "plain", method="mp3", backbone=str(world / "bert"), out=tmp_path / "run", **told)
+    api.pretrain(world / "set", method="mp3", backbone=str(world / "bert"), out=tmp_path / "run", **told)
     api.export(tmp_path / "run", tmp_path / "x")
     with pytest.raises(SitusError, match="run: was trained without classes or words to learn"):
         open_text_victim(tmp_path / "run")
