@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs import audit
-from situs.audit.watch import Guard, LeakError
+from situs.audit.watch import Guard, LeakError, Look
 from situs.errors import SitusError
 
 
@@ -192,3 +192,15 @@ def test_a_step_whose_images_it_has_not_seen_is_not_judged_and_said() -> None:
         F.cross_entropy(made_of_two(torch.zeros(1, 3, size, size)), labels).backward()
     optimizer.step()
     assert found[1].answer == "not judged" and "of several sizes" in found[1].said
+
+
+@pytest.mark.parametrize(("value", "said"), [(float("nan"), "NaN"), (200.0, "reach 200")])
+def test_images_that_no_audit_takes_do_not_end_the_loop(value: float, said: str) -> None:
+    module, found = made(), list[Look]()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    audit.guard(module, optimizer, img_size=16, every=1, act=found.append)
+    [(images, labels)] = batches(1)
+    images[0, 0, 0, 0] = value
+    F.cross_entropy(module(images), labels).backward()
+    optimizer.step()
+    assert [look.answer for look in found] == ["not judged"] and said in found[0].said

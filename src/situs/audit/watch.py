@@ -124,7 +124,7 @@ class Guard:
         images: [B, C, H, W] as the module takes them. gradients: by the module's own names, or what stands for them;
         None takes those in `.grad`. local_steps: behind an update (weights before - after) / (rate · steps).
         """
-        check_inputs(images, torch.zeros(len(images), dtype=torch.int64, device=images.device))
+        _check(images)
         given = gradients
         if given is None:
             given = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
@@ -221,14 +221,25 @@ class Guard:
         """Called before the optimiser's step."""
         seen, self._seen = self._seen, []
         try:
-            if self._due and len({images.shape[1:] for images in seen}) == 1:
-                self.look(torch.cat(seen))
-            elif self._due:
-                none = "no images went through the module in training mode since the last step"
-                said = "images of several sizes went through the module" if seen else none
+            if self._due and (said := self._unlike(seen)):
                 self._tell("not judged", None, said)
+            elif self._due:
+                self.look(torch.cat(seen))
         finally:
             self.step += 1
+
+    @staticmethod
+    def _unlike(seen: list[Tensor]) -> str:
+        """Why a step of these images cannot be looked at; "" where it can. A loop goes on beside it."""
+        if not seen:
+            return "no images went through the module in training mode since the last step"
+        if len({images.shape[1:] for images in seen}) > 1:
+            return "images of several sizes went through the module"
+        try:
+            _check(torch.cat(seen))
+        except SitusError as error:
+            return str(error)
+        return ""
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -244,6 +255,11 @@ class Guard:
             self._inside = False
             for part, mode in modes.items():
                 part.training = mode
+
+
+def _check(images: Tensor) -> None:
+    """Refuses what is no batch of normalised images."""
+    check_inputs(images, torch.zeros(len(images), dtype=torch.int64, device=images.device))
 
 
 def guard(
