@@ -126,6 +126,38 @@ def test_noise_that_is_stated_and_not_there_is_not_believed(noisy: tuple[str, ..
     assert look.answer == "above" and look.value is not None and look.value > 60
 
 
+class Before(nn.Module):
+    """A model that does something to its image first."""
+
+    def __init__(self, first: Any) -> None:
+        super().__init__()
+        self.first, self.inner = first, made("timm")
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.inner(self.first(images))
+
+
+@pytest.mark.parametrize("attack", ["patchembed", "tokens"])
+@pytest.mark.parametrize(
+    ("first", "answer", "said"),
+    [
+        (lambda x: x.mean(dim=1, keepdim=True).expand(-1, 3, -1, -1), "not judged", "its layer does not see 51"),
+        (torch.relu, "not judged", "before its patch embedding could not be undone"),
+        (lambda x: x.clamp(-0.5, 0.5), "not judged", "the picture is one of those that its layer sees alike"),
+        (F.instance_norm, "above", "by "),
+    ],
+    ids=["grey", "relu", "clamp", "normalised"],
+)
+def test_patches_that_are_right_prove_nothing_of_what_their_layer_does_not_see(
+    attack: str, first: Any, answer: str, said: str
+) -> None:
+    module, [(images, labels)] = Before(first).eval(), batches(1)
+    watch = audit.guard(module, img_size=16, act="log", attacks=[attack])
+    F.cross_entropy(module(images), labels).backward()
+    look = watch.look(images)
+    assert look.answer == answer and said in look.said
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [

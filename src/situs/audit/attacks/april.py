@@ -17,10 +17,11 @@ from torch import Tensor
 from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, stack
 from situs.audit.attacks.patchembed.attack import facts_of
 from situs.audit.attacks.patchembed.equations import Solution, solve_pixels
+from situs.audit.attacks.patchembed.through import see_through
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
-from situs.audit.stem import Stem, find_stem, flat_weight, noise_for, require_stem, table_rows, to_images
+from situs.audit.stem import Stem, find_stem, flat_weight, noise_for, require_stem, table_rows
 from situs.backbones.base import Backbone
 
 
@@ -92,7 +93,7 @@ class April(Attack):
         patches = torch.stack([_pixels(z, own, stem, kept) for z, kept in zip(tokens, there, strict=True)])
         right = known.batch == 1 and _holds(backbone)
         facts = [_told(facts_of(found, index, table.shape[1]), right) for index in range(len(uploads))]
-        return Recovery(to_images(patches, backbone, stem).float(), facts)
+        return Recovery(see_through(patches, backbone, stem, known.normalisation, facts).float(), facts)
 
 
 def _pixels(z: Tensor, own: dict[str, Tensor], stem: Stem, kept: Tensor) -> Tensor:

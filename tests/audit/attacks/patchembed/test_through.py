@@ -12,7 +12,7 @@ from outcomes import reason
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.audit import Knowledge, Noise, PatchEmbedding, adapt
+from situs.audit import AdaptiveMJP, Knowledge, Noise, PatchEmbedding, adapt
 from situs.audit.attacks.base import Ready
 from situs.audit.attacks.patchembed.attack import THROUGH
 from situs.audit.attacks.patchembed.bytes import byte_values
@@ -111,6 +111,18 @@ def test_undoing_several_layers_ends_with_the_time_and_is_no_pass() -> None:
     assert pair.status == "stopped" and next(ticks) < 250
     ruling = audit.judge(psnr=100)
     assert ruling.status == NOT_JUDGED and "was stopped after" in ruling.sentence
+
+
+@pytest.mark.parametrize(("attack", "sent"), [(PatchEmbedding, torch.int8), (AdaptiveMJP, None)])
+def test_what_was_not_undone_in_time_is_told_and_the_rest_not_begun(attack: Any, sent: torch.dtype | None) -> None:
+    deep = nn.Sequential(nn.Conv2d(3, 12, 2, 2), nn.Softplus(), nn.Conv2d(12, 48, 2, 2))
+    backbone, x = adapt(Module(lambda x: x, deep), 16), pictures(2)
+    uploads = [victim_gradients(backbone, one, torch.tensor([2])) for one in x.split(1)]
+    ticks = count()
+    deadline = Deadline(seconds=20.0, clock=lambda: next(ticks))
+    found = attack().recover(backbone, uploads, Knowledge(sent=sent, normalisation=NORMAL), deadline)
+    assert len(found.facts) == len(found.images) == 1
+    assert found.partial is not None and found.facts[0]["fits"] is False
 
 
 def test_what_the_model_does_not_see_is_counted() -> None:

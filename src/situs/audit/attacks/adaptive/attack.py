@@ -29,13 +29,14 @@ from situs.audit.attacks.adaptive.solve import solve_directions
 from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused, known_numbers
 from situs.audit.attacks.patchembed.attack import PatchEmbedding, patch_rows
 from situs.audit.attacks.patchembed.equations import judge, whiten
+from situs.audit.attacks.patchembed.through import see_through
 from situs.audit.attacks.spans import SOLVED
 from situs.audit.attacks.tokens.block import Block, read_block
 from situs.audit.attacks.tokens.runs import first_linears
 from situs.audit.client import hidden_places
 from situs.audit.deadline import Deadline
 from situs.audit.defences import UNKNOWN, Gradients
-from situs.audit.stem import Stem, flat_weight, require_stem, table_rows, to_images
+from situs.audit.stem import Stem, flat_weight, require_stem, table_rows
 from situs.backbones.base import Backbone
 from situs.methods.base import Method
 
@@ -85,7 +86,7 @@ class AdaptiveMJP(Attack):
         known, deadline = known or Knowledge(), deadline or Deadline()
         stem, method = require_stem(backbone), known.trained(backbone)
         precise, block = deepcopy(backbone).double().requires_grad_(False).eval(), None
-        images, facts = [], []
+        images, facts, partial = [], [], None
         for number, upload in enumerate(uploads):
             if images and deadline.over():
                 break
@@ -96,6 +97,7 @@ class AdaptiveMJP(Attack):
             if known.batch > 1 or not hidden.any() or not hides:
                 plain = PatchEmbedding().recover_shown(backbone, [upload], known, deadline)
                 images.append(plain.images[0].double())
+                partial = partial or plain.partial
                 told = known.batch == 1 and not known.blurs  # else none need not mean that
                 facts.append({**plain.facts[0], "hidden": int(hidden.sum()) if told else None})
                 continue
@@ -111,7 +113,7 @@ class AdaptiveMJP(Attack):
             images.append(image)
             facts.append(fact)
         cut = deadline.over() and facts[-1].get("patches_that_fit") not in (None, backbone.num_tokens)
-        partial = "a part of the last image's search" if cut else None
+        partial = "a part of the last image's search" if cut else partial
         return Recovery(torch.stack(images).float(), facts, partial=partial)
 
     def _one(
@@ -137,7 +139,7 @@ class AdaptiveMJP(Attack):
         patches = partly.patches(found.at)
         patches = order_hidden(patches, hidden, backbone.grid, stem.patch_size, predictor=self.config.predictor)
         told = _facts(partly, found, block) | _fit(partly, found, equations, sent, sigma)
-        return to_images(patches.unsqueeze(0), backbone, stem)[0], told
+        return see_through(patches.unsqueeze(0), backbone, stem, known.normalisation, [told])[0], told
 
 
 def _without_noise(upload: Gradients, stem: Stem, sigma: float) -> Gradients:

@@ -112,7 +112,12 @@ class PatchEmbedding(Attack):
         known = Knowledge() if known is None else known
         # Each with its own scale.
         groups = [[upload] for upload in uploads] if known.sent == torch.int8 else [uploads]
-        found = joined([self.recover_shown(backbone, group, known, deadline) for group in groups])
+        parts: list[Recovery] = []
+        for group in groups:
+            if parts and parts[-1].partial is not None:
+                break
+            parts.append(self.recover_shown(backbone, group, known, deadline))
+        found = joined(parts)
         if known.trained(backbone).hidden_share:
             for fact in found.facts:  # hidden patches are no part of these equations, whatever noise explains
                 fact.update(fits=False, verdict=FAILED)

@@ -14,7 +14,9 @@ from torch import Tensor
 from situs.audit.attacks.base import Fact, Normalisation
 from situs.audit.attacks.patchembed.bytes import byte_values, read_bytes
 from situs.audit.attacks.patchembed.equations import FIT, Solution, judge, solve_pixels, whiten
+from situs.audit.stem import Stem, to_images, view_of
 from situs.audit.stem.inverse import Scaled, View, fill
+from situs.backbones.base import Backbone
 
 NEAR = 0.25
 """A recovered number is taken for a byte if it is no farther from it than this share of the step between bytes."""
@@ -77,6 +79,28 @@ def solve_through(
         if verdict is not None:
             fact.update(fits=False, verdict=verdict)
     return found, facts, images
+
+
+def see_through(
+    patches: Tensor, backbone: Backbone, stem: Stem, normalisation: Normalisation | None, facts: list[dict[str, Fact]]
+) -> Tensor:
+    """The images [B, C, H, W] behind patches that another attack found, the same number for each of its facts.
+
+    Patches may be right, and the layer that was fed them not see all of an image: that is told in the facts.
+    """
+    view = view_of(backbone, stem)
+    if view is None:
+        return to_images(patches, backbone, stem)
+    undone = [view.image(each.double()) for each in patches]
+    unseen, each = view.unseen() if view.affine else None, len(patches) // len(facts)
+    for number, fact in enumerate(facts):
+        fact["unseen"] = unseen
+        said = _doubt(view, max(left for _, left in undone[number * each : (number + 1) * each]), 0.0)
+        if said is not None and fact.get("fits"):
+            fact.update(dict.fromkeys(fact.keys() & {"proof"}), fits=False, verdict=said)
+    if view.loose and normalisation is not None:
+        return torch.stack([fill(image, view.loose, normalisation) for image, _ in undone])
+    return torch.stack([image for image, _ in undone])
 
 
 def _in_its_units(view: View, system: System) -> tuple[System, Tensor]:

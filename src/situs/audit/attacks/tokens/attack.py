@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, known_numbers
+from situs.audit.attacks.patchembed.through import see_through
 from situs.audit.attacks.spans import SOLVED, TELLING
 from situs.audit.attacks.tokens.block import Block, read_block
 from situs.audit.attacks.tokens.count import Counts, count
@@ -37,7 +38,7 @@ from situs.audit.attacks.tokens.steps import halfway, times_counted
 from situs.audit.attacks.tokens.unsolved import grey, unsolved
 from situs.audit.deadline import Deadline, first_ctrl_c
 from situs.audit.defences import Gradients
-from situs.audit.stem import patches_of, to_images
+from situs.audit.stem import patches_of
 from situs.backbones.base import Backbone
 from situs.backbones.lora import low_rank_names
 from situs.methods.base import Method
@@ -135,10 +136,10 @@ class TokenSpans(Attack):
     ) -> Recovery:
         block = self._block(backbone)
         assert isinstance(block, Block), block
-        images: list[Tensor] = []
+        solved: list[Tensor] = []
         facts: list[dict[str, Fact]] = []
         for upload in uploads:
-            if images and deadline.over():
+            if solved and deadline.over():
                 break
             even = known.even(upload, block.names)
             distinct = distinct_images(block, upload, known.batch, even)
@@ -149,14 +150,14 @@ class TokenSpans(Attack):
                 patches, fact = grey(block, distinct), unsolved(block, upload, counts.open)
             if 1 < distinct < known.batch:
                 fact |= {"fits": False, "proof": None, "verdict": repeated(distinct, known.batch)}
-            patches = patches[torch.arange(known.batch, device=patches.device) % len(patches)]
-            images.append(to_images(patches, block.backbone, block.stem))
+            solved.append(patches[torch.arange(known.batch, device=patches.device) % len(patches)])
             facts.append(fact)
         last, partial = facts[-1], None
         if deadline.over() and last["fits"] is not True and last["open_directions"] != 0:
             proved = f"{last.get('patches_that_fit')} of {last.get('patches')} patches proved in the last search"
             partial = proved if "patches" in last else "a part of the last image's search"
-        return Recovery(torch.cat(images).float(), facts, partial=partial)
+        images = see_through(torch.cat(solved), block.backbone, block.stem, known.normalisation, facts)
+        return Recovery(images.float(), facts, partial=partial)
 
     def _one(
         self, block: Block, upload: Gradients, counts: Counts, known: Knowledge, deadline: Deadline
