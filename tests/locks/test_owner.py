@@ -321,3 +321,6 @@ def test_a_sealed_model_of_words_is_evaluated_with_its_key(tmp_path):
     victims = open_text_victim(sealed, unlock=owner), open_text_victim(clear)
     assert victims[0].coded(["w1 w2", "w9"]) == victims[1].coded(["w1 w2", "w9"])
     assert sorted(path.name for path in sealed.iterdir()) == before
+    (sealed / "tokenizer.json").write_text("{")  # another model may lie there later: its own tokeniser is read
+    with pytest.raises(SitusError, match="cannot be read"):
+        Tokeniser(sealed)

@@ -37,10 +37,15 @@ def hold_tokeniser(folder: Path, opened: Path) -> None:
     _HELD[folder.resolve()] = {name: (opened / name).read_bytes() for name in names}
 
 
+def _held(folder: Path) -> dict[str, bytes]:
+    """What is held of a sealed folder; nothing where a tokeniser lies there by now."""
+    return {} if (folder / FILE).is_file() else _HELD.get(folder.resolve(), {})
+
+
 @contextmanager
 def tokeniser_files(folder: Path) -> Iterator[Path]:
     """A folder with the files of a tokeniser: the very one, or for this while one of what is held of a sealed one."""
-    held = _HELD.get(folder.resolve())
+    held = _held(folder)
     if not held:
         yield folder
         return
@@ -71,7 +76,7 @@ class Tokeniser:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(str(folder).removeprefix("hf:")).expanduser()
-        self._held = _HELD.get(self.folder.resolve(), {})
+        self._held = _held(self.folder)
         file = self.folder / FILE
         if FILE not in self._held and not file.is_file():
             raise SitusError(
