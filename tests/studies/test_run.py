@@ -385,6 +385,23 @@ def test_a_model_that_was_taken_anew_does_not_leave_the_old_numbers(study: Path,
         run(study, out, take={"pre": models[1]})
 
 
+def test_another_model_of_the_same_name_is_another(study: Path, tmp_path: Path) -> None:
+    out, models = tmp_path / "out", [tmp_path / each / "export" for each in ("a", "b")]
+    for value, model in enumerate(models):
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+        (model / "export.json").write_text("0.5")
+        (model / "model.safetensors").write_text(str(value))
+    run(study, out, seeds=1, take={"pre": models[0]})
+    (models[0] / "accuracy.json").write_text("{}")  # what was measured since makes it no other model
+    run(study, out, take={"pre": models[0]})
+    with pytest.raises(SitusError, match=r"take: pre-0 was taken from another export; delete"):
+        run(study, out, take={"pre": models[1]})
+    shutil.rmtree(out / "jobs" / "pre-0")
+    with pytest.raises(SitusError, match=r"rests on pre-0, whose model was 'export' then and is 'another export' now"):
+        run(study, out, take={"pre": models[1]})
+
+
 @pytest.mark.parametrize(
     "mistake", [{"how": How(only=("nosuch*",))}, {"take": {"nosuch": "x"}}, {"take": {"pre": "x"}}]
 )

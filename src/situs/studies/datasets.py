@@ -14,17 +14,21 @@ READ = 32
 """Files of which pieces are read, spread evenly over all of them."""
 
 
-def fingerprint(path: str | Path) -> str:
+def fingerprint(path: str | Path, ending: str = "") -> str:
     """Of a file or folder: names, sizes and pieces of some files. A copy elsewhere has the same, whatever its dates.
 
     ImageNet's million files cost a walk over the folders; hidden files (caches, locks) do not count. Of an address: of
-    its text alone.
+    its text alone. ending: in a folder only files whose names end so count.
     """
     root, hashed = Path(path), hashlib.blake2b(digest_size=8)
     if "://" in str(path):
         hashed.update(str(path).encode())
         return hashed.hexdigest()
-    found = sorted(_files(root)) if root.is_dir() else [("", root.stat().st_size)]
+    found = (
+        sorted(each for each in _files(root) if each[0].endswith(ending))
+        if root.is_dir()
+        else [("", root.stat().st_size)]
+    )
     for name, size in found:
         hashed.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
     for name, size in found[:: max(1, -(-len(found) // READ))]:

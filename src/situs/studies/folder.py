@@ -24,6 +24,7 @@ from typing import Any
 from situs.config import differences, flat, from_dict, to_dict
 from situs.errors import SitusError, unknown_name
 from situs.files import read_json, write_text
+from situs.studies.datasets import fingerprint
 from situs.studies.form import PAPER, VERBS, Job, Study
 from situs.studies.load import load_study
 from situs.studies.plan import Jobs, needs, planned
@@ -193,8 +194,8 @@ class StudyFolder:
 
     def _made(self, task: Task) -> dict[str, Any]:
         """What a task's model was made with."""
-        taken = {"taken": self.state(task).get("source")} if self.ended(task) == TAKEN else {}
-        return {**task.recipe, **taken}
+        state = self.state(task) if self.ended(task) == TAKEN else {}
+        return {**task.recipe, **({"taken": state.get("source"), "weights": state.get("weights")} if state else {})}
 
     def check_recipes(self) -> None:
         """Refuses a study whose jobs, or those they rest on, were run or begun with other settings than it has now."""
@@ -230,6 +231,8 @@ class StudyFolder:
             yield key, old, new
         if before.get("taken") != now.get("taken"):
             yield "model", before.get("taken") or "trained", now.get("taken") or "trained"
+        elif None not in (weights := [each.get("weights") for each in (before, now)]) and weights[0] != weights[1]:
+            yield "model", before["taken"], f"another {now['taken']}"
 
     def taker(self, name: str, source: Path) -> Task:
         """The task whose place a model's folder may take, by its name or its job's."""
@@ -240,8 +243,11 @@ class StudyFolder:
             raise SitusError(f"take: {name} is a measurement, and a model stands for a training alone", field="take")
         if not (source / "config.json").is_file():
             raise SitusError(f"take: {source} holds no run and no export, there is no config.json in it", field="take")
-        if self.model_here(task) and self.state(task).get("source") != source.name:
-            how = f"was taken from {self.state(task)['source']}" if self.ended(task) == TAKEN else "was trained here"
+        state = self.state(task)
+        other = state.get("weights") not in (None, fingerprint(source, WEIGHTS))
+        if self.model_here(task) and (other or state.get("source") != source.name):
+            how = "another " * (state.get("source") == source.name) + str(state.get("source"))
+            how = f"was taken from {how}" if self.ended(task) == TAKEN else "was trained here"
             said = f"{task.name} {how}; delete jobs/{task.name} and jobs/{task.name}.json to take {source.name}"
             raise SitusError(f"take: {said}", field="take")
         return task
@@ -255,10 +261,13 @@ class StudyFolder:
             shutil.rmtree(old, ignore_errors=True)
         shutil.copytree(source, aside)
         aside.rename(task.folder)
-        self.write_state(task, TAKEN, source=source.name)
+        self.write_state(task, TAKEN, source=source.name, weights=fingerprint(source, WEIGHTS))
 
 
-_BESIDE = ("seed", "taken")
+WEIGHTS = ".safetensors"
+"""The files of a model that was taken that tell it from another of its name."""
+
+_BESIDE = ("seed", "taken", "weights")
 """Keys of a recipe beside those of a job."""
 
 
