@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -248,13 +248,15 @@ def number_names(most: int, where: str) -> tuple[str, ...]:
     return tuple(str(number) for number in range(most + 1))
 
 
-def is_numbered(classes: Sequence[str] | None) -> TypeGuard[Sequence[str]]:
+def is_numbered(classes: Sequence[str] | None) -> bool:
     """Whether the classes have no names but the numbers from 0 on."""
     return classes is not None and all(name == str(number) for number, name in enumerate(classes))
 
 
-def unseen(name: str, classes: Sequence[str], labels: Iterable[int]) -> list[str]:
+def unseen(name: str, classes: Sequence[str] | None, labels: Iterable[int]) -> list[str]:
     """A note where classes that only numbers name have no sample among the labels."""
+    if classes is None or not is_numbered(classes):
+        return []
     missing = sorted({*range(len(classes))} - {int(label) for label in labels})
     if not missing:
         return []

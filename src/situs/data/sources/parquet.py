@@ -84,12 +84,10 @@ class ParquetSource(EncodedSource):
             # All at once and before any worker is forked, so that the workers share these pages.
             labels = [self._load(group)[1] for group in range(len(self._ends))]
             self._footers.clear()
-            if (
-                self._numbers and is_numbered(classes) and chosen in (None, *SPLITS["train"])
-            ):  # a larger set is not read
-                self.notes += unseen(
-                    self.name, classes, np.concatenate([each.drop_null().to_numpy() for each in labels])
-                )
+            train = chosen in (None, *SPLITS["train"])
+            if train and self._numbers and is_numbered(classes):  # a larger set is not read
+                there = np.concatenate([each.drop_null().to_numpy() for each in labels])
+                self.notes += unseen(self.name, classes, np.unique(there))
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_lock"} | {"_footers": OrderedDict()}

@@ -84,14 +84,14 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
     if label is not None and wanted.labels:
         first = tables if home == own else [read_table(file) for file in home]
         classes = _classes(first, label)
-        named = not _numbered(classes) and not any(table.class_names(label) for table in first)
+        named = not is_numbered(classes) and not any(table.class_names(label) for table in first)
     if classes is not None:
         assert label is not None
         known = {name: number for number, name in enumerate(classes)}
         numbers = [_number(table, label, row, known, named) for table in tables for row in range(len(table))]
     told = {"pairs": pairs, "strict": wanted.strict}
     found = TextSource(name, texts, numbers, classes, entries, tokeniser, text.longest or LONGEST, **told)
-    if numbers is not None and is_numbered(classes) and home == own:
+    if numbers is not None and home == own:
         found.notes += unseen(name, classes, {each for each in numbers if each is not None})
     if label is None and wanted.labels:
         found.notes += [
@@ -325,10 +325,6 @@ def _classes(tables: list[Table], label: str) -> tuple[str, ...] | None:
         return tuple(named)
     numbers = [each for each in found if isinstance(each, int)]
     return number_names(max(numbers), f"{tables[0].file}, column {label!r}") if numbers else None
-
-
-def _numbered(classes: tuple[str, ...] | None) -> bool:
-    return is_numbered(classes)
 
 
 def _label(table: Table, label: str, row: int) -> int | str | None:

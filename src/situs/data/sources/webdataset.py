@@ -22,7 +22,6 @@ from situs.data.sources.base import (
     Wanted,
     check_state,
     find_shards,
-    is_numbered,
     number_names,
     split_of,
     unseen,
@@ -61,7 +60,7 @@ class TarSource(EncodedSource):
         chosen = split_of(self._shards[0])
         super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, wanted.channels, wanted.strict)
         self.notes = LeftOut.notes(self.name, self._index.left_out)
-        if is_numbered(classes) and chosen in (None, *SPLITS["train"]):
+        if chosen in (None, *SPLITS["train"]):
             self.notes += unseen(self.name, classes, np.unique(labels))
 
     def __len__(self) -> int:
