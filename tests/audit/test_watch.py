@@ -126,6 +126,20 @@ def test_noise_that_is_stated_and_not_there_is_not_believed(noisy: tuple[str, ..
     assert look.answer == "above" and look.value is not None and look.value > 60
 
 
+def test_more_noise_than_there_is_does_not_weaken_the_attackers() -> None:
+    values = []
+    for stated in (1, 3, 30):
+        module, [(images, labels)] = made().eval(), batches(1)
+        F.cross_entropy(module(images), labels).backward()
+        torch.manual_seed(0)
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad += 1e-3 * torch.randn_like(parameter)
+        watch = audit.guard(module, img_size=16, defence=f"noise={1e-3 * stated}", act="log", attacks=["patchembed"])
+        values.append(watch.look(images).value)
+    assert values == pytest.approx([values[0]] * 3, abs=0.1)
+
+
 class Before(nn.Module):
     """A model that does something to its image first."""
 

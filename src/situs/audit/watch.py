@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from situs.audit.attacks import create_attack
-from situs.audit.attacks.base import Attack, Fact, Knowledge, Refused
+from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Refused
 from situs.audit.client import check_inputs, victim_gradients
-from situs.audit.defences import Defence, Gradients, NoDefence, Step, create_defence
+from situs.audit.defences import Defence, Gradients, NoDefence, Noise, Step, create_defence
 from situs.audit.judge.gate import doubt_of, parse_limit
 from situs.audit.public import ATTACKED
 from situs.audit.scores.metrics import denormalise, psnr
@@ -39,6 +39,9 @@ from situs.errors import SitusError
 from situs.limits import check_value
 
 _LOG = logging.getLogger("situs.audit.guard")
+
+LESS = (3, 10, 30, 100)
+"""How many times less noise than is stated is tried."""
 
 Answer = Literal["above", "below", "not judged"]
 """below: a closed form that holds and fits came no closer. not judged: none did, which is no pass."""
@@ -167,8 +170,8 @@ class Guard:
                 continue
             found = attack.recover(self.backbone, [known.read(upload)], known)
             value = self._closest(pictures_of(found, real, batch, self.normalisation), real)
-            if self.defence.noise_level(batch):  # what was said is not seen: noise may lack, or lie on some names alone
-                other = attack.recover(self.backbone, [known.read(upload)], replace(known, defence=NoDefence()))
+            for less in self._less(batch, ready):
+                other = attack.recover(self.backbone, [known.read(upload)], replace(known, defence=less))
                 value = max(value, self._closest(pictures_of(other, real, batch, self.normalisation), real))
             if value > best:
                 best, by = value, attack.name
@@ -187,6 +190,14 @@ class Guard:
         if proofs:
             return "below", value, f"by {by}; {' and '.join(proofs)} solved it and the equations fit"
         return "not judged", value, "; ".join(doubts)
+
+    def _less(self, batch: int, ready: Ready) -> list[Defence]:
+        """What there may be where noise is stated, which nobody sees: none, or on some names alone, or less of it; the
+        last is asked of attacks that do not search."""
+        noise = self.defence.noise_level(batch)
+        if not noise:
+            return []
+        return [NoDefence(), *(Noise(noise / part) for part in LESS if ready.seconds is None)]
 
     def _control(self, attack: Attack, upload: Gradients, images: Tensor, known: Knowledge) -> list[dict[str, Fact]]:
         """The facts of the same attack without noise and in float32, by a loss of the guard's own: it is about the
@@ -279,7 +290,7 @@ def guard(
     module: what turns normalised images into logits. optimizer: whose steps are watched; None where `Guard.look` is
     called by hand. img_size: of a module that Situs does not know. limit: by the image that comes back best. act: raise
     `LeakError`, log (the logger situs.audit.guard), or a function that is given each `Look`. defence: what you do to
-    the gradients, which the attackers then know ("noise=1e-3") and try without as well. model: more for
+    the gradients, which the attackers then know ("noise=1e-3"), and try without and with less noise. model: more for
     `open_model` (normalisation, in_chans).
     """
     asked = {**model, **({} if img_size is None else {"img_size": img_size})}
