@@ -151,6 +151,16 @@ class Before(nn.Module):
         return self.inner(self.first(images))
 
 
+def test_a_module_that_writes_into_its_images_is_judged_by_those_that_it_was_given() -> None:
+    module, found = Before(lambda x: x.mul_(0.25)), list[Look]()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    audit.guard(module, optimizer, img_size=16, every=1, act=found.append, attacks=["patchembed"])
+    [(images, labels)] = batches(1)
+    F.cross_entropy(module(images), labels).backward()
+    optimizer.step()
+    assert found[0].answer == "above" and found[0].value is not None and found[0].value > 60
+
+
 @pytest.mark.parametrize("attack", ["patchembed", "tokens"])
 @pytest.mark.parametrize(
     ("first", "answer", "said"),

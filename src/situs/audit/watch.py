@@ -226,7 +226,7 @@ class Guard:
         """Keeps the images of a step that is looked at, the first tensor given; of several micro-batches all."""
         if self._due and module.training and torch.is_grad_enabled() and not self._inside:
             tensors = (each for each in (*given, *named.values()) if isinstance(each, Tensor))
-            self._seen += [each.detach() for each in islice(tensors, 1)]
+            self._seen += [each.detach().clone() for each in islice(tensors, 1)]  # the module may write into them
 
     def _before(self) -> None:
         """Called before the optimiser's step."""
