@@ -69,8 +69,8 @@ def pytest_collection() -> Iterator[Any]:
 def pytest_collection_finish() -> None:
     """For devices that are not here torch notes each seed with the whole stack, a hundred times the work of seeding.
 
-    Of timm's first weights the large ones are drawn evenly, in a tenth of the time, with the same mean and deviation:
-    half a second of each model of full size.
+    Of timm's first weights the large ones are drawn evenly, in a tenth of the time, with the same mean and, but for
+    tails cut at two deviations, the same deviation: half a second of each model of full size.
     """
     import torch
     from timm.layers import weight_init
