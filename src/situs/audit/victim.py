@@ -122,8 +122,8 @@ def load_test_set(
 ) -> TestSet:
     """The first images or clips that can be read, as the model sees them; named by their files where they have some."""
     if Path(data).is_file() and kind_of(str(data)) == "text":
-        said = "is read as sentences, and the model sees images; sentences are audited by --texts of a model of words"
-        raise SitusError(f"{data}: {said}", field="data")
+        said = "is read as sentences, and the model sees images; a model of words takes it as texts"
+        raise SitusError(f"{data}: {said}", field=("data", "texts"))
     config = _prepared(victim.model.data, str(data))
     clips = {"kind": config.kind, "audio": config.audio} if config.kind == "audio" else {}
     source = open_source(data, split, channels=config.channels, **clips)
