@@ -41,9 +41,9 @@ help:
 demo: $(VENV)/.installed
 	@$(BIN)/situs demo --out demo
 
-# Three processes for two cores: some tests wait for servers and for processes of their own.
+# Two processes for two cores: a third waits less for servers, and collects everything once more.
 test: $(VENV)/.installed
-	@$(BIN)/python -m pytest -q -n 3 --dist worksteal
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 # The suite on every python that is found here, each in its own environment.
 test-pythons:
