@@ -15,7 +15,7 @@ from outcomes import reason
 from PIL import Image
 
 from situs.audit import PatchEmbedding, audit_gradients
-from situs.audit.victim import load_test_set, open_victim
+from situs.audit.victim import load_test_set, open_predictor, open_victim
 from situs.config import from_dict
 from situs.errors import SitusError
 from situs.locks import lock, new_key
@@ -204,3 +204,9 @@ def test_the_paper_s_model_over_frames_says_why_it_is_not_solved(clips: Path) ->
     wide = small_vit((40, 98), positions="learned", width=112, **frames)  # more channels than frames
     found = audit_gradients(wide, clips, count=2, attacks=["patchembed"], defences=["none"]).pairs[0]
     assert found.exact == 2
+
+
+def test_a_predictor_that_is_not_there_is_named_as_such() -> None:
+    with pytest.raises(SitusError, match="predictor=nowhere: 'nowhere' is neither") as stop:
+        open_predictor("nowhere", open_victim(small_vit()).model.backbone)
+    assert stop.value.field == "predictor"

@@ -93,7 +93,10 @@ def _check_loss(model: Model) -> None:
 
 def open_predictor(source: Any, victim: Backbone, device: torch.device | str = "cpu") -> Method:
     """A run that says of patches where they were (MP3), for images and patches of the victim's size."""
-    method = open_model(source, any_weights=True, device=device).method
+    try:
+        method = open_model(source, any_weights=True, device=device).method
+    except SitusError as error:
+        raise SitusError(f"predictor={source}: {error}", field="predictor") from error
     if method is None or not method.names_places:
         raise SitusError(field="predictor", value=str(source), allowed="a run of MP3, and is none")
     own, asked = ((model.input.shape, model.grid) for model in (method.backbone, victim))
