@@ -7,6 +7,7 @@ runs that `make demo` leaves.
 
 from __future__ import annotations
 
+import csv
 import re
 import shutil
 import subprocess
@@ -208,6 +209,27 @@ def draw_noise() -> None:
         save(figures.curves(series, "deviation of the noise over the gradient's rms", label, **asked), name)
 
 
+def draw_training() -> None:
+    """Accuracy over the epochs, by the kept curves of docs/results."""
+    lines = {
+        "after MP3, test images": ("whole", "test top-1"),
+        "after MP3": ("whole", "training accuracy"),
+        "from scratch, 400 epochs": ("supervised", "training accuracy"),
+        "200 epochs, MJP's row A": ("A", "training accuracy"),
+        "200 epochs, MJP's row J": ("J", "training accuracy"),
+    }
+    with (OUT.parent / "results" / "cifar100-curves.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    series = {
+        name: zip(*[(int(row["epoch"]), 100 * float(row[column])) for row in rows if row["job"] == job], strict=True)
+        for name, (job, column) in lines.items()
+    }
+    save(
+        figures.curves({name: tuple(line) for name, line in series.items()}, "epoch", "images right, %"),
+        "cifar100-curves",
+    )
+
+
 # --- measured -----------------------------------------------------------------------------------------------
 
 
@@ -306,7 +328,7 @@ def shoot_demo(page: Path) -> None:
 def main() -> None:
     """All that can be made from what is there."""
     mpl.use("Agg")
-    for draw in (draw_position, draw_droppos, draw_mjp, draw_permutations, draw_audit, draw_noise):
+    for draw in (draw_position, draw_droppos, draw_mjp, draw_permutations, draw_audit, draw_noise, draw_training):
         draw()
     if len(sys.argv) > 1:
         runs = Path(sys.argv[1])
