@@ -145,6 +145,27 @@ def test_broken_images_name_the_file(data):
     assert " at 0x" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("pixels", "span"),
+    [
+        ([0.5, np.nan], "nan to nan"),
+        ([0.5, np.inf], "0.5 to inf"),
+        ([0.0, 254.5], "0 to 254.5"),
+        ([-1.0, 1.0], "-1 to 1"),
+        (np.array([0, 1 << 20], np.int32), "0 to 16.0002"),
+    ],
+)
+@pytest.mark.parametrize("form", ["tif", "npy"])
+def test_floats_that_are_no_pixels_are_broken(pixels, span, form):
+    """A NaN would end a run at its loss; what lies beyond 0 and 1 would be clamped, or wrap where it is packed."""
+    array = np.tile(np.array(pixels) if isinstance(pixels, np.ndarray) else np.array(pixels, np.float32), (4, 2))
+    data = npy(array) if form == "npy" else encoded(Image.fromarray(array), "TIFF")
+    with pytest.raises(BrokenSampleError, match=rf"x: .* \(its pixels go from {span}, and must lie between 0 and 1\)"):
+        decode(data, "x")
+    fine = np.array([[0.0, 1.0004], [-0.0004, 0.3]], np.float32)  # rounding
+    assert torch.equal(decode(encoded(Image.fromarray(fine), "TIFF"), "x"), chw(fine))
+
+
 def damaged(chance: np.random.Generator) -> bytes:
     """A JPEG of some kind, often with a wrong byte, a piece of zeros, or its end too early."""
     image = Image.fromarray(chance.integers(0, 256, (21, 34, 3), dtype=np.uint8).repeat(2, 0))

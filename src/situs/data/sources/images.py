@@ -48,6 +48,8 @@ _LONGEST = 8
 LUMA = (0.299, 0.587, 0.114)
 _PILLOW_TYPES = {"I;16": torch.uint16, "I": torch.int32, "F": torch.float32}
 _DEEPEST = {torch.uint16: 65535.0, torch.int32: 65535.0, torch.int16: 32767.0}
+_FLOATS = {torch.float16, torch.float32, torch.float64}
+_ROUNDING = 1e-3  # of floats that are meant to be 0 or 1
 
 
 class Header(NamedTuple):
@@ -206,14 +208,17 @@ def _shorten(image: Tensor, height: int, width: int) -> Tensor:
 
 
 def _shallow(image: Tensor) -> Tensor:
-    """uint8 stays; deeper integers become float32 with the type's largest value at 1."""
-    if image.dtype in {torch.uint8, torch.float32}:
+    """uint8 stays; deeper integers become float32 with the type's largest value at 1. Floats must be in [0, 1]."""
+    if image.dtype == torch.uint8:
         return image
     if image.dtype in _DEEPEST:
-        return image.to(torch.float32) / _DEEPEST[image.dtype]
-    if image.dtype in {torch.float64, torch.float16}:
-        return image.to(torch.float32)
-    raise ValueError(f"pixels of type {image.dtype} are not supported")
+        image = image.to(torch.float32) / _DEEPEST[image.dtype]
+    elif image.dtype not in _FLOATS:
+        raise ValueError(f"pixels of type {image.dtype} are not supported")
+    least, most = (float(end) for end in image.aminmax())  # NaN where a pixel is
+    if not (-_ROUNDING <= least and most <= 1 + _ROUNDING):
+        raise ValueError(f"its pixels go from {least:g} to {most:g}, and must lie between 0 and 1")
+    return image.to(torch.float32)
 
 
 def _decode_array(data: bytes) -> Tensor:
@@ -222,8 +227,6 @@ def _decode_array(data: bytes) -> Tensor:
 
     array = _image_array(data)
     image = torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
-    if image.is_floating_point() and not bool(torch.isfinite(image).all()):
-        raise ValueError("the array holds NaN or infinity")
     return _shallow(image)
 
 
