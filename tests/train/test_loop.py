@@ -321,6 +321,12 @@ def test_other_precisions_learn_and_resume(tmp_path: Path, precision: str, monke
     assert scales[0] == scales[1] and (len(set(scales[0])) > 1) == (precision == "fp16")  # its scale grows, and goes on
 
 
+def test_a_loss_scale_that_only_falls_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**-25))
+    with pytest.raises(SitusError, match="precision='fp16': gradients overflowed in every step before step"):
+        train(tmp_path / "run", dataclasses.replace(TRAIN, precision="fp16"))
+
+
 def test_a_method_that_comes_in_eval_mode_is_trained_all_the_same(tmp_path: Path, peace) -> None:
     _, method, _ = train(tmp_path / "run", method=toy(drop_path=0.3).eval())
     assert method.training

@@ -91,6 +91,22 @@ def test_in_fp16_the_scale_follows_the_overflows() -> None:
     assert not seen[2]
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_in_fp16_gradients_are_clipped_without_their_scale(accumulate: int) -> None:
+    """AdamW hides a scale that was left in, or a share that was taken twice: the norm that is clipped does not."""
+    clipped, norms = OptimConfig(lr=1e-2, clip=0.1), {}
+    for precision in ("fp32", "fp16"):
+        method, batch = toy(), next(ToyLoader(batch=32).iterate(0, 0))
+        asked = {"precision": precision, "accumulate": accumulate, "parallel": "ddp", "compiled": False}
+        norms[precision] = float(
+            Stepper(method, clipped, seed=0, **asked).update(batch, Moment(0, 0, 0.0), 1e-2, False).norm
+        )
+        gradients = torch.stack([p.grad.norm() for p in method.parameters() if p.grad is not None])
+        assert float(gradients.norm()) == pytest.approx(0.1, rel=1e-3)
+    assert norms["fp32"] > 0.2  # else nothing was clipped
+    assert norms["fp16"] == pytest.approx(norms["fp32"], rel=1e-2)
+
+
 @pytest.mark.slow
 def test_a_compiled_step_is_an_eager_step() -> None:
     whole, expected, values = stepped(2, 8)
