@@ -73,6 +73,19 @@ def test_numbers_with_gaps_are_the_classes_and_it_is_said(tmp_path, named):
     assert open_source(tmp_path, "train").notes == []
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_of_labels_that_are_not_looked_at_the_smallest_is_known(tmp_path, told):
+    """A larger set is not read: what its footers tell is said, and that the rest is not known."""
+    said = "x: its labels are class numbers, taken as they are: there are 8 classes, 0 to 7, and "
+    last = "have one is not looked at in a set of this size"
+    for labels, wanted in (
+        ([2, 7, None, 3], f"2 of them have no sample (0, 1), and whether all others {last}"),
+        ([0, 7, -1, 3], f"whether all of them {last}"),
+    ):
+        file = write(tmp_path / "x.parquet", table(labels), row_group_size=2, write_statistics=told)
+        assert ParquetSource(file, held_bytes=0).notes == [said + wanted]
+
+
 def test_labels_that_are_all_missing_are_none(tmp_path):
     write(tmp_path / "x.parquet", table([None, None]))
     source = open_source(tmp_path)
@@ -181,8 +194,8 @@ def test_offsets_that_run_backwards_are_named(tmp_path, monkeypatch):
 def test_labels_are_known_without_reading_them_and_checked_when_they_are(tmp_path, monkeypatch):
     file = write(tmp_path / "x.parquet", table([0, 3, 1, 2]), row_group_size=2)
     read = []
-    found = parquet._largest_label
-    monkeypatch.setattr(parquet, "_largest_label", lambda *given: read.append(1) or found(*given))
+    found = parquet._label_ends
+    monkeypatch.setattr(parquet, "_label_ends", lambda *given: read.append(1) or found(*given))
     source = parquet.ParquetSource(file, held_bytes=0)
     assert source.classes == ("0", "1", "2", "3") and not read
     bare = write(tmp_path / "bare.parquet", table([0, 3, 1, 2]), row_group_size=2, write_statistics=False)

@@ -52,6 +52,13 @@ def test_a_column_of_names_where_nothing_is_no_class_and_nan_is_unknown(tmp_path
     assert labels(opened(tmp_path, "val")) == {"a.png": [-1, -1], "c.png": [0, 0]}
 
 
+def test_a_class_of_one_image_is_said_for_it_may_be_mistyped(tmp_path: Path) -> None:
+    images(tmp_path, "a.png", "b.png", "c.png")
+    (tmp_path / "labels.csv").write_text("file,labels\na.png,red; green\nb.png,red;gren;green\nc.png,\n")
+    said = "1 of its 3 classes has one sample only ('gren'); a mistyped label makes a class of its own"
+    assert opened(tmp_path).notes == [f"{tmp_path.name}: {said}"]
+
+
 def test_celeba_as_it_is_unpacked(tmp_path: Path) -> None:
     images(tmp_path, *(f"img_align_celeba/00000{number}.jpg" for number in range(1, 5)))
     rows = [f"00000{number}.jpg {'1' if number > 2 else '-1'}  1 -1" for number in range(1, 5)]

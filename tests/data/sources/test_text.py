@@ -237,6 +237,18 @@ def test_numbers_with_gaps_are_the_classes_and_names_are_not(tokeniser: str, tmp
     assert names.notes == []
 
 
+def test_a_class_of_one_sample_is_said_for_it_may_be_mistyped(tokeniser: str, tmp_path: Path) -> None:
+    rows = [("good", 3), ("bad", 3), ("bda", 1)]
+    for split, more in (("train", 1), ("val", 0)):
+        lines = [f"w1 w2,{label}\n" * count for label, count in rows if count > 1 or more]
+        (tmp_path / f"{split}.csv").write_text("sentence,label\n" + "".join(lines))
+    said = "1 of its 3 classes has one sample only ('bda'); a mistyped label makes a class of its own"
+    train, val = (read(tmp_path, tokeniser, split) for split in ("train", "val"))
+    assert train.notes == [f"{train.name}: {said}"] and val.notes == []
+    (tmp_path / "few.csv").write_text("sentence,label\nw1,a\nw1,b\nw1,c\nw1,c\n")
+    assert read(tmp_path / "few.csv", tokeniser).notes == []  # most classes have one
+
+
 def test_hidden_labels_are_no_labels(tokeniser: str, tmp_path: Path) -> None:
     assert read(write(tmp_path / "a.jsonl", [{"text": "w1", "label": -1}]), tokeniser).classes is None
 

@@ -115,6 +115,23 @@ def test_members_that_are_no_images_are_counted(tmp_path):
     ]
 
 
+def test_a_class_number_belongs_to_one_image(tmp_path):
+    """The last of two would have been the label of both."""
+    kinds, labels = {"a.png": png(0), "a.jpg": png(1)}, {"a.cls": b"0", "b.png": png(0), "b.cls": b"1"}
+    file = write(tmp_path / "x.tar", packed(kinds | labels))
+    with pytest.raises(SitusError, match=r"x\.tar: 'a' has two images and one \.cls, a sample has one"):
+        open_source(file)
+    assert len(open_source(file, labels=False)) == 3
+    end = 2 * 512  # zeros, and then the records are filled
+    again = packed({"a.png": png(2), "a.cls": b"1"})
+    once = packed({"a.png": png(0), "a.cls": b"0"})[: 2 * EACH]
+    write(file, once + again)
+    with pytest.raises(SitusError, match=r"'a\.cls' stands there twice, as 0 and as 1"):
+        open_source(file)
+    write(file, once + packed({"c.cls": b"0"})[: EACH + end])
+    assert open_source(file).notes == ["x: left out 1 (no images by their names: .cls 1); the first: c.cls"]
+
+
 def test_class_names_must_be_text(tmp_path):
     write(tmp_path / "x.tar", packed({"a.png": png(0), "a.cls": b"0"}))
     write(tmp_path / "classes.txt", b"\xff\xfe")

@@ -253,18 +253,32 @@ def is_numbered(classes: Sequence[str] | None) -> bool:
     return classes is not None and all(name == str(number) for number, name in enumerate(classes))
 
 
-def unseen(name: str, classes: Sequence[str] | None, labels: Iterable[int]) -> list[str]:
-    """A note where classes that only numbers name have no sample among the labels."""
+def unseen(name: str, classes: Sequence[str] | None, labels: Iterable[int] | None, least: int = 0) -> list[str]:
+    """A note where classes that only numbers name have no sample among the labels. labels: None where they are too many
+    to be looked at; then what is known of them is the smallest."""
     if classes is None or not is_numbered(classes):
         return []
-    missing = sorted({*range(len(classes))} - {int(label) for label in labels})
-    if not missing:
+    missing = sorted({*range(len(classes))} - {int(label) for label in labels}) if labels is not None else range(least)
+    if labels is not None and not missing:
         return []
     few = ", ".join(map(str, missing[:3])) + (", …" if len(missing) > 3 else "")
     held = f"there are {len(classes):,} classes, 0 to {len(classes) - 1}"
     lack = f"{len(missing):,} of them {verb(len(missing), 'have')} no sample ({few})"
+    if labels is None:
+        held += f", and {lack}" if missing else ""
+        lack = f"whether {'all others' if missing else 'all of them'} have one is not looked at in a set of this size"
     said = f"its labels are class numbers, taken as they are: {held}, and {lack}"
     return [f"{name}: {said}"]
+
+
+def lonely(name: str, classes: Sequence[str], counts: Sequence[int]) -> list[str]:
+    """A note where few of the classes have one sample only, as a mistyped label has. counts: the samples of each."""
+    alone = [each for each, count in zip(classes, counts, strict=True) if count == 1]
+    if not alone or 2 * len(alone) > len(classes):
+        return []
+    few = ", ".join(map(repr, alone[:3])) + (", …" if len(alone) > 3 else "")
+    said = f"{len(alone):,} of its {len(classes):,} classes {verb(len(alone), 'have')} one sample only ({few})"
+    return [f"{name}: {said}; a mistyped label makes a class of its own"]
 
 
 def split_of(file: Path) -> str | None:

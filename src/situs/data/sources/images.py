@@ -216,7 +216,7 @@ def _shallow(image: Tensor) -> Tensor:
     elif image.dtype not in _FLOATS:
         raise ValueError(f"pixels of type {image.dtype} are not supported")
     least, most = (float(end) for end in image.aminmax())  # NaN where a pixel is
-    if not (-_ROUNDING <= least and most <= 1 + _ROUNDING):
+    if not (least >= -_ROUNDING and most <= 1 + _ROUNDING):
         raise ValueError(f"its pixels go from {least:g} to {most:g}, and must lie between 0 and 1")
     return image.to(torch.float32)
 

@@ -80,14 +80,15 @@ class ParquetSource(EncodedSource):
         chosen = split_of(self._files[0])
         name, many = path.stem + (f" ({chosen})" if chosen else ""), wanted.multi_label
         super().__init__(name, classes, wanted.channels, wanted.strict, multi_label=many)
+        labels = []
         if self._small:
             # All at once and before any worker is forked, so that the workers share these pages.
             labels = [self._load(group)[1] for group in range(len(self._ends))]
             self._footers.clear()
-            train = chosen in (None, *SPLITS["train"])
-            if train and self._numbers and is_numbered(classes):  # a larger set is not read
-                there = np.concatenate([each.drop_null().to_numpy() for each in labels])
-                self.notes += unseen(self.name, classes, np.unique(there))
+        if chosen in (None, *SPLITS["train"]) and self._numbers and is_numbered(classes):
+            there = np.concatenate([each.drop_null().to_numpy() for each in labels]) if labels else None
+            least = max(0, min(footer.least for footer in footers))
+            self.notes += unseen(self.name, classes, None if there is None else np.unique(there), least)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_lock"} | {"_footers": OrderedDict()}
@@ -259,13 +260,15 @@ def open_parquet(file: Path, footer: Any = None) -> Any:
 class _Footer(NamedTuple):
     """image, labels: the columns. rows: [g] of each row group. bytes: of these columns, unpacked.
 
-    most: the largest label of all rows, -1 where there is none; of a column of one class an image.
+    least, most: the smallest and the largest label of all rows, -1 where there is none; of a column of one class an
+    image.
     """
 
     image: str
     labels: tuple[str, ...]
     rows: np.ndarray
     bytes: int
+    least: int
     most: int
 
 
@@ -291,10 +294,11 @@ def _read_footer(file: Path, wanted: Wanted) -> _Footer:
             raise ValueError("a row group of less than no rows")
         size = sum(group.column(number).total_uncompressed_size for group in groups for number in numbers)
         told = [group.column(paths.index(label)).statistics for group in groups] if label is not None else []
-        most = max((each.max for each in told if each is not None and each.has_min_max), default=-1)
-    if not all(each is not None and each.has_min_max for each in told):
-        most = _largest_label(file, opened, str(label))
-    return _Footer(image, labels, rows, size, int(most))
+        ends = [(each.min, each.max) for each in told if each is not None and each.has_min_max]
+    if len(ends) < len(told):
+        ends = _label_ends(file, opened, str(label))
+    least, most = min((each for each, _ in ends), default=-1), max((each for _, each in ends), default=-1)
+    return _Footer(image, labels, rows, size, int(least), int(most))
 
 
 def _layout(files: list[Path], footers: list[_Footer]) -> tuple[str, tuple[str, ...], tuple[str, ...] | None]:
@@ -380,10 +384,10 @@ def _check_bytes_column(file: Path, schema: Any, name: str, what: str) -> None:
         raise SitusError(said, field="data")
 
 
-def _largest_label(file: Path, opened: Any, label: str) -> int:
-    """Of all rows, for shards may be sorted by class. -1 where there are none."""
+def _label_ends(file: Path, opened: Any, label: str) -> list[tuple[int, int]]:
+    """The smallest and the largest label of all rows, for shards may be sorted by class. None where there are none."""
     with reading(file, f"column {label!r}"):
         column = opened.read(columns=[label])[label]
         column.validate(full=True)
         values = column.drop_null().to_numpy()
-    return int(values.max()) if len(values) else -1
+    return [(int(values.min()), int(values.max()))] if len(values) else []

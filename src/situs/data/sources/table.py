@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.data.sources.base import ANY, Wanted, choose_split
+from situs.data.sources.base import ANY, SPLITS, Wanted, choose_split, lonely
 from situs.data.sources.folder import TABLES, FileSource, find_table, split_folders
 from situs.data.sources.walk import plain, walk
 from situs.errors import SitusError, counted
@@ -38,13 +38,17 @@ _CODES |= {"": _UNSAID, "nan": _UNSAID}
 
 @dataclass(frozen=True)
 class Table:
-    """A line a file. names: as the table has them. lines: their numbers. labels: [n, K] int8, 1, 0 or UNKNOWN."""
+    """A line a file. names: as the table has them. lines: their numbers. labels: [n, K] int8, 1, 0 or UNKNOWN.
+
+    listed: whether the classes are those that a column of names has, and not the heading's.
+    """
 
     file: Path
     classes: tuple[str, ...]
     names: list[str]
     lines: list[int]
     labels: np.ndarray
+    listed: bool
 
     def match(self, files: Sequence[str]) -> Tensor:
         """The labels [m, K] of files, relative to the table's folder; each must have its line and each line its file.
@@ -105,6 +109,8 @@ class TableSource(FileSource):
         super().__init__(name, table.classes, wanted.channels, wanted.strict, multi_label=True)
         found.others = [other for other in found.others if other not in (file.name, PARTITION)]
         self.notes = found.notes(name)
+        if table.listed and chosen in (None, *SPLITS["train"]):
+            self.notes += lonely(name, table.classes, (self._labels == 1).sum(0).tolist())
 
 
 def has_table(folder: Path) -> bool:
@@ -151,7 +157,8 @@ def _parse(file: Path, celeba: bool, rows: Rows, classes: tuple[str, ...] | None
             lines.append(line)
             yield line, cells[1:]
 
-    if len(header) == 1 and header[0].lower() in LISTS:
+    listed = len(header) == 1 and header[0].lower() in LISTS
+    if listed:
         found, labels = _listed(file, labelled(), classes)
     else:
         found, labels = tuple(header), _coded(file, header, labelled())
@@ -165,7 +172,7 @@ def _parse(file: Path, celeba: bool, rows: Rows, classes: tuple[str, ...] | None
         )
     if count is not None and int(count[0]) != len(names):
         raise _wrong(file, 1, f"tells of {int(count[0]):,} files, and {len(names):,} follow")
-    return Table(file, classes or found, names, lines, labels)
+    return Table(file, classes or found, names, lines, labels, listed)
 
 
 def _coded(file: Path, header: list[str], rows: Rows) -> np.ndarray:

@@ -32,7 +32,7 @@ from situs.files import cache_folder, write_bytes
 
 _END = 2 * BLOCK  # zeros, at the end of every archive
 _WORTH_KEEPING = 16 << 20  # bytes of shards: less is read in a moment
-_FORMAT = 1
+_FORMAT = 2
 _MOST = {"sizes": 2**32 - 1, "labels": 2**31 - 1}  # larger ones are refused wherever they are used
 _DTYPES = {np.int64: "I64", np.uint32: "U32", np.int32: "I32", np.uint8: "U8"}
 _KINDS = {"offsets": np.int64, "sizes": np.uint32, "labels": np.int32, "name_ends": np.int64, "names": np.uint8}
@@ -165,7 +165,19 @@ class _Shard:
         elif labels:
             if member.size > SMALL:
                 raise ValueError(f"{member.name!r} is no class number, it has {member.size:,} bytes")
-            self.numbers[key] = min(int(member.content), _MOST["labels"])
+            number = min(int(member.content), _MOST["labels"])
+            if self.numbers.setdefault(key, number) != number:
+                raise ValueError(f"{member.name!r} stands there twice, as {self.numbers[key]} and as {number}")
+
+    def check_pairs(self, file: Path) -> None:
+        """Refuses two images with one class number; a class number without an image is left out."""
+        if not self.numbers:
+            return
+        seen = Counter(self.keys)
+        if twice := next((key for key, count in seen.items() if count > 1 and key in self.numbers), None):
+            raise SitusError(f"{file}: {plain(twice)!r} has two images and one .cls, a sample has one", field="data")
+        for key in self.numbers.keys() - seen.keys():
+            self.left_out.add_other(f"{key}.cls")
 
     def index(self) -> TarIndex:
         labels = array("q", [self.numbers.get(key, -1) for key in self.keys])
@@ -199,6 +211,7 @@ def _read_shard(file: Path, labels: bool) -> TarIndex:
         ) from error
     if any(number < 0 for number in shard.numbers.values()):
         raise SitusError(f"{file}: a .cls holds a negative class number", field="data")
+    shard.check_pairs(file)
     return shard.index()
 
 

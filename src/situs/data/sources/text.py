@@ -21,6 +21,7 @@ from situs.data.sources.base import (
     choose_split,
     is_numbered,
     list_shards,
+    lonely,
     number_names,
     split_of,
     splits_of,
@@ -92,7 +93,9 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
     told = {"pairs": pairs, "strict": wanted.strict}
     found = TextSource(name, texts, numbers, classes, entries, tokeniser, text.longest or LONGEST, **told)
     if numbers is not None and home == own:
-        found.notes += unseen(name, classes, {each for each in numbers if each is not None})
+        there = [each for each in numbers if each is not None]
+        found.notes += unseen(name, classes, {*there})
+        found.notes += lonely(name, classes or (), np.bincount(there, minlength=len(classes or ())).tolist())
     if label is None and wanted.labels:
         found.notes += [
             f"{name}: its column {each!r} holds {tables[0].others[each]}, which is no label"
