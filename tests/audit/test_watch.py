@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs import audit
+from situs.audit.attacks.base import Attack, Ready, Recovery
+from situs.audit.attacks.patchembed.attack import PatchEmbedding
 from situs.audit.watch import Guard, LeakError, Look
 from situs.errors import SitusError
 
@@ -138,6 +141,90 @@ def test_more_noise_than_there_is_does_not_weaken_the_attackers() -> None:
         watch = audit.guard(module, img_size=16, defence=f"noise={1e-3 * stated}", act="log", attacks=["patchembed"])
         values.append(watch.look(images).value)
     assert values == pytest.approx([values[0]] * 3, abs=0.1)
+
+
+@pytest.mark.parametrize("stated", ["fedavg-adam", "mjp=0.3", "fedavg=4+int8"])
+def test_a_defence_that_is_stated_and_not_there_is_not_believed(stated: str) -> None:
+    module, [(images, labels)] = made("timm").eval(), batches(1)
+    F.cross_entropy(module(images), labels).backward()
+    look = audit.guard(module, defence=stated, act="log", attacks=["patchembed"]).look(images)
+    assert look.answer == "above" and look.value is not None and look.value > 60
+
+
+class Search(Attack):
+    """A search of which each test says what it does. told: the noise that it was told of, each time."""
+
+    name = "a search"
+
+    def __init__(self, do: Any) -> None:
+        super().__init__()
+        self.do, self.told = do, list[float]()
+
+    def prepare(self, *_: Any) -> Ready:
+        return Ready(None, seconds=60.0)
+
+    def recover(self, backbone: Any, uploads: Any, known: Any = None, deadline: Any = None) -> Recovery:
+        self.told.append(known.defence.noise_level(known.batch))
+        return Recovery(self.do(known, deadline), [{}])
+
+
+def sent(module: nn.Module, size: int = 1, noise: float = 0.0) -> Tensor:
+    """Images whose gradients stand in the module."""
+    [(images, labels)] = batches(1, size)
+    F.cross_entropy(module(images), labels).backward()
+    for parameter in module.parameters():
+        parameter.grad = parameter.grad + noise * torch.randn_like(parameter) if parameter.grad is not None else None
+    return images
+
+
+def test_a_search_that_needs_the_right_noise_is_told_less_than_is_stated() -> None:
+    module = made().eval()
+    images = sent(module)
+
+    def near(known: Any, _: Any) -> Tensor:
+        right = 0.5e-3 < known.defence.noise_level(1) < 2e-3
+        return images if right else torch.zeros_like(images)
+
+    for stated in (1e-3, 3e-3, 3e-2):
+        given = {"img_size": 16, "act": "log", "attacks": [Search(near)]}
+        assert audit.guard(module, defence=f"noise={stated}", **given).look(images).answer == "above"
+
+
+def test_a_look_ends_in_time_and_a_stopped_attack_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = made().eval()
+    images = sent(module, noise=10.0)
+
+    def forever(_: Any, deadline: Any) -> Tensor:
+        while not deadline.over():
+            pass
+        return torch.zeros_like(images)
+
+    given = {"img_size": 16, "act": "log", "defence": "noise=10"}
+    assert audit.guard(module, attacks=["patchembed"], **given).look(images).answer == "below"
+    look = audit.guard(module, attacks=[Search(forever), "patchembed"], seconds=0.3, **given).look(images)
+    assert look.seconds < 3 and look.answer == "not judged"
+    late = audit.guard(module, attacks=["patchembed"], seconds=1e-9, **given).look(images)
+    assert late.answer == "not judged" and "not tried to its end within 1e-09 s" in late.said
+    whole = PatchEmbedding.recover
+    monkeypatch.setattr(PatchEmbedding, "recover", lambda *a: replace(whole(*a), partial="one step"))
+    cut = audit.guard(module, attacks=["patchembed"], **given).look(images)
+    assert cut.answer == "not judged" and "patchembed was stopped after one step" in cut.said
+
+
+def test_ctrl_c_within_an_attack_that_keeps_what_it_has_ends_the_loop() -> None:
+    module = made().eval()
+    images = sent(module)
+    stop = Search(lambda _, deadline: (deadline.interrupt(), images)[1])
+    with pytest.raises(KeyboardInterrupt):
+        audit.guard(module, img_size=16, act="log", attacks=[stop]).look(images)
+
+
+def test_an_image_of_no_numbers_hides_no_other() -> None:
+    module = made().eval()
+    images = sent(module, 2)
+    broken = images * torch.tensor([torch.nan, 1.0]).view(2, 1, 1, 1)
+    look = audit.guard(module, img_size=16, act="log", attacks=[Search(lambda *_: broken)]).look(images)
+    assert look.answer == "above"
 
 
 class Before(nn.Module):

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from situs.audit.attacks import create_attack
-from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Refused
+from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused
 from situs.audit.client import check_inputs, victim_gradients
+from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Gradients, NoDefence, Noise, Step, create_defence
 from situs.audit.judge.gate import doubt_of, parse_limit
 from situs.audit.public import ATTACKED
@@ -44,7 +45,8 @@ LESS = (3, 10, 30, 100)
 """How many times less noise than is stated is tried."""
 
 Answer = Literal["above", "below", "not judged"]
-"""below: a closed form that holds and fits came no closer. not judged: none did, which is no pass."""
+"""below: a closed form that holds and fits came no closer, and no attack was stopped. not judged: all else, which is no
+pass."""
 
 
 class LeakError(RuntimeError):
@@ -86,16 +88,18 @@ class Guard:
         act: Literal["raise", "log"] | Callable[[Look], None],
         attacks: Sequence[str | Attack],
         defence: str | Defence,
+        seconds: float,
         model: Mapping[str, Any],
     ) -> None:
         check_value("every", every, ">= 1")
+        check_value("seconds", seconds, "> 0")
         if not callable(act) and act not in ("raise", "log"):  # a slip would only log
             raise SitusError(field="act", value=act, allowed='"raise", "log" or a function that is given each look')
         if not attacks:
             raise SitusError(field="attacks", value=list(attacks), allowed="one or more of them")
         self.module, self.limit, self.every, self.act = module, parse_limit(limit, "limit"), every, act
         self.attacks = [create_attack(each) for each in attacks]
-        self.defence = create_defence(defence)
+        self.defence, self.seconds = create_defence(defence), seconds
         self.looks: list[Look] = []
         self.step, self._inside = 0, False
         self._seen: list[Tensor] = []
@@ -155,66 +159,92 @@ class Guard:
 
     def _attack(self, upload: Gradients, images: Tensor, local_steps: int) -> tuple[Answer, float | None, str]:
         """What the attackers make of an upload of these images."""
-        batch, size = len(images), (images.shape[2], images.shape[3])
-        real = denormalise(images, *self.normalisation)
-        asked = self.defence.step(Step(batch, local_steps))  # how the step was made, as the attacker is told
-        came = next((g.dtype for g in upload.values() if g.dtype != torch.float32), torch.float32)
-        shared = {"local_steps": asked.local_steps, "size": size, "normalisation": self.normalisation}
-        shared |= {"sent": torch.int8 if asked.dtype == torch.int8 else came, "training": asked.training}
-        known = Knowledge(self.defence, batch, **shared)
-        best, by, proofs, doubts = -math.inf, "", list[str](), list[str]()
-        for attack in self.attacks:
+        real, deadline = denormalise(images, *self.normalisation), Deadline(seconds=self.seconds)
+        told = self._told(upload, images, local_steps)
+        tries = [(attack, known) for attack in self.attacks for known in told]
+        best, by, proofs, doubts, gaps = -math.inf, "", list[str](), list[str](), list[str]()
+        for number, (attack, known) in enumerate(tries):
             ready = attack.prepare(self.backbone, upload, known)
             if isinstance(ready, Refused):
-                doubts.append(f"{attack.name} does not apply: {ready.reason}")
+                doubts += [f"{attack.name} does not apply: {ready.reason}"] if known is told[0] else []
                 continue
-            found = attack.recover(self.backbone, [known.read(upload)], known)
-            value = self._closest(pictures_of(found, real, batch, self.normalisation), real)
-            for less in self._less(batch, ready):
-                other = attack.recover(self.backbone, [known.read(upload)], replace(known, defence=less))
-                value = max(value, self._closest(pictures_of(other, real, batch, self.normalisation), real))
+            if deadline.spent():
+                gaps.append(f"{attack.name} was not tried to its end within {self.seconds:g} s")
+                continue
+            deadline.begin(len(tries) - number, ready.seconds)
+            found = attack.recover(self.backbone, [known.read(upload)], known, deadline)
+            gaps += [] if found.partial is None else [f"{attack.name} was stopped after {found.partial}"]
+            values = self._values(pictures_of(found, real, len(images), self.normalisation), real)
+            gaps += [] if all(map(math.isfinite, values)) else [f"{attack.name} has a {self.limit.metric} of no number"]
+            value = max(filter(math.isfinite, values), default=-math.inf)
             if value > best:
                 best, by = value, attack.name
-            doubt = "it is a search"
-            if attack.closed_form:
-                noise = known.noise_beyond_rounding([upload], ready.reads)
-                clean = self.defence.noise_level(batch) == 0 and all(g.dtype == torch.float32 for g in upload.values())
-                control = None if clean else partial(self._control, attack, upload, images, known)
-                caveat = "; ".join(filter(None, (ready.caveat, attack.spoiled(known, noise)))) or None
-                doubt = doubt_of(caveat, found.facts, noise, control)
-            proofs += [attack.name] if doubt is None else []
-            doubts += [] if doubt is None else [f"{attack.name} proves nothing: {doubt}"]
+            if known is told[0]:
+                doubt = self._doubt(attack, ready, found, upload, images, known, deadline)
+                proofs += [attack.name] if doubt is None else []
+                doubts += [] if doubt is None else [f"{attack.name} proves nothing: {doubt}"]
+            if deadline.interrupted:  # an attack keeps what it has; Ctrl-C is the loop's
+                raise KeyboardInterrupt
         value = None if best == -math.inf else best
         if value is not None and value > self.limit.bound:
             return "above", value, f"by {by}"
-        if proofs:
+        if proofs and not gaps:
             return "below", value, f"by {by}; {' and '.join(proofs)} solved it and the equations fit"
-        return "not judged", value, "; ".join(doubts)
+        return "not judged", value, "; ".join(dict.fromkeys([*gaps, *doubts]))
 
-    def _less(self, batch: int, ready: Ready) -> list[Defence]:
-        """What there may be where noise is stated, which nobody sees: none, or on some names alone, or less of it; the
-        last is asked of attacks that do not search."""
+    def _told(self, upload: Gradients, images: Tensor, local_steps: int) -> list[Knowledge]:
+        """What the attackers are told: the defence first. Nobody sees whether it is there, so that they are also told
+        of none, and of less noise."""
+        batch, (height, width) = len(images), images.shape[2:]
+        asked = self.defence.step(Step(batch, local_steps))  # how the step was made
+        came = next((g.dtype for g in upload.values() if g.dtype != torch.float32), torch.float32)
+        shared = {"size": (height, width), "normalisation": self.normalisation}
+        sent = torch.int8 if asked.dtype == torch.int8 else came
+        more = {"local_steps": asked.local_steps, "sent": sent, "training": asked.training}
+        known = Knowledge(self.defence, batch, **shared, **more)
+        if isinstance(self.defence, NoDefence):
+            return [known]
         noise = self.defence.noise_level(batch)
-        if not noise:
-            return []
-        return [NoDefence(), *(Noise(noise / part) for part in LESS if ready.seconds is None)]
+        less = [replace(known, defence=Noise(noise / part)) for part in LESS if noise]
+        return [known, Knowledge(batch=batch, local_steps=local_steps, sent=came, **shared), *less]
 
-    def _control(self, attack: Attack, upload: Gradients, images: Tensor, known: Knowledge) -> list[dict[str, Fact]]:
+    def _doubt(
+        self,
+        attack: Attack,
+        ready: Ready,
+        found: Recovery,
+        upload: Gradients,
+        images: Tensor,
+        known: Knowledge,
+        deadline: Deadline,
+    ) -> str | None:
+        """Why what an attack found proves nothing; None where it does."""
+        if not attack.closed_form:
+            return "it is a search"
+        noise = known.noise_beyond_rounding([upload], ready.reads)
+        clean = self.defence.noise_level(len(images)) == 0 and all(g.dtype == torch.float32 for g in upload.values())
+        control = None if clean else partial(self._control, attack, upload, images, known, deadline)
+        caveat = "; ".join(filter(None, (ready.caveat, attack.spoiled(known, noise)))) or None
+        return doubt_of(caveat, found.facts, noise, control)
+
+    def _control(
+        self, attack: Attack, upload: Gradients, images: Tensor, known: Knowledge, deadline: Deadline
+    ) -> list[dict[str, Fact]]:
         """The facts of the same attack without noise and in float32, by a loss of the guard's own: it is about the
         equations of the model."""
         labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
         made = victim_gradients(self.backbone, images.float(), labels)
         quiet = Knowledge(NoDefence(), known.batch, size=known.size)
-        return attack.recover(self.backbone, [{name: made[name] for name in upload}], quiet).facts
+        return attack.recover(self.backbone, [{name: made[name] for name in upload}], quiet, deadline).facts
 
-    def _closest(self, pictures: Tensor, real: Tensor) -> float:
-        """The worst image's value of the limit's metric."""
+    def _values(self, pictures: Tensor, real: Tensor) -> list[float]:
+        """Each image's value of the limit's metric."""
         if self.limit.metric == "psnr":
-            return float(psnr(pictures, real).max())
+            return psnr(pictures, real).tolist()
         values = measure(pictures, real, self.backbone, None)[self.limit.metric]
         if values is None:
             raise SitusError(f"limit={self.limit}: is not defined for images so few or so small", field="limit")
-        return max(values)
+        return values
 
     # --- beside a loop ----------------------------------------------------------------------------------------------
 
@@ -283,6 +313,7 @@ def guard(
     act: Literal["raise", "log"] | Callable[[Look], None] = "raise",
     attacks: Sequence[str | Attack] = ATTACKED,
     defence: str | Defence = "none",
+    seconds: float = 120.0,
     **model: Any,
 ) -> Guard:
     """Tries what a loop of your own is about to send, every so many steps of its optimiser, from the first on.
@@ -290,9 +321,10 @@ def guard(
     module: what turns normalised images into logits. optimizer: whose steps are watched; None where `Guard.look` is
     called by hand. img_size: of a module that Situs does not know. limit: by the image that comes back best. act: raise
     `LeakError`, log (the logger situs.audit.guard), or a function that is given each `Look`. defence: what you do to
-    the gradients, which the attackers then know ("noise=1e-3"), and try without and with less noise. model: more for
-    `open_model` (normalisation, in_chans).
+    the gradients, which the attackers then know ("noise=1e-3"), and try without and with less noise. seconds: for all
+    attacks of a look together; where one is stopped, what is not above is not judged. model: more for `open_model`
+    (normalisation, in_chans).
     """
     asked = {**model, **({} if img_size is None else {"img_size": img_size})}
-    given = {"limit": limit, "every": every, "act": act, "attacks": attacks, "defence": defence}
+    given = {"limit": limit, "every": every, "act": act, "attacks": attacks, "defence": defence, "seconds": seconds}
     return Guard(module, optimizer, **given, model=asked)

@@ -129,7 +129,8 @@ def assign(found: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
 
     real, found = real.double(), found.double()
     error = torch.cdist(real, found, compute_mode="donot_use_mm_for_euclid_dist").square() / real.shape[-1]
-    _, columns = linear_sum_assignment(error.cpu().numpy())  # its rows are 0, 1, 2 …
+    far = error.cpu().nan_to_num(1e6, 1e6)  # pictures lie in [0, 1]; one of no numbers must not hide another's place
+    _, columns = linear_sum_assignment(far.numpy())  # its rows are 0, 1, 2 …
     return error, torch.from_numpy(columns).to(error.device)
 
 
