@@ -56,6 +56,12 @@ def true_tokens(search: Search, patches: torch.Tensor) -> Tokens:
     return Tokens(patches.flatten(0, 1), o, z.flatten(0, 1), m)
 
 
+def test_ends_that_were_all_found_before_are_none_to_polish() -> None:
+    search, _ = scene(SINCOS())
+    nothing = torch.zeros(0, dtype=torch.int64)
+    assert list(_polished(search, nothing, search.block, nothing, torch.zeros(3))) == []  # type: ignore[arg-type]
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize(
     "name",

@@ -130,7 +130,7 @@ def _polished(
     where none of the best few chunks do.
     """
     reached, vain = torch.inf, 0
-    for some in order.split(CHUNK):
+    for some in order.split(CHUNK) if len(order) else ():  # all may be found already
         if vain == VAIN or float(share[some[0]]) > FAR * reached or search.stop():
             return
         found = search.polished(places[some], ends.at(some))
