@@ -210,3 +210,17 @@ def test_a_predictor_that_is_not_there_is_named_as_such() -> None:
     with pytest.raises(SitusError, match="predictor=nowhere: 'nowhere' is neither") as stop:
         open_predictor("nowhere", open_victim(small_vit()).model.backbone)
     assert stop.value.field == "predictor"
+
+
+@pytest.mark.parametrize("named", ["multi_label_classification", "regression", "single_label_classification", None])
+def test_another_loss_than_the_audited_one_is_said(named: str | None, tmp_path: Path) -> None:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = ViTConfig(image_size=8, patch_size=4, num_labels=3, problem_type=named, **shape)
+    asked = {"attacks": ["patchembed"], "defences": ["none"], "count": 1}
+    found = audit_gradients(ViTForImageClassification(config), "samples", **asked)
+    publish(found, tmp_path)
+    said = "" if named in (None, "single_label_classification") else f"problem_type {named}"
+    for file in ("gradients.html", "gradients.json"):
+        assert ("another loss" in (tmp_path / file).read_text()) == bool(said) and said in found.notes.get("loss", "")

@@ -58,7 +58,7 @@ def open_victim(source: Any, *, classes: int = 1000, **asked: Any) -> Victim:
     if model.multi_label:
         raise SitusError(f"{model.name}: is multi-label, and the attackers and their clients learn one class an image")
     _check_loss(model)
-    notes, backbone = dict(model.notes), model.backbone
+    notes, backbone = {**model.notes, **other_loss(model.backbone)}, model.backbone
     if isinstance(backbone, OwnModule) and not isinstance(backbone, StemBackbone):
         asked = {"in_chans": backbone.input.channels, "name": backbone.name, "normalisation": backbone.normalisation}
         assert backbone.input.shape is not None
@@ -79,6 +79,18 @@ def open_victim(source: Any, *, classes: int = 1000, **asked: Any) -> Victim:
     if model.spent is not None:
         notes["differential privacy"] = str(model.spent)
     return Victim(model, method, model.epoch, notes)
+
+
+def other_loss(backbone: Backbone) -> dict[str, str]:
+    """A note where a model of transformers names another loss than that of the audited step; else none."""
+    named = getattr(getattr(getattr(backbone, "model", None), "config", None), "problem_type", None)
+    if named in (None, "single_label_classification"):
+        return {}
+    return {
+        "loss": f"the model is set up for another loss (problem_type {named}): the audited step is one of cross "
+        "entropy with one class each, and other gradients are sent in its own training. A search is made by the same "
+        "loss; the equations of closed forms hold for any"
+    }
 
 
 def _check_loss(model: Model) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from situs.audit.client import rounded
 from situs.audit.defences import Defence, Gradients, NoDefence, Step
+from situs.audit.victim import other_loss
 from situs.backbones.hf.encoders import TextEncoder
 from situs.backbones.hf.text import TextBackbone, open_tokeniser
 from situs.core.precision import full_float32
@@ -90,7 +91,7 @@ def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVict
     model = open_model(source, **asked)
     if not isinstance(model.backbone, TextBackbone):
         raise SitusError(f"{model.name}: takes images, not texts", field="texts")
-    kind, notes = type(model.backbone.model).__name__, dict(model.notes)
+    kind, notes = type(model.backbone.model).__name__, {**model.notes, **other_loss(model.backbone)}
     if isinstance(model.backbone, TextEncoder) and not kind.endswith(("ForMaskedLM", "ForSequenceClassification")):
         if model.method is not None:
             said = "was trained without classes or words to learn, in whose training sentences are audited"
