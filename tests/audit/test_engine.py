@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from builders import small_vit
 from situs.audit import Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence, engine
 from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused
 from situs.audit.cases import Case, Outcome, TestSet
-from situs.audit.client import victim_gradients
+from situs.audit.client import upload_of, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import NoDefence, Noise, NoPositionGradient, Step
 from situs.audit.scores.scoring import measure
@@ -67,20 +68,30 @@ def test_no_more_uploads_are_held_than_a_group_has(backbone: Any, monkeypatch: p
     class Held(dict[str, Any]):
         __hash__ = object.__hash__  # type: ignore[assignment]
 
-    def sent(*args: Any, ids: Any, **fields: Any) -> Any:
-        found = Held(victim_gradients(*args, ids=ids, **fields))
+    def sent(model: Any, batch: Any, *args: Any) -> Any:
+        found = Held(upload_of(model, batch, *args))
         alive.add(found["model.pos_embed"])
         gc.collect(0)
-        made.append(ids.tolist())
+        made.append(batch.ids.tolist())
         most[0] = max(most[0], len(alive))
         return found
 
-    monkeypatch.setattr(engine, "victim_gradients", sent)
+    monkeypatch.setattr(engine, "upload_of", sent)
     spies = [Spy(), Spy(reads=("model.pos_embed",))]
     found = run([Case("m", backbone, NoDefence(), spy) for spy in spies])
     assert [(o.status, o.count) for o in found.values()] == [("done", COUNT)] * 2
     assert most == [engine.GROUP] and made == [[i] for i in range(COUNT)]
     assert spies[0].seen == spies[1].seen == [(0, 8), (8, 8), (16, 4)]
+
+
+def test_local_steps_without_end_take_their_share_of_the_time_and_are_not_attacked(backbone: Any) -> None:
+    endless, plain = (Case("m", backbone, create_defence(name), Spy()) for name in ("fedavg=1e9", "none"))
+    began = time.monotonic()
+    found = run([endless, plain], images(2), Step(), Deadline(seconds=2))
+    assert time.monotonic() - began < 10
+    assert found[plain].status == "done" and endless not in found
+    few = Case("m", backbone, create_defence("fedavg=3"), Spy())
+    assert run([few], images(2), Step(), Deadline(seconds=60))[few].status == "done"
 
 
 def test_large_uploads_come_one_by_one_and_small_ones_only_as_far_as_they_are_read(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
 
+from situs.audit.deadline import StoppedError
 from situs.audit.defences import Defence, Gradients, NoDefence, Step, Training, method_of
 from situs.audit.defences.trained import drop_paths
 from situs.audit.stem import Stem, table_rows
@@ -55,30 +56,40 @@ def victim_gradients(
     the weights are rounded. training: how the step is made. A defence may change all three of these. ids: [B], which
     name the samples' own draws and noise. epoch: of the run, for draws and schedules.
     """
-    defence = defence or NoDefence()
     check_inputs(images, labels)
-    asked = defence.step(Step(1, local_steps, dtype, training=training or Training()))
-    local_steps, dtype, training = asked.local_steps, asked.dtype, asked.training
-    method = method_of(defence, victim, seed)
     ids = torch.arange(images.shape[0]) if ids is None else ids
+    step = Step(len(ids), local_steps, dtype, seed, epoch=epoch, training=training or Training())
+    return upload_of(victim, Batch(images, ids.to(images.device), {"label": labels}), step, defence or NoDefence())
+
+
+def upload_of(
+    victim: Backbone | Method, batch: Batch, step: Step, defence: Defence, stop: Callable[[], bool] = lambda: False
+) -> Gradients:
+    """The same for a batch and a step. stop: asked before each local step behind the first; where it says so,
+    `StoppedError` is raised."""
+    asked, seed, epoch = defence.step(step), step.seed, step.epoch
+    local_steps, training = asked.local_steps, asked.training
+    method = method_of(defence, victim, seed)
     if local_steps > 1 or training.dropout or training.drop_path:
         method = in_training(deepcopy(method), training)
-    parts = _parts(Batch(images, ids.to(images.device), {"label": labels}), training.parts)
+    parts = _parts(batch, training.parts)
     total, walk = Gradients(), Walk(training)
-    for step in range(local_steps):
-        here = [parts[step % len(parts)]] if local_steps > 1 else parts
-        found = _mean([_step(method, part, defence, training, seed, epoch, step) for part in here])
+    for number in range(local_steps):
+        if number and stop():
+            raise StoppedError
+        here = [parts[number % len(parts)]] if local_steps > 1 else parts
+        found = _mean([_step(method, part, defence, training, seed, epoch, number) for part in here])
         found = walk(found) if local_steps > 1 or training.adam else found
         total = _sum(total, found)
-        if step + 1 < local_steps:
+        if number + 1 < local_steps:
             with torch.no_grad():
                 for name, parameter in parameter_names(method).items():
                     parameter -= training.lr * found[name]
     mean = {name: g / local_steps for name, g in total.items()}
-    chance = torch.Generator().manual_seed(seed * 1_000_003 + int(ids[0]))
+    chance = torch.Generator().manual_seed(seed * 1_000_003 + int(batch.ids[0]))
     withheld = defence.withheld(method.backbone)
     kept = {name: g for name, g in mean.items() if name not in withheld}
-    return {name: rounded(g, dtype) for name, g in defence.upload(kept, images.shape[0], chance).items()}
+    return {name: rounded(g, asked.dtype) for name, g in defence.upload(kept, len(batch.ids), chance).items()}
 
 
 def rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from situs.audit.attacks.base import Attack
 from situs.audit.cases import EXACT, Outcome, TestSet
-from situs.audit.client import DTYPES
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Clip, Defence, NoDefence, Noise, Step, Together, create_defence
+from situs.audit.defences import Clip, Defence, NoDefence, Noise, Together, create_defence
 from situs.audit.gradients import Audit, attack_gradients
-from situs.audit.public import NOTHING, config_from, open_audit
+from situs.audit.public import NOTHING, config_from, open_audit, step_of
 from situs.audit.remedies.ladders import scale_of
 from situs.audit.scores.metrics import mean_of, mse
 from situs.audit.scores.scoring import patch_size_of
@@ -216,7 +215,7 @@ def trace_defences(
         axis_of(name, 1.0, 1.0)
     opened = open_audit(model, data, attacks, config, asked)
     victim, test = opened.victim, opened.test
-    step = Step(config.batch, config.local_steps, DTYPES[config.precision], config.seed, epoch=victim.epoch)
+    step = step_of(config, victim)
     scale = scale_of(victim.trains, test, step)
     axes = {name: axis_of(name, scale.rms, scale.norm) for name in dict.fromkeys(over)}
     pairs = {

@@ -21,6 +21,10 @@ SECOND = b"already stopping: what was found is being written (Ctrl-C once more g
 """What a second Ctrl-C is told."""
 
 
+class StoppedError(Exception):
+    """The time was over, or Ctrl-C was pressed, while something was made of which a part is of no use."""
+
+
 class Deadline:
     """Held by one audit and asked by its attacks.
 

@@ -8,7 +8,8 @@ that is stopped has compared them on the same images.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,13 +17,13 @@ from torch import Tensor
 
 from situs.audit.attacks.base import Fact, Knowledge, Ready, Refused
 from situs.audit.cases import Case, Outcome, TestSet
-from situs.audit.client import names_sent, victim_gradients
-from situs.audit.deadline import Deadline
+from situs.audit.client import check_inputs, names_sent, upload_of
+from situs.audit.deadline import Deadline, StoppedError
 from situs.audit.defences import Gradients, Step, blurred, method_of
 from situs.audit.judge.gate import doubt_of
 from situs.audit.scores.scoring import Lpips, Scores, extend, facts_of, measure, measure_parts, pictures_of
 from situs.errors import counted, verb
-from situs.methods.base import Method
+from situs.methods.base import Batch, Method
 from situs.progress import task
 
 GROUP = 8
@@ -74,11 +75,16 @@ def _in_turn(every: Sequence[_Trial], deadline: Deadline) -> Iterator[Outcome]:
             if held != (id(trial.client), span):
                 held = (id(trial.client), span)
                 sent.clear()  # whoever still has the list: the others are let go before any is made
-                for upload in span:
-                    if sent and deadline.spent():
-                        break
-                    deadline.say(f"{trial.cases[0].defence.label}: gradients of batch {upload + 1} of {total}")
-                    sent.append(trial.client.upload(upload))
+                deadline.begin(len(trials) - number)  # many local steps take no more than an attack's share
+                with suppress(StoppedError):
+                    for upload in span:
+                        if sent and deadline.spent():
+                            break
+                        deadline.say(f"{trial.cases[0].defence.label}: gradients of batch {upload + 1} of {total}")
+                        sent.append(trial.client.upload(upload, deadline.over))
+            if not sent:  # it has another turn where time is left
+                held = None
+                continue
             deadline.begin(len(trials) - number, trial.seconds)
             yield from trial.attack(sent, span.start, deadline)
             trial.taken += deadline.taken
@@ -114,14 +120,13 @@ class _Client:
         fields = (labels, self.method, step.local_steps, step.epoch)
         return Knowledge(self.case.defence, step.batch, step.seed, *fields, **plain, training=step.training)
 
-    def upload(self, number: int) -> Gradients:
-        """What is sent for one batch, of it what is wanted."""
-        step, ids = self.step, torch.arange(number * self.step.batch, (number + 1) * self.step.batch)
-        span = slice(int(ids[0]), int(ids[-1]) + 1)
-        fields = {"dtype": step.dtype, "local_steps": step.local_steps, "seed": step.seed, "epoch": step.epoch}
-        fields["training"] = step.training
+    def upload(self, number: int, stop: Callable[[], bool] = lambda: False) -> Gradients:
+        """What is sent for one batch, of it what is wanted; see `upload_of`."""
+        span = slice(number * self.step.batch, (number + 1) * self.step.batch)
         x, y = self.pixels[span], self.test.labels[span]
-        found = victim_gradients(self.method, x, y, defence=self.case.defence, ids=ids, **fields)
+        check_inputs(x, y)
+        ids = torch.arange(span.start, span.stop, device=x.device)
+        found = upload_of(self.method, Batch(x, ids, {"label": y}), self.step, self.case.defence, stop)
         return {name: g for name, g in found.items() if self.wanted is None or name in self.wanted}
 
     @property

@@ -135,7 +135,6 @@ def audit_gradients(
         said = f"fail_above={limit}: one image is always the nearest; give two or more"
         raise SitusError(said, field=("fail_above", "count"))
     searched = any(attack.name == "matching" for attack in opened.attacks)
-    known = config.labels == "known"
     origin = {
         **opened.origin,
         "model": victim.model.backbone.name,
@@ -149,7 +148,7 @@ def audit_gradients(
         test,
         opened.attacks,
         defended,
-        step=Step(config.batch, config.local_steps, DTYPES[config.precision], config.seed, known, victim.epoch),
+        step=step_of(config, victim),
         search=None if limit is None or searched else opened.search,
         lpips=opened.lpips,
         deadline=deadline,
@@ -216,6 +215,12 @@ class Opened(NamedTuple):
     search: MatchingConfig
     lpips: Lpips | None
     origin: dict[str, Any]
+
+
+def step_of(config: AuditConfig, victim: Victim) -> Step:
+    """The step that is audited."""
+    known = config.labels == "known"
+    return Step(config.batch, config.local_steps, DTYPES[config.precision], config.seed, known, victim.epoch)
 
 
 def config_from(options: Mapping[str, Any]) -> tuple[AuditConfig, dict[str, Any]]:

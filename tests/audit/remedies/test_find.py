@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from situs.audit import Deadline, audit_gradients, create_attack, create_defence, find_defences
+from situs.audit import Deadline, audit_gradients, create_attack, create_defence, find_defences, trace_defences
+from situs.audit.attacks.base import Attack, Ready, Recovery
+from situs.audit.attacks.matching.search import MatchingConfig
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
+from situs.audit.deadline import StoppedError
 from situs.audit.defences import Clip, NoDefence, Noise, Step, Withhold
 from situs.audit.judge.gate import Judgement, Limit, Ruling
 from situs.audit.remedies.bisect import Answer
-from situs.audit.remedies.find import Search, _StoppedError, part_of
+from situs.audit.remedies.find import Search, part_of
 from situs.audit.remedies.ladders import CostConfig, Rung, cost_of, ladders, scale_of
 from situs.audit.remedies.result import Remedies, Remedy, Trial, verdict
 from situs.backbones import create_backbone
@@ -210,7 +213,7 @@ def test_an_image_above_counts_however_the_time_ends(
     deadline, test = Deadline(), TestSet(torch.zeros(1, 1, 28, 28), torch.zeros(1), ([0.5], [0.5]))
     deadline.interrupt()
     search, rung = Search(victim, [], Limit("psnr", 20.0), deadline), Rung("none", NoDefence(), Step())
-    with nullcontext() if answer == "above" else pytest.raises(_StoppedError):
+    with nullcontext() if answer == "above" else pytest.raises(StoppedError):
         assert search._judge(rung, test, []) == judged
 
 
@@ -251,3 +254,22 @@ def test_all_attacks_together_decide_whichever_is_first(victim: Backbone) -> Non
             assert (one.worst, one.by, one.images) == (other.worst, other.by, 2)
         else:  # the first upload is enough where it alone is above
             assert (one.images, one.by, other.images, other.by) == (1, "patchembed", 2, "patchembed")
+
+
+def test_labels_that_are_known_are_known_in_every_trial(victim: Backbone) -> None:
+    told: list[Any] = []
+
+    class Spy(Attack):
+        name, about, Config = "spy", "looks on", MatchingConfig
+
+        def prepare(self, *_: Any) -> Ready:
+            return Ready(None)
+
+        def recover(self, backbone: Any, uploads: Any, known: Any = None, deadline: Any = None) -> Recovery:
+            told.append(known.labels)
+            return Recovery(torch.zeros(len(uploads) * known.batch, 1, 28, 28), [{}] * len(uploads))
+
+    find_defences(victim, "samples", "psnr=90", attacks=[Spy()], count=1, labels="known")
+    searched = len(told)
+    trace_defences(victim, "samples", ["dropout"], attacks=[Spy()], count=1, labels="known")
+    assert 5 <= searched < len(told) and all(labels is not None for labels in told)

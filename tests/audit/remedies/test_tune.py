@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from situs.audit import find_defences
+from situs.audit.deadline import StoppedError
 from situs.audit.defences import Clip, NoDefence, Noise, Step, Withhold
 from situs.audit.remedies.ladders import CostConfig, Rung
 from situs.audit.remedies.tune import Tuned, Tuning
@@ -21,7 +22,7 @@ from situs.pages import make_page
 
 STEP = Step(batch=4)
 PLAIN = Rung("no defence", NoDefence(), STEP)
-CONFIG = CostConfig(tune_data="samples", tune_images=48, tune_test=80, tune_lr=2e-3)
+CONFIG = CostConfig(tune_data="samples", tune_images=48, tune_test=80, tune_lr=8e-3)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_what_is_withheld_does_not_move_and_a_larger_batch_takes_fewer_and_large
     step = torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda o: (seen.append(o.param_groups[0]["lr"]), step(o))[1])
     tuning._tune(Rung("batch 16", NoDefence(), replace(STEP, batch=16)), lambda: True)
-    assert seen == pytest.approx([4e-3] * 3)
+    assert seen == pytest.approx([8e-3 * math.sqrt(16 / 64)] * 3)
 
 
 def test_every_step_has_noise_of_its_own(tuning: Tuning, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,12 +104,16 @@ def test_the_margin_is_that_of_the_paired_difference(tuning: Tuning, monkeypatch
     answers = {"no defence": [1, 1, 1, 0], "x": [1, 0, 0, 0]}
     monkeypatch.setattr(tuning, "_right", lambda rung, _: (torch.tensor(answers[rung.label]).bool(), 1.0))
     cost = tuning.cost(Rung("x", NoDefence(), STEP))
-    assert cost is not None and (cost.plain, cost.accuracy) == (0.75, 0.25)
+    assert (cost.plain, cost.accuracy) == (0.75, 0.25)
     assert cost.margin == pytest.approx(1.96 * math.sqrt(1 / 3) / 2)  # of 0, 1, 1, 0
 
 
 def test_a_stop_and_labels_that_do_not_fit(victim: Victim, tuning: Tuning, tmp_path: Path) -> None:
-    assert tuning.cost(Rung("stopped", NoDefence(), STEP), lambda: False) is None
+    with pytest.raises(StoppedError):
+        tuning.cost(Rung("stopped", NoDefence(), STEP), lambda: False)
+    left = iter([True] * 20)  # the first of its steps has a thousand of its own
+    with pytest.raises(StoppedError):
+        tuning.cost(Rung("local steps", NoDefence(), replace(STEP, local_steps=1000)), lambda: next(left, False))
     from PIL import Image
 
     Image.new("L", (28, 28)).save(tmp_path / "a.png")
@@ -137,3 +142,8 @@ def test_the_table_says_the_accuracy_or_that_it_was_not_measured(
     assert "lost against no defence" in page and "Poisson" in page
     bare = replace(found, tuned=False, remedies=[replace(each, tuned=None)])
     assert "was not measured: no labelled images" in str(bare) and "not measured" in make_page(bare).render()
+
+
+def test_a_training_that_wears_the_model_down_by_itself_is_said() -> None:
+    worn, sane = (Tuned(0.69, plain, 0.79, 0.04, 256, 500, 1.0).told for plain in (0.38, 0.77))
+    assert "hides the cost: choose a lower rate (tune_lr)" in worn and "lower rate" not in sane

@@ -13,12 +13,11 @@ from typing import Any
 
 from situs.audit.attacks.base import Attack
 from situs.audit.cases import TestSet
-from situs.audit.client import DTYPES
-from situs.audit.deadline import Deadline
-from situs.audit.defences import NoDefence, Step
+from situs.audit.deadline import Deadline, StoppedError
+from situs.audit.defences import NoDefence
 from situs.audit.gradients import attack_gradients
 from situs.audit.judge.gate import Judgement, Limit, parse_limit
-from situs.audit.public import ATTACKED, COUNT, NOTHING, config_from, open_audit
+from situs.audit.public import ATTACKED, COUNT, NOTHING, config_from, open_audit, step_of
 from situs.audit.remedies.bisect import Answer, climb
 from situs.audit.remedies.ladders import CostConfig, Rung, cost_of, ladders
 from situs.audit.remedies.result import Remedies, Remedy, Trial
@@ -35,10 +34,6 @@ ROUNDS = 3
 ANSWERS: dict[str, Answer] = {"above": "above", "passed": "passed"}
 
 
-class _StoppedError(Exception):
-    """The time is over, or Ctrl-C was pressed."""
-
-
 @dataclass
 class Search:
     """One victim, its attackers and a limit. trials: all that was tried."""
@@ -52,7 +47,7 @@ class Search:
     def ask(self, rung: Rung, test: TestSet, *, unseen: bool = False) -> Trial:
         """What the gate says of a setting on these images; of a batch, on as many as make whole ones."""
         if self.deadline.spent():
-            raise _StoppedError
+            raise StoppedError
         self.deadline.say(f"{rung.label}: {counted(len(test), 'images')}{' that the search has not seen' * unseen}")
         part = part_of(test, slice(0, len(test) // rung.step.batch * rung.step.batch))
         few, quick = part_of(part, slice(0, rung.step.batch)), self.attacks[:1]
@@ -75,7 +70,7 @@ class Search:
         [judged] = audit.ruling.judgements
         # An attack's own time may be over: it is not judged. An image that is above is, however it ends.
         if audit.stopped is not None and self.deadline.spent() and judged.answer != "above":
-            raise _StoppedError
+            raise StoppedError
         return judged
 
     def remedy(
@@ -128,10 +123,7 @@ class Search:
     def tuned(self, tuning: Tuning, rung: Rung) -> Tuned:
         """What a short fine-tuning comes to."""
         self.deadline.say(f"{rung.label}: a short fine-tuning")
-        found = tuning.cost(rung, lambda: not self.deadline.spent())
-        if found is None:
-            raise _StoppedError
-        return found
+        return tuning.cost(rung, lambda: not self.deadline.spent())
 
 
 def _failed(trials: Sequence[Trial]) -> str:
@@ -206,7 +198,7 @@ def find_defences(
     size = min(wanted, len(test) // 2)
     searched, rest = part_of(test, slice(0, size)), part_of(test, slice(size, None))
     others = [part_of(rest, slice(at, at + size)) for at in range(0, len(rest) - size + 1, size)]
-    step = Step(config.batch, config.local_steps, DTYPES[config.precision], config.seed, epoch=victim.epoch)
+    step = step_of(config, victim)
     plain = Rung("no defence", NoDefence(), step)
     tuning = None if costs.tune_data is None else Tuning(victim, costs, plain)
     search = Search(victim.trains, opened.attacks, bound, deadline or Deadline())
@@ -240,7 +232,7 @@ def find_defences(
         for at, each in enumerate(tracked(list(found), "fine-tunings")):
             if tuning is not None and each.named is not None:
                 add(replace(each, tuned=search.tuned(tuning, settings[each.defence])), at)
-    except (_StoppedError, KeyboardInterrupt) as error:
+    except (StoppedError, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt):
             search.deadline.interrupt()
         search.deadline.closed = True

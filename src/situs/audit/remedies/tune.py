@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from situs.audit.client import parameter_names, victim_gradients
+from situs.audit.client import parameter_names, upload_of
+from situs.audit.deadline import StoppedError
 from situs.audit.defences import NoDefence, method_of
 from situs.audit.remedies.ladders import CostConfig, Rung
 from situs.audit.victim import Victim, outputs_of
@@ -23,13 +24,19 @@ from situs.backbones.base import Backbone
 from situs.data.loader import Loader
 from situs.data.sources import splits_at
 from situs.errors import SitusError
-from situs.methods.base import Method
+from situs.methods.base import Batch, Method
 from situs.models.data import check_labels, load_bank
 from situs.models.inference import evaluating
 from situs.results import percent
 
 AT_ONCE = 64
 """Images that are judged at a time."""
+
+RATED = 64
+"""The batch that the rate is said of."""
+
+WORN = 0.05
+"""Accuracy that a training without a defence may lose and still tell what a defence costs."""
 
 HELD_OUT = 0.2
 """Share of images without splits that is kept for judging."""
@@ -58,7 +65,9 @@ class Tuned:
         """The same in words, in percentage points."""
         lost, margin = 100 * self.lost, 100 * self.margin
         found = f"{lost:+.1f} ± {margin:.1f} points" + (", none that shows" if abs(lost) <= margin else "")
-        return f"{found} ({percent(self.plain, 1)} without, {percent(self.before, 1)} before)"
+        worn = "; the training itself wears the model down, which hides the cost: choose a lower rate (tune_lr)"
+        told = f"{found} ({percent(self.plain, 1)} without, {percent(self.before, 1)} before)"
+        return told + worn * (self.before - self.plain > WORN)
 
 
 class Tuning:
@@ -85,13 +94,10 @@ class Tuning:
         self.learned, self.judged = (pixels[order], labels[order]), _all(judged)
         self._known: dict[str, tuple[Tensor, float]] = {}
 
-    def cost(self, rung: Rung, going: Callable[[], bool] = lambda: True) -> Tuned | None:
-        """What the setting leaves; None where `going` says stop before the end."""
+    def cost(self, rung: Rung, going: Callable[[], bool] = lambda: True) -> Tuned:
+        """What the setting leaves; `StoppedError` where `going` says stop before the end."""
         before = self._before()
-        plain, found = self._right(self.plain, going), self._right(rung, going)
-        if plain is None or found is None:
-            return None
-        (base, _), (right, seconds) = plain, found
+        (base, _), (right, seconds) = self._right(self.plain, going), self._right(rung, going)
         apart = base.double() - right.double()
         margin = 1.96 * float(apart.std()) / math.sqrt(len(apart)) if len(apart) > 1 else math.inf
         after, without, own = (float(each.double().mean()) for each in (right, base, before))
@@ -103,39 +109,29 @@ class Tuning:
             self._known[""] = (self._judge(backbone), 0.0)
         return self._known[""][0]
 
-    def _right(self, rung: Rung, going: Callable[[], bool]) -> tuple[Tensor, float] | None:
+    def _right(self, rung: Rung, going: Callable[[], bool]) -> tuple[Tensor, float]:
         """Which images are told right behind the fine-tuning, [n] bool, and its seconds."""
         if rung.label not in self._known:
             began = time.perf_counter()
-            method = self._tune(rung, going)
-            if method is None:
-                return None
-            self._known[rung.label] = (self._judge(method.backbone), time.perf_counter() - began)
+            after = self._judge(self._tune(rung, going).backbone)
+            self._known[rung.label] = (after, time.perf_counter() - began)
         return self._known[rung.label]
 
-    def _tune(self, rung: Rung, going: Callable[[], bool]) -> Method | None:
+    def _tune(self, rung: Rung, going: Callable[[], bool]) -> Method:
         step, (pixels, labels) = rung.step, self.learned
         if len(pixels) < step.batch:
             raise SitusError(f"{len(pixels)} labelled images do not make a batch of {step.batch}", field="tune_data")
         method = method_of(NoDefence(), deepcopy(self.victim), step.seed).eval()
         named = parameter_names(method)
-        rate = self.config.tune_lr * math.sqrt(step.batch / self.plain.step.batch)
+        rate = self.config.tune_lr * math.sqrt(step.batch / RATED)
         optimiser = torch.optim.AdamW(named.values(), lr=rate, weight_decay=0.0)
         for at in range(0, len(pixels) - step.batch + 1, step.batch):
             if not going():
-                return None
+                raise StoppedError
             span = slice(at, at + step.batch)
-            sent = victim_gradients(
-                method,
-                pixels[span],
-                labels[span],
-                defence=rung.defence,
-                dtype=step.dtype,
-                local_steps=step.local_steps,
-                seed=step.seed,
-                ids=torch.arange(at, at + step.batch),  # each step's noise is its own
-                epoch=step.epoch,
-            )
+            ids = torch.arange(at, at + step.batch, device=labels.device)  # each step's noise is its own
+            batch = Batch(pixels[span], ids, {"label": labels[span]})
+            sent = upload_of(method, batch, step, rung.defence, lambda: not going())
             for name, parameter in named.items():  # what overflowed its type moves nothing
                 parameter.grad = sent[name].to(parameter.dtype).nan_to_num(0.0, 0.0, 0.0) if name in sent else None
             optimiser.step()
