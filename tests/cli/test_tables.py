@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from situs.audit.judge.gate import Judgement, Limit, Ruling
@@ -22,6 +24,31 @@ def test_terminal_gets_colours_and_every_cell(
     shown = capsys.readouterr().out
     assert "\x1b[32myes" in shown
     assert "[windows]" in shown  # rich must not take a cell's brackets for markup
+
+
+def test_on_a_narrow_terminal_nothing_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    rows = [["droppos-figure3", "Places in [pictures]", None], ["st-table2", "yes", "missing"]]
+    table = Table("Studies", ["study", "what it shows", "missing"], rows)
+    for width in (10, 30, 44, 60, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        print_table(table)
+        shown = re.sub(r"\x1b\[\d*m", "", drawn := capsys.readouterr().out)
+        assert "…" not in shown and all(len(line) <= width for line in shown.splitlines())
+        assert width < 15 or "droppos-figure3" in shown
+        assert "\x1b[33mmissing" in drawn or width < 44, "a cell's colour"
+        assert drawn.count("\x1b[33m") <= 1, "and not the header's"
+    monkeypatch.setenv("COLUMNS", "30")
+    print_table(table)
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out).splitlines()]
+    assert lines == [
+        "Studies", "", "droppos-figure3", "  what it shows: Places in", "  [pictures]", "", "st-table2",
+        "  what it shows: yes", "  missing: missing", "",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("tone", "sign", "colour"), [("good", "✓", "32"), ("bad", "✗", "31"), ("unsure", "?", "33")])

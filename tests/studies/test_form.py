@@ -61,6 +61,9 @@ def test_a_whole_study_is_taken() -> None:
             "2 entries for 1 points",
         ),
         ("paper", "resnet", "paper='resnet': must be one of"),
+        ("tables.0.rows", [{"name": "r"}] * 2, r"tables\[0\].rows\[1\].name='r': must be another"),
+        ("tables.0.columns", [{"name": "c"}] * 2, r"columns\[1\].name='c': must be another"),
+        ("curves", [{"x": "x", "y": "y", "lines": [{"name": "l"}] * 2}], r"lines\[1\].name='l': must be another"),
     ],
 )
 def test_a_mistake_is_a_sentence(path: str, value: Any, said: str) -> None:

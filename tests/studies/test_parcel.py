@@ -17,7 +17,7 @@ from situs.data.config import DataConfig
 from situs.errors import SitusError
 from situs.methods import METHODS
 from situs.models import open_model
-from situs.studies.folder import DONE, StudyFolder
+from situs.studies.folder import BEGUN, DONE, FAILED, NOT_FINITE, TAKEN, StudyFolder
 from situs.studies.load import load_study
 from situs.studies.parcel import pack_study, unpack_study
 from situs.studies.reading import read_study
@@ -164,6 +164,10 @@ def test_mistakes_are_sentences(begun: Path, tmp_path: Path) -> None:
             unpack_study(whole, tmp_path / name)
         assert not (tmp_path / name).exists()
     first = next((tmp_path / "parts").iterdir())
+    shutil.copy(first, other := first.with_name("study.tar.002of012"))
+    with pytest.raises(SitusError, match=r"holds parts of several packed studies \(of 001 and of 012\)"):
+        unpack_study(tmp_path / "parts", tmp_path / "out")
+    other.unlink()
     first.rename(first.with_name("study.tar.001of009"))
     with pytest.raises(SitusError, match="holds 1 of 9 parts"):
         unpack_study(tmp_path / "parts", tmp_path / "out")
@@ -177,6 +181,61 @@ def test_what_only_its_owner_may_read_stays_so_in_the_parts(begun: Path, tmp_pat
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in pack_study(study, tmp_path / "parts", models=False))
     unpack_study(tmp_path / "parts", tmp_path / "there")
     assert (tmp_path / "there" / "jobs" / "top1-0" / "accuracy.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_thousand_parts_and_more(begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a study of 1 GiB has at --mib 1; by their names the thousandth comes before the last of three digits."""
+    whole = pack_study(begun, tmp_path / "one")[0].stat().st_size
+    monkeypatch.setattr("situs.studies.parcel.MIB", whole // 1005)
+    parts = pack_study(begun, tmp_path / "parts", mib=1)
+    assert len(parts) > 1000 and parts[0].name == f"study.tar.001of{len(parts)}"
+    assert unpack_study(tmp_path / "parts", tmp_path / "there") == ["pre-0", "pre-1", "tuned-0", "top1-0"]
+    assert read_study(tmp_path / "there").rows == read_study(begun).rows
+    parts[1000].unlink()
+    with pytest.raises(SitusError, match=f"holds {len(parts) - 1} of {len(parts)} parts"):
+        unpack_study(tmp_path / "parts", tmp_path / "out")
+
+
+def test_models_can_follow_what_came_without_them(begun: Path, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    pack_study(begun, tmp_path / "numbers", models=False)
+    pack_study(begun, tmp_path / "parts")
+    unpack_study(tmp_path / "numbers", there)
+    assert unpack_study(tmp_path / "parts", there) == ["pre-1"], "of which tuned-1 starts"
+    folder = StudyFolder.open(there)
+    assert folder.model_here(folder.tasks["pre-1"])
+    assert unpack_study(tmp_path / "numbers", there) == [] and folder.model_here(folder.tasks["pre-1"])
+
+
+@pytest.mark.parametrize("state", [BEGUN, FAILED])
+def test_what_was_cut_or_failed_elsewhere_does_not_undo_what_is_here(begun: Path, tmp_path: Path, state: str) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    for place in (there, here):
+        shutil.copytree(begun, place)
+    elsewhere, own = StudyFolder.open(there), StudyFolder.open(here)
+    elsewhere.write_state(elsewhere.tasks["tuned-1"], state, message="no room")
+    shutil.copytree(here / "jobs" / "pre-0", here / "jobs" / "tuned-1")
+    pack_study(there, tmp_path / "parts")
+    for mine in (BEGUN, NOT_FINITE):
+        own.write_state(own.tasks["tuned-1"], mine, seconds=7.0)
+        kept = (here / "jobs" / "tuned-1.json").read_text()
+        assert unpack_study(tmp_path / "parts", here) == []
+        assert (here / "jobs" / "tuned-1.json").read_text() == kept
+    (here / "jobs" / "tuned-1.json").unlink()
+    assert unpack_study(tmp_path / "parts", here) == (["tuned-1"] if state == FAILED else [])
+
+
+def test_a_run_that_was_cut_here_does_not_stand_for_a_model_that_stayed_there(begun: Path, tmp_path: Path) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    for place in (there, here):
+        shutil.copytree(begun, place)
+    elsewhere, own = StudyFolder.open(there), StudyFolder.open(here)
+    elsewhere.write_state(elsewhere.tasks["pre-1"], TAKEN, source="export", weights="1")
+    (there / "jobs" / "pre-1" / "metrics.jsonl").unlink()
+    own.write_state(own.tasks["pre-1"], BEGUN)
+    pack_study(there, tmp_path / "parts", models=False)
+    assert unpack_study(tmp_path / "parts", here) == ["pre-1"]
+    assert not StudyFolder.open(here).model_here(StudyFolder.open(here).tasks["pre-1"])
 
 
 def _flipped(data: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,6 +86,13 @@ def test_which_data_a_job_reads() -> None:
     jobs = planned(study(jobs={**FILE["jobs"], "other": {"verb": "verify", "after": "look"}}))
     assert data_of(study(), jobs["look"]) == ("first",)
     assert data_of(study(), jobs["other"]) == ()
+    listed = replace(jobs["look"], options={"more": ["{data.second}"]})
+    assert data_of(study(), listed) == ("first", "second")
+
+
+def test_jobs_and_data_that_a_list_names_are_needed_too() -> None:
+    among = {"verb": "evaluate ensemble", "after": "tuned-0.5", "options": {"more": ["{look}", "{seed}", 3]}}
+    assert needs(planned(study(jobs={**FILE["jobs"], "among": among}))["among"]) == ("tuned-0.5", "look")
 
 
 @pytest.mark.parametrize(
@@ -119,6 +127,9 @@ def test_cells_and_points_need_a_job_and_a_figure() -> None:
         planned(study(tables=[{**table, "rows": [{"name": "r", "job": "look", "figure": "loss[x]"}]}]))
     with pytest.raises(SitusError, match=r"pictures\[0\].job: unknown job 'nosuch'"):
         planned(study(pictures=[{"job": "nosuch"}]))
+    line = {"name": "l", "job": "look", "figure": "a[*].b", "over": "a[*"}
+    with pytest.raises(SitusError, match=r"curves\[0\].lines\[0\].over: figure='a\[\*': is no path to a number"):
+        planned(study(curves=[{"x": "x", "y": "y", "lines": [line]}]))
     assert point_of(study().curves[0].lines[0], 1) == ("tuned-0.5", "val_top1")
 
 

@@ -402,11 +402,57 @@ def test_another_model_of_the_same_name_is_another(study: Path, tmp_path: Path) 
         run(study, out, take={"pre": models[1]})
 
 
+def test_a_model_of_ones_own_is_told_from_another_at_its_path(study: Path, tmp_path: Path) -> None:
+    out, model = tmp_path / "out", tmp_path / "model"
+    study.write_text(STUDY.replace('after = "pre"', f'model = "{model}"'))
+    model.mkdir()
+    (model / "export.json").write_text("1.0")
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        (model / name).write_text("one")
+        first = same(run(study, out, seeds=1))
+        (model / "accuracy.json").write_text("{}")  # what was measured since makes it no other model
+        assert same(run(study, out)) == first
+        (model / name).write_text("two")
+        told = rf"job tuned-0 was run with another model than lies at {model} now; .* for every NAME of tuned-0, top1-0"
+        with pytest.raises(SitusError, match=told):
+            run(study, out)
+        (model / name).unlink()
+        shutil.rmtree(out)
+    (model / "model.safetensors").write_text("one")
+    first = same(run(study, out, seeds=1))
+    model.rename(tmp_path / "elsewhere")  # as on another machine, where what is done stays done
+    assert same(run(study, out)) == first
+
+
+def test_the_copy_in_its_folder_is_the_study(study: Path, tmp_path: Path) -> None:
+    """What was unpacked on another machine goes on without the file it came from."""
+    run(study, tmp_path / "out", seeds=1)
+    study.unlink()
+    found = run(tmp_path / "out" / "study.toml", tmp_path / "out", seeds=2)
+    assert found.name == "mine" and [task.state for task in found.tasks] == ["done"] * 6
+
+
+def test_a_job_that_was_killed_says_so_and_not_its_last_words(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_WORDS", "no room for a batch of 13")
+    study.write_text(STUDY + DIVERGES)
+    only = How(only=("large",))
+    assert run(study, tmp_path / "out", seeds=1, how=only).summary().notes[0].endswith("no room for a batch of 13.")
+    monkeypatch.setattr(running, "COMMAND", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
+    (note,) = run(study, tmp_path / "out", seeds=1, how=only).summary().notes
+    assert note == "large-0 failed: was ended by SIGKILL, perhaps for want of memory."
+    monkeypatch.setattr(running, "COMMAND", (sys.executable, "-c", "raise SystemExit(7)"))
+    (note,) = run(study, tmp_path / "out", seeds=1, how=only).summary().notes
+    assert note == "large-0 failed: ended with status 7.", "not with what an earlier try had said"
+
+
 @pytest.mark.parametrize(
-    "mistake", [{"how": How(only=("nosuch*",))}, {"take": {"nosuch": "x"}}, {"take": {"pre": "x"}}]
+    "mistake",
+    [{"how": How(only=("nosuch*",))}, {"take": {"nosuch": "x"}}, {"take": {"pre": "x"}}, {"seeds": 0}, {"seeds": -1}],
 )
 def test_a_mistake_in_what_is_asked_leaves_nothing_behind(study: Path, tmp_path: Path, mistake: dict[str, Any]) -> None:
-    with pytest.raises(SitusError, match=r"unknown job 'nosuch|holds no run"):
+    with pytest.raises(SitusError, match=r"unknown job 'nosuch|holds no run|seeds=.*: must be >= 1"):
         run(study, tmp_path / "out", **mistake)
     assert not (tmp_path / "out").exists()
 

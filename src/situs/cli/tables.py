@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from situs.results import Table, Tone
+from situs.results import Table, Tone, show
 
 COLOURS = {
     "yes": "green",
@@ -33,16 +33,31 @@ def print_verdict(sentence: str, tone: Tone | None) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Prints a table; its last column may be long."""
+    """Prints a table; on a terminal that is too narrow for its words, a row as lines, one a cell."""
     if not sys.stdout.isatty():
         print(table)
         return
     from rich import box
     from rich.console import Console
+    from rich.padding import Padding
     from rich.table import Table as RichTable
     from rich.text import Text
 
     drawn = RichTable(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
-    for row in table.cells():
-        drawn.add_row(*(Text(cell, style=COLOURS.get(cell, "")) for cell in row))
-    Console().print(drawn)
+    header, console = list(table.header), Console()
+    for column in range(len(table.cells()[0]) if table.cells() else 0):  # a name stays whole, no letter is lost
+        drawn.add_column(no_wrap=not column and bool(header), overflow="fold")
+    for number, row in enumerate(table.cells()):
+        style = "bold" if header and not number else None
+        drawn.add_row(*(Text(cell, style=style or COLOURS.get(cell, "")) for cell in row))
+    unbounded = console.options.update(max_width=10_000)
+    if not header or console.measure(drawn, options=unbounded).minimum <= console.width:
+        console.print(drawn)
+        return
+    console.print(Text(table.title, style="bold"))
+    for first, *others in table.cells()[1:]:
+        console.print(Text(f"\n{first}", style="bold", overflow="fold"))
+        for name, cell in zip(header[1:], others, strict=True):
+            if cell != show(None):
+                console.print(Padding(Text(f"{name}: {cell}", overflow="fold"), (0, 0, 0, 2), expand=False))
+    console.print()

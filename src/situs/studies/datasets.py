@@ -14,11 +14,11 @@ READ = 32
 """Files of which pieces are read, spread evenly over all of them."""
 
 
-def fingerprint(path: str | Path, ending: str = "") -> str:
+def fingerprint(path: str | Path, ending: str | tuple[str, ...] = "") -> str:
     """Of a file or folder: names, sizes and pieces of some files. A copy elsewhere has the same, whatever its dates.
 
     ImageNet's million files cost a walk over the folders; hidden files (caches, locks) do not count. Of an address: of
-    its text alone. ending: in a folder only files whose names end so count.
+    its text alone. ending: in a folder only files whose names end so (or in one of these ways) count.
     """
     root, hashed = Path(path), hashlib.blake2b(digest_size=8)
     if "://" in str(path):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import isclose
 from pathlib import Path
@@ -134,7 +135,9 @@ def _is(value: Any, text: str) -> bool:
 
 def _absent(path: str, step: str, held: Any) -> SitusError:
     if isinstance(held, Mapping):
-        there = f"there are {', '.join(map(str, list(held)[:12])) or 'none'}"
+        shown = [*map(str, held)][:12]
+        near = [name for name in get_close_matches(step, map(str, held), n=1) if name not in shown]
+        there = f"there are {', '.join([*shown, *(['…'] if near else []), *near]) or 'none'}"
     else:
         there = f"there is a list of {len(held)}" if isinstance(held, list) else f"there is {held!r}"
     return SitusError(f"figure={path!r}: has no {step}; {there}", field="figure")

@@ -24,6 +24,7 @@ from typing import Any
 from situs.config import differences, flat, from_dict, to_dict
 from situs.errors import SitusError, unknown_name
 from situs.files import read_json, write_text
+from situs.limits import check_value
 from situs.studies.datasets import fingerprint
 from situs.studies.form import PAPER, VERBS, Job, Study
 from situs.studies.load import load_study
@@ -68,6 +69,7 @@ class StudyFolder:
         self.path, self.study, self.name, self.scale, self.seeds = path, study, name, scale, seeds
         self.jobs: Jobs = planned(study, scale)
         self._states: dict[str, dict[str, Any]] = {}
+        self._marks: dict[str, str] = {}
         self.tasks = {task.name: task for name in self.jobs for task in self._tasks(name)}
 
     @classmethod
@@ -88,12 +90,16 @@ class StudyFolder:
     @classmethod
     def begun(cls, path: Path, study: Study, file: Path, scale: str, seeds: int | None) -> StudyFolder:
         """What `create` gives, of which nothing is written."""
+        if seeds is not None:
+            check_value("seeds", seeds, ">= 1")
         known = file.stem
         if not study.runs:
             said = "; ".join(f"it needs {each.package}: {each.why}" for each in study.missing if each.whole)
             raise SitusError(f"{known}: cannot be run yet; {said}", field="study")
         if (path / SETTINGS).is_file():
             old = read_json(path / SETTINGS)
+            if file.exists() and (path / STUDY).exists() and file.samefile(path / STUDY):
+                known = str(old.get("study"))  # its own copy, where the file itself is on another machine
             for key, value in (("study", known), ("scale", scale)):
                 if old.get(key) != value:
                     raise SitusError(f"{path}: holds {key} {old.get(key)!r}, and not {value!r}", field=("out", key))
@@ -181,8 +187,21 @@ class StudyFolder:
             **facts,
             "recipe": task.recipe,
             **({"above": rests} if rests else {}),
+            **({"weights": mark} if "weights" not in facts and (mark := self._mark(task)) else {}),
         }
         write_text(task.file("json"), _json(self._states[task.name]))
+
+    def _mark(self, task: Task) -> str:
+        """What tells the weights at a path that a job names as its model from others there; "" where it names none."""
+        name, _, text = task.job.model.rpartition("=")
+        if not text or "{" in text or (name and text == "pretrained"):  # those of jobs and of data are noted as such
+            return ""
+        if text not in self._marks:
+            try:
+                self._marks[text] = fingerprint(text, WEIGHTS)
+            except OSError:  # it is not here: a library's, or another machine's
+                self._marks[text] = ""
+        return self._marks[text]
 
     def _above(self, task: Task) -> list[Task]:
         """All that it rests on, the nearest first; a model that was taken rests on nothing here."""
@@ -204,6 +223,10 @@ class StudyFolder:
         for task in kept:
             for key, was, now in self._changed(self.state(task)["recipe"], task.recipe, task):
                 told.setdefault(task.name, f"job {task.name} was run with {key} {was!r}, which is now {now!r}")
+            noted = self.state(task).get("weights") if self.ended(task) != TAKEN else None
+            if noted and self._mark(task) not in ("", noted):
+                said = f"job {task.name} was run with another model than lies at {task.job.model} now"
+                told.setdefault(task.name, said)
         for task in (task for task in kept if self.ended(task) != TAKEN):
             for above in self._above(task):
                 rested = (self.state(task).get("above") or {}).get(above.name)
@@ -264,8 +287,8 @@ class StudyFolder:
         self.write_state(task, TAKEN, source=source.name, weights=fingerprint(source, WEIGHTS))
 
 
-WEIGHTS = ".safetensors"
-"""The files of a model that was taken that tell it from another of its name."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+"""The files of a model that tell it from another of its name."""
 
 _BESIDE = ("seed", "taken", "weights")
 """Keys of a recipe beside those of a job."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -180,6 +180,15 @@ class Row(Checked):
     """What was measured before, "" where nothing was; `[measured]` says when and on what."""
 
 
+def _check_apart(kind: str, named: Sequence[Any]) -> None:
+    """Refuses two of a name: the numbers of the second would stand in the place of the first's."""
+    seen: set[str] = set()
+    for index, each in enumerate(named):
+        if each.name in seen:
+            raise SitusError(field=f"{kind}[{index}].name", value=each.name, allowed="another than those before it")
+        seen.add(each.name)
+
+
 @dataclass(frozen=True)
 class Table(Checked):
     """The paper's table: its columns, its rows."""
@@ -191,6 +200,8 @@ class Table(Checked):
     """What stands over the rows' names."""
 
     def check(self) -> None:
+        _check_apart("rows", self.rows)
+        _check_apart("columns", self.columns)
         for index, row in enumerate(self.rows):
             for name in ("paper", "ours", "job", "figure"):
                 value = getattr(row, name)
@@ -240,6 +251,9 @@ class Curves(Checked):
 
     scale: Literal["linear", "log"] = "linear"
     """Of the x axis."""
+
+    def check(self) -> None:
+        _check_apart("lines", self.lines)
 
 
 @dataclass(frozen=True)

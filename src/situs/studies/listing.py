@@ -25,7 +25,7 @@ class StudyList:
             "what it shows",
             "data",
             "GPU hours: quick",
-            "paper",
+            "GPU hours: paper",
             "the paper's numbers",
             "ours",
             "missing",

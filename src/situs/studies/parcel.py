@@ -19,7 +19,7 @@ from situs.errors import SitusError
 from situs.files import write_result
 from situs.hold import NAME as LOCK
 from situs.hold import only_one
-from situs.studies.folder import SETTINGS, STUDY, StudyFolder, Task
+from situs.studies.folder import FAILED, NOT_FINITE, SETTINGS, STUDY, StudyFolder, Task
 from situs.studies.form import VERBS
 
 MIB = 1024 * 1024
@@ -134,12 +134,15 @@ def unpack_study(parts: str | Path, out: str | Path) -> list[str]:
 
 def _whole(parts: Path) -> bytes:
     """The packed study of all its parts, in order; one that is missing or damaged is refused."""
-    found = sorted(parts.glob(PARTS))
-    count = int(found[0].name[-3:]) if found and found[0].name[-3:].isdigit() else 0
-    if not found or [path.name for path in found] != _names(count):
+    found = {path.name: path for path in parts.glob(PARTS)}
+    told = sorted({name.rpartition("of")[2] for name in found})
+    if len(told) > 1:
+        raise SitusError(f"{parts}: holds parts of several packed studies (of {' and of '.join(told)})", field="parts")
+    count = int(told[0]) if told and told[0].isdigit() else 0
+    if not found or len(found) != count or found.keys() != {*_names(count)}:
         raise SitusError(f"{parts}: holds {len(found)} of {count or 'the'} parts of a packed study", field="parts")
     try:
-        data = b"".join(path.read_bytes() for path in found)
+        data = b"".join(found[name].read_bytes() for name in _names(count))
         return gzip.decompress(data) if data.startswith(GZIP) else data  # those of older versions were not compressed
     except (OSError, EOFError, zlib.error) as error:
         raise SitusError(f"{parts}: a part of the packed study is damaged: {error}", field="parts") from None
@@ -150,18 +153,30 @@ def _names(count: int) -> list[str]:
 
 
 def _laid(come: StudyFolder, task: Task, out: Path) -> bool:
-    """Puts a job that ended into `out`, its state last; not where it is there already with all that came."""
+    """Puts a job that ended into `out`, its state last; not where what is there is as much or more."""
     there = out / "jobs" / task.name
     here = StudyFolder(out, come.study, come.name, come.scale, come.seeds)
-    if not come.ended(task) or (here.done(here.tasks[task.name]) and (there.exists() or not task.folder.exists())):
+    if not _more(come, here, task):
         return False
-    if task.folder.exists():
+    if come.done(task):  # what was begun there is no model of it
         shutil.rmtree(there, ignore_errors=True)
+        there.unlink(missing_ok=True)
+    if task.folder.exists():
         shutil.move(task.folder, there)
     for kind in ("toml", "log", "json"):
         if task.file(kind).is_file():
             shutil.copy(task.file(kind), there.with_name(f"{task.name}.{kind}"))
     return True
+
+
+def _more(come: StudyFolder, here: StudyFolder, task: Task) -> bool:
+    """Whether what came of a job is more than is here. Of one that was cut nothing came: its checkpoints stayed."""
+    own = here.tasks[task.name]
+    state, held = come.ended(task), here.ended(own)
+    if not here.done(own):
+        return come.done(task) or (state == NOT_FINITE != held) or (state == FAILED and not held)
+    same = state == held and come.state(task).get("weights") == here.state(own).get("weights")
+    return same and come.model_here(task) and not here.model_here(own)
 
 
 def _made(folder: Path) -> Path:

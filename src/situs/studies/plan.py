@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
 
-from situs.config import choices_of, flat, from_dict, merge
+from situs.config import choices_of, from_dict, merge
 from situs.errors import SitusError, unknown_name
 from situs.presets import load_preset
 from situs.studies.find import check_path
@@ -101,9 +101,17 @@ def word(value: Any) -> str:
 
 def needs(job: Job) -> tuple[str, ...]:
     """The jobs that must be done first: those it starts after, and those its options or its model name as {JOB}."""
-    texts = [text for text in flat({"": job.options, "model": job.model}).values() if isinstance(text, str)]
-    named = [name for text in texts for name in re.findall(r"\{([^{}]+)\}", text)]
+    named = [name for text in _texts([job.options, job.model]) for name in re.findall(r"\{([^{}]+)\}", text)]
     return (*job.models, *(name for name in named if name != "seed" and not name.startswith("data.")))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in tables and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for held in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(held)
 
 
 def _check_names(study: Study, jobs: Jobs) -> None:
@@ -139,6 +147,7 @@ def _cells(study: Study) -> Iterator[tuple[str, tuple[str, str]]]:
         for i, line in enumerate(curves.lines):
             for p in range(len(line.at) or 1):
                 yield f"curves[{number}].lines[{i}]", point_of(line, p)
+            yield f"curves[{number}].lines[{i}].over", ("", line.over)
 
 
 def cell_of(table: Table, row: Row, index: int) -> tuple[str, str]:
@@ -165,8 +174,8 @@ def times_of(unit: str, times: float | None) -> float:
 def data_of(study: Study, job: Job) -> tuple[str, ...]:
     """The data sets that a job reads: its own first, then those its options, changes and model name as {data.NAME}."""
     own = job.data or next(iter(study.data), "")
-    held = flat({"": job.options, "change": job.change, "model": job.model}).values()
-    named = [name for text in held if isinstance(text, str) for name in re.findall(r"\{data\.([^{}]+)\}", text)]
+    held = _texts([job.options, job.change, job.model])
+    named = [name for text in held for name in re.findall(r"\{data\.([^{}]+)\}", text)]
     return (*([own] if own and VERBS[job.verb].reads(job.options) else []), *named)
 
 

@@ -26,7 +26,7 @@ from situs.data.work import cores
 from situs.errors import SitusError
 from situs.files import read_json, write_text
 from situs.hold import only_one
-from situs.limits import Count, Positive, check_value
+from situs.limits import Count, Positive
 from situs.progress import clock
 from situs.studies.datasets import fingerprint
 from situs.studies.find import figure_files
@@ -87,8 +87,6 @@ def run_study(
     given the table whenever a job has ended.
     """
     how = how or How()
-    if seeds is not None:
-        check_value("seeds", seeds, ">= 1")
     loaded, path = load_study(study), Path(out)
     given = paths_of(loaded, study_file(study).stem, data)
     marks = {name: path if path == SAMPLES else _mark(path) for name, path in given.items()}
@@ -141,7 +139,8 @@ def _slots(how: How) -> list[str | None]:
 
 @dataclass
 class _Running:
-    """A job at work. slot: which of those side by side. before: seconds it took until it was cut."""
+    """A job at work. slot: which of those side by side. before: seconds it took until it was cut. said: where in its
+    log what it says begins."""
 
     task: Task
     process: subprocess.Popen[bytes]
@@ -149,6 +148,7 @@ class _Running:
     slot: int
     command: str
     before: float
+    said: int
 
 
 @dataclass
@@ -241,6 +241,7 @@ class _Runner:
         command = self._nameless(command)
         self.folder.write_state(task, BEGUN, seconds=before, data=self._marks(task))  # a kill finds it so
         with task.file("log").open("ab") as log:
+            said = log.tell()
             process = subprocess.Popen(
                 [*COMMAND, str(os.getpid()), *words],
                 stdin=subprocess.DEVNULL,
@@ -249,7 +250,7 @@ class _Runner:
                 env=env,
                 start_new_session=True,  # Ctrl-C is ours to hand on
             )
-        self.running[task.name] = _Running(task, process, time.monotonic(), slot, command, before)
+        self.running[task.name] = _Running(task, process, time.monotonic(), slot, command, before, said)
         self.tried.add(task.name)
 
     def _nameless(self, text: str) -> str:
@@ -280,7 +281,10 @@ class _Runner:
         task, status, how = each.task, each.process.returncode, VERBS[each.task.job.verb]
         if status == 0 or (how.partly and status == 1 and figure_files(task.folder)):
             return DONE, ""
-        message = self._nameless(_last_line(task.file("log"))) or f"ended with status {status}"
+        message = self._nameless(_last_line(task.file("log"), each.said)) or f"ended with status {status}"
+        if status < 0:
+            perhaps = ", perhaps for want of memory" if status == -signal.SIGKILL else ""
+            message = f"was ended by {signal.Signals(-status).name}{perhaps}"
         if how.trains and (task.folder / "nan").is_dir():
             return NOT_FINITE, message
         return (BEGUN, "") if asked or status == 130 else (FAILED, message)
@@ -319,6 +323,9 @@ def _machine(task: Task) -> dict[str, Any]:
     return {"machine": read_json(told[-1]).get("machine", {})} if told else {}
 
 
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+def _last_line(log: Path, start: int) -> str:
+    with log.open("rb") as file:
+        file.seek(start)
+        text = file.read().decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1].removeprefix("situs: ") if lines else ""
