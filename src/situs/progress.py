@@ -21,17 +21,18 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Task:
-    """What is being done. done: of `total`, where that is known, begun at `start`. now: the latest word."""
+    """What is being done. done: of `total`, where that is known, begun at `start`; of a part of it a share. now: the
+    latest word."""
 
     what: str
     total: int | None = None
-    done: int = 0
+    done: float = 0
     now: str = ""
     hear: Callable[[], None] = lambda: None
-    start: int = 0
+    start: float = 0
     began: float = 0.0
 
-    def tell(self, done: int | None = None, now: str | None = None, *, total: int | None = None) -> None:
+    def tell(self, done: float | None = None, now: str | None = None, *, total: int | None = None) -> None:
         """What has changed."""
         self.done = self.done if done is None else done
         self.now = self.now if now is None else now

@@ -19,6 +19,7 @@ from warm import Warm
 
 from situs.errors import SitusError
 from situs.files import write_text
+from situs.progress import hearing, share
 from situs.studies import run as running
 from situs.studies.reading import read_study
 from situs.studies.result import StudyResult
@@ -132,6 +133,17 @@ def test_what_is_done_is_skipped_and_more_seeds_can_be_asked_for(study: Path, tm
     assert same(read_study(tmp_path / "out")) == same(again)
 
 
+def test_what_jobs_at_work_have_done_counts(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_STEP", "0.05")
+    heard: list[tuple[float, str]] = []
+    with hearing(lambda tasks: heard.extend((share(tasks) or 0.0, each.now) for each in tasks)):
+        run(study, tmp_path / "out", seeds=1)
+    shares = [each for each, _ in heard]
+    assert shares == sorted(shares) and shares[-1] == 1.0
+    assert (pytest.approx(3 / 6 / 3), "pre-0 50 %") in heard, "the first of three jobs, of it three steps of six"
+    assert (pytest.approx((1 + 4 / 5) / 3), "tuned-0 80 %") in heard
+
+
 def test_interrupted_twice_by_the_clock_it_ends_the_same(
     study: Path, peace: StudyResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +163,7 @@ def test_killed_in_the_middle_it_ends_the_same(study: Path, peace: StudyResult, 
     code = f"""
 import sys
 from situs.files import write_text
+from situs.progress import hearing, share
 from situs.studies import run as running
 running.COMMAND = (sys.executable, {str(FAKE)!r})
 running.run_study({str(study)!r}, "samples", out={str(tmp_path / "out")!r}, how=running.How(at_once=2))

@@ -36,6 +36,7 @@ from situs.studies.load import load_study, study_file
 from situs.studies.plan import data_of, put
 from situs.studies.reading import read_folder
 from situs.studies.result import StudyResult
+from situs.studies.share import share_told
 from situs.studies.words import elsewhere, nameless, paths_of, words_of
 from situs.train.interrupt import Interrupt
 
@@ -173,7 +174,12 @@ class _Runner:
             try:
                 while True:
                     self._reap(asked=False)
-                    told.tell(len(done) + len(self.tried) - len(self.running), ", ".join(self.running))
+                    at_work = {
+                        name: share_told(each.task.file("log"), each.said) for name, each in self.running.items()
+                    }
+                    ended = len(done) + len(self.tried) - len(at_work)
+                    said = ", ".join(f"{name} {100 * share:.0f} %" for name, share in at_work.items())
+                    told.tell(ended + sum(at_work.values()), said)
                     if interrupt.asked or (minutes is not None and time.monotonic() - began > 60 * minutes):
                         why = "interrupted" if interrupt.asked else f"the time of {minutes:g} min is over"
                         self.say(f"{why}: jobs at work save themselves ({len(self.running)}); the same command goes on")
