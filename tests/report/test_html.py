@@ -105,13 +105,15 @@ def test_the_page_fetches_nothing() -> None:
 def test_contents_lead_to_sections() -> None:
     page = Page("p")
     for title in ("Same", "Same", "γ = ½", "Fourth, & last"):
-        page.section(title)
-    page.fold("Folded")
+        page.section(title).text("t")
+    page.fold("Folded").text("t")
+    page.section("Under which nothing came")
     read = Reader(page.render())
     ids = read.values("id")
     assert len(set(ids)) == 5
     assert read.values("href") == [f"#{each}" for each in ids]
-    assert Reader(Page("p", sections=[Section("one"), Section("two")]).render()).tags["nav"] == 0
+    few = Page("p", sections=[Section("one").text("t"), Section("two").text("t")])
+    assert Reader(few.render()).tags["nav"] == 0 and few.render().count("<h2>") == 2
 
 
 def test_pictures_are_held_whole_and_at_half_size() -> None:
@@ -199,6 +201,8 @@ def test_bars_say_their_numbers_to_who_cannot_see_them() -> None:
     read = Reader(Section("s").bars({"with `key`": (92.14, "good"), "without": 10.2}, "%").blocks[0])
     assert read.values("aria-label") == ["with key: 92.1 %; without: 10.2 %"]
     assert read.values("style") == ["width:92.1%", "width:10.2%"]
+    counted = Reader(Section("s").bars({"done": 4, "in all": 12}, "jobs").blocks[0])
+    assert counted.values("aria-label") == ["done: 4 jobs; in all: 12 jobs"]
     assert Reader(Section("s").bars({"a": 2.0, "b": 4.0}, "ms").blocks[0]).values("style") == [
         "width:50.0%",
         "width:100.0%",

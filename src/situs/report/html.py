@@ -219,7 +219,8 @@ class Page:
             section.blocks = [Markup(word(str(block))) for block in section.blocks]  # noqa: S704  (escaped before)
 
     def render(self) -> str:
-        """The whole page."""
+        """The whole page; sections under which nothing came are left out."""
+        self.sections = [section for section in self.sections if section.blocks]
         return _templates().get_template("page.html.jinja").render(page=self)
 
     def write(self, path: Path | str, *, private: bool = False) -> Path:
@@ -257,7 +258,8 @@ def _anchor(title: str, number: int) -> str:
 
 def _figures(value: float) -> str:
     """A number on a bar: a tenth is enough of what is large."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
+    whole = isinstance(value, int) or abs(value) >= 1000
+    return f"{value:,.0f}" if whole else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
 
 
 def _data_uri(picture: bytes) -> str:
