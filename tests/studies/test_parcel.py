@@ -17,6 +17,7 @@ from situs.data.config import DataConfig
 from situs.errors import SitusError
 from situs.methods import METHODS
 from situs.models import open_model
+from situs.models.model import puzzle_method
 from situs.studies.folder import BEGUN, DONE, FAILED, NOT_FINITE, TAKEN, StudyFolder
 from situs.studies.load import load_study
 from situs.studies.parcel import pack_study, unpack_study
@@ -55,7 +56,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
         METHODS["mp3"].Config(),
         BackboneConfig("vit_tiny_patch16_224", patch_size=14, model_args=shape),
         DataConfig(path="samples", img_size=28, channels=1, batch=8, count=16),
-        train=TrainConfig(epochs=1, log_every=1),
+        train=TrainConfig(epochs=1, log_every=1, save_every=1),
     )
     train_run(config, out=path / "jobs" / "pre-0", device="cpu")
     for name in ("pre-1", "tuned-0"):
@@ -79,20 +80,39 @@ def test_it_comes_over_in_parts_with_the_models_that_are_still_needed(begun: Pat
     folder = StudyFolder.open(there)
     assert folder.model_here(folder.tasks["pre-1"]), "tuned-1 starts from it"
     assert not folder.model_here(folder.tasks["tuned-0"]), "nobody needs it any more"
-    own = open_model(begun / "jobs" / "pre-1").backbone.model.state_dict()
-    held = load_file(there / "jobs" / "pre-1" / "model.safetensors")
-    assert {tensor.dtype for tensor in held.values()} == {torch.float16}
-    come = open_model(there / "jobs" / "pre-1").backbone.model.state_dict()
-    weights = [name for name in come if "pos_embed" not in name and not name.startswith("head")]
-    assert len(weights) > 20
-    for name in weights:
-        assert come[name].dtype == torch.float32
-        assert torch.allclose(own[name], come[name], rtol=1e-3, atol=1e-6), name
+    last = there / "jobs" / "pre-1" / "checkpoints" / "step-00000002"
+    assert {tensor.dtype for tensor in load_file(last / "model.safetensors").values()} == {torch.float16}
+    assert not (last / "optimizer.safetensors").exists()
+    own, come = (puzzle_method(open_model(place / "jobs" / "pre-1")).state_dict() for place in (begun, there))
+    assert own.keys() == come.keys() and len(own) > 20, "with the position head, for `evaluate position`"
+    for name, tensor in come.items():
+        assert tensor.dtype == own[name].dtype
+        assert torch.allclose(own[name], tensor, rtol=1e-3, atol=1e-6), name
     assert unpack_study(tmp_path / "parts", there) == [], "what is done stays"
     again = pack_study(there, tmp_path / "again")
     assert unpack_study(again[0].parent, tmp_path / "third")
     assert read_study(tmp_path / "third").rows == one.rows
-    assert (tmp_path / "third" / "jobs" / "pre-1" / "model.safetensors").is_file()
+    again = puzzle_method(open_model(tmp_path / "third" / "jobs" / "pre-1")).state_dict()
+    assert [name for name in come if not torch.equal(come[name], again[name])] == []
+
+
+def test_what_a_run_is_known_by_goes_along_and_the_checkpoints_that_others_name(begun: Path, tmp_path: Path) -> None:
+    """A model that was trained under a defence tells it in a file of its own; speech is tuned from checkpoints."""
+    shutil.copytree(begun, study := tmp_path / "study")
+    named = STUDY.replace('after = "pre"', 'model = "{pre}/checkpoints/step-00000001"')
+    (study / "study.toml").write_text(named)
+    for name in ("tuned-0", "top1-0"):
+        (study / "jobs" / f"{name}.json").unlink()
+    (study / "jobs" / "pre-1" / "split.json").write_text('{"defence": "noise=1"}')
+    pack_study(study, tmp_path / "parts")
+    unpack_study(tmp_path / "parts", there := tmp_path / "there")
+    assert (there / "jobs" / "pre-1" / "split.json").read_text() == '{"defence": "noise=1"}'
+    for step in (1, 2):
+        place = f"jobs/pre-1/checkpoints/step-{step:08d}"
+        one, two = (puzzle_method(open_model(where / place)).state_dict() for where in (study, there))
+        assert all(torch.allclose(one[name], two[name], rtol=1e-3, atol=1e-6) for name in one)
+    shutil.rmtree(study / "jobs" / "pre-1" / "checkpoints" / "step-00000001")
+    assert pack_study(study, tmp_path / "more"), "who needs it says that it is not there"
 
 
 def test_without_models_what_needs_them_waits(begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +134,7 @@ def test_models_of_some_jobs_alone_go_along_and_figures_in_any_case(begun: Path,
     assert [folder.model_here(folder.tasks[name]) for name in ("pre-0", "pre-1")] == [False, True]
     pack_study(tmp_path / "there", tmp_path / "again", models=False)  # of an export too
     unpack_study(tmp_path / "again", tmp_path / "third")
-    assert not (tmp_path / "third" / "jobs" / "pre-1" / "model.safetensors").exists()
+    assert not (tmp_path / "third" / "jobs" / "pre-1" / "checkpoints").exists()
     assert read_study(tmp_path / "third").rows[0][0] == read_study(study).rows[0][0]
     with pytest.raises(SitusError, match="unknown job 'prae'"):
         pack_study(study, tmp_path / "no", only=["prae"])

@@ -1,13 +1,15 @@
 """A study's folder as a few small files, to go on with on another machine: results, logs and the models still needed.
 
-A model goes along as an export in half precision (ViT-S: 41 MiB), in the place of its run; its log goes with it, so
-that the job stays done and its figures can be read. Checkpoints stay behind: a job that was cut begins again.
+A model goes along as a run whose weights are in half precision (ViT-S: 41 MiB), with its head, and without what
+training would go on from. Its log goes with it in any case, so that the job stays done and its figures can be read.
+Checkpoints of what was cut stay behind: it begins again.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+import re
 import shutil
 import tarfile
 import tempfile
@@ -21,6 +23,7 @@ from situs.hold import NAME as LOCK
 from situs.hold import only_one
 from situs.studies.folder import FAILED, NOT_FINITE, SETTINGS, STUDY, StudyFolder, Task
 from situs.studies.form import VERBS
+from situs.studies.plan import texts_of
 
 MIB = 1024 * 1024
 PARTS = "study.tar.*"
@@ -56,7 +59,8 @@ def _contents(study: StudyFolder, place: Path, taken: set[str]) -> Iterator[tupl
     """The files that go along, and their names in the study's folder. taken: tasks whose models may."""
     for name in (STUDY, SETTINGS):
         yield study.path / name, name
-    waiting = {needed for task in study.tasks.values() if not study.done(task) for needed in task.needs.values()}
+    left = [task for task in study.tasks.values() if not study.done(task)]
+    waiting = {needed for task in left for needed in task.needs.values()}
     for task in study.tasks.values():
         state = study.ended(task)
         for kind in ("toml", "json", "log"):
@@ -69,8 +73,7 @@ def _contents(study: StudyFolder, place: Path, taken: set[str]) -> Iterator[tupl
             yield from _log(task)
             continue
         if trained and (folder / "checkpoints").is_dir():
-            yield from _log(task)
-            folder = _exported(task, place / task.name)
+            folder = _lighter(task, place / task.name, _steps(task, left))
         held = folder.rglob("*") if folder.is_dir() else [folder]  # a key is a file
         for file in sorted(path for path in held if path.is_file() and path.name != LOCK):
             yield file, (Path("jobs") / task.name / file.relative_to(folder)).as_posix()
@@ -82,19 +85,36 @@ def _log(task: Task) -> Iterator[tuple[Path, str]]:
         yield file, f"jobs/{task.name}/{file.name}"
 
 
-def _exported(task: Task, place: Path) -> Path:
-    """The model of a run as an export whose weights are in half precision."""
+def _steps(task: Task, left: Sequence[Task]) -> set[int]:
+    """The checkpoints of a run that jobs which are not done name: {JOB}/checkpoints/step-00001000."""
+    named = re.compile(rf"\{{{re.escape(task.of)}\}}/checkpoints/step-(\d+)")
+    own = [other.job for other in left if task.name in other.needs.values()]
+    return {int(step) for job in own for text in texts_of([job.model, job.options]) for step in named.findall(text)}
+
+
+def _lighter(task: Task, place: Path, steps: set[int]) -> Path:
+    """A run with the weights of its model alone, and of these steps, in half precision."""
     import torch
-    from safetensors.torch import load_file, save_file
 
-    from situs.models.export import export_run
+    from situs.train.checkpoint import RunFolder
+    from situs.train.checkpoint.storage import write_folder
 
-    export_run(task.folder, place)
-    for file in place.glob("*.safetensors"):
-        tensors = {n: t.half() if t.dtype == torch.float32 else t for n, t in load_file(file).items()}
-        if not all(bool(t.isfinite().all()) for t in tensors.values() if t.is_floating_point()):
-            raise SitusError(f"{task.folder}: has weights that half precision does not hold")
-        save_file(tensors, file, {"format": "pt"})
+    run = RunFolder.open(task.folder, writer=False)
+    best = {"best": told} if (told := run.facts().get("best")) else {}
+    for checkpoint in {each.step: each for each in (run.chosen(), *map(run.chosen, steps & {*run.steps()}))}.values():
+        files: dict[str, dict[str, torch.Tensor]] = {}
+        for kind in ("model", "ema"):
+            held = checkpoint.tensors(kind).items()
+            tensors = {name: t.half() if t.dtype == torch.float32 else t for name, t in held}
+            if not all(bool(t.isfinite().all()) for t in tensors.values() if t.is_floating_point()):
+                raise SitusError(f"{task.folder}: has weights that half precision does not hold")
+            files |= {kind: tensors} if tensors else {}
+        (there := place / "checkpoints" / checkpoint.path.name).mkdir(parents=True)
+        state = {name: fact for name, fact in checkpoint.state.items() if name not in ("format", "files", "sha256")}
+        write_folder(there, files, {**state, **best})
+    for file in task.folder.iterdir():
+        if file.is_file() and file.name != LOCK:
+            shutil.copy(file, place)
     return place
 
 

@@ -101,17 +101,17 @@ def word(value: Any) -> str:
 
 def needs(job: Job) -> tuple[str, ...]:
     """The jobs that must be done first: those it starts after, and those its options or its model name as {JOB}."""
-    named = [name for text in _texts([job.options, job.model]) for name in re.findall(r"\{([^{}]+)\}", text)]
+    named = [name for text in texts_of([job.options, job.model]) for name in re.findall(r"\{([^{}]+)\}", text)]
     return (*job.models, *(name for name in named if name != "seed" and not name.startswith("data.")))
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_of(value: Any) -> Iterator[str]:
     """Every text in tables and lists."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
         for held in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(held)
+            yield from texts_of(held)
 
 
 def _check_names(study: Study, jobs: Jobs) -> None:
@@ -174,7 +174,7 @@ def times_of(unit: str, times: float | None) -> float:
 def data_of(study: Study, job: Job) -> tuple[str, ...]:
     """The data sets that a job reads: its own first, then those its options, changes and model name as {data.NAME}."""
     own = job.data or next(iter(study.data), "")
-    held = _texts([job.options, job.change, job.model])
+    held = texts_of([job.options, job.change, job.model])
     named = [name for text in held for name in re.findall(r"\{data\.([^{}]+)\}", text)]
     return (*([own] if own and VERBS[job.verb].reads(job.options) else []), *named)
 
