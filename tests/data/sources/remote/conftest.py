@@ -18,7 +18,8 @@ from situs.data.sources.remote import cache, transfer
 class Server:
     """files: content by path. faults: what the next requests of a path get instead: "cut", "503", "404", "short",
     "ignore range", "other range" (and says so), "no word" of which range, "too much". asked: (method, path, range) of
-    every request. sent: bytes of all answers, by path. rangeless: paths of which it always sends all."""
+    every request. sent: bytes of all answers, by path. rangeless: paths of which it always sends all. most: bytes
+    after which it cuts every answer."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -27,6 +28,7 @@ class Server:
         self.silent: set[str] = set()  # paths whose ETag is not told
         self.sent: Counter[str] = Counter()
         self.rangeless: set[str] = set()
+        self.most = 1 << 40
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -49,6 +51,11 @@ class Server:
                 start, end = 0, len(data)
                 if wanted and fault != "ignore range":
                     first, _, last = wanted.removeprefix("bytes=").partition("-")
+                    if int(first) >= len(data):
+                        self.send_response(416)
+                        self.send_header("Content-Length", "0")
+                        self.end_headers()
+                        return
                     start, end = int(first), min(end, int(last) + 1 if last else end)
                 if fault == "other range":
                     start, end = start + 1, end + 1
@@ -62,11 +69,12 @@ class Server:
                     self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
                 self.send_header("Content-Length", str(len(part) // 2 if fault == "short" else len(part)))
                 self.end_headers()
-                part = part[: len(part) // 2] if fault in {"cut", "short"} else part
+                cut = fault == "cut" or len(part) > server.most
+                part = part[: len(part) // 2] if fault in {"cut", "short"} else part[: server.most]
                 server.sent[path] += len(part)
                 with contextlib.suppress(OSError):  # who asked has hung up
                     self.wfile.write(part)
-                if fault == "cut":
+                if cut:
                     self.close_connection = True
 
             def log_message(self, *_: object) -> None:

@@ -46,6 +46,19 @@ def test_a_server_that_sends_other_bytes_than_were_asked_for_is_refused(server):
         read_range(f"{server.url}/a.tar", 100, 3000)
 
 
+def test_a_server_that_cuts_every_answer_is_read_to_the_end(server):
+    server.files["/a.tar"], server.most = DATA, 300
+    assert read_range(f"{server.url}/a.tar", 100, len(DATA)) == DATA[100:]
+    assert server.sent["/a.tar"] == len(DATA) - 100  # nothing twice
+
+
+def test_a_file_that_became_shorter_is_told(server):
+    server.files["/a.tar"] = DATA[:500]
+    with pytest.raises(RemoteError, match=r"\(its server answers 416, it is shorter than what was asked for\)"):
+        read_range(f"{server.url}/a.tar", 600, 700)
+    assert len(server.asked) == 1
+
+
 def test_of_a_server_without_ranges_all_is_asked_for_once(server, monkeypatch):
     monkeypatch.setattr(transfer, "PIECE", 512)
     server.files["/a.tar"] = DATA

@@ -21,7 +21,8 @@ from situs.errors import SitusError, missing_extra
 T = TypeVar("T")
 TRIES = 6
 PAUSE = 0.5  # seconds before the second try; twice as long before each further one
-PIECE = 8 << 20
+PIECE = 8 << 20  # asked for at a time
+_CHUNK = 1 << 20  # taken from an answer at a time
 _GONE = {404, 410}
 _FINAL = {400, 401, 403, 405, 416, 451} | _GONE
 _TIMEOUT = 60.0  # seconds without a byte
@@ -93,7 +94,10 @@ def _answer(url: str, start: int, end: int) -> Iterator[bytes]:
             said = answer.headers.get("Content-Range") or ""
             if said.partition("/")[0] != f"bytes {start}-{stop - 1}":
                 raise OSError(f"bytes {start}-{stop - 1} were asked for and its server sent {said or 'others'}")
-            yield _exactly(answer.read(stop - start), stop - start)
+            while start < stop:  # what came before a cut is not asked for again
+                data = answer.read(min(_CHUNK, stop - start)) or _exactly(b"", stop - start)
+                start += len(data)
+                yield data
             return
         skipped = 0
         while skipped < start:
@@ -148,7 +152,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError) or status in _GONE:
         return "no such file"
     if isinstance(status, int):
-        return f"its server answers {status}"
+        return f"its server answers {status}{', it is shorter than what was asked for' if status == 416 else ''}"
     if isinstance(error, URLError):
         error = error.reason if isinstance(error.reason, Exception) else error
     said = (str(error).strip().splitlines() or [""])[0]
