@@ -30,5 +30,21 @@ def test_the_rate_is_operations_over_seconds(monkeypatch: pytest.MonkeyPatch) ->
     assert next(products) >= 160  # as long a warm-up as the measurement
 
 
+def test_a_product_longer_than_the_time_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU one in fp16 takes ten seconds: 17 of them were minutes."""
+    products, spent = itertools.count(), 0.0
+
+    def multiply(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        nonlocal spent
+        spent += 9.0
+        next(products)
+        return out
+
+    monkeypatch.setattr(torch, "mm", multiply)
+    monkeypatch.setattr(time, "perf_counter", lambda: spent)
+    assert ceiling.measure_ceiling(torch.device("cpu"), "fp16") == pytest.approx(2 * 768**3 / 9.0)
+    assert next(products) == 2
+
+
 def test_it_measures() -> None:
     assert ceiling.measure_ceiling(torch.device("cpu"), "fp32", 0.02) > 1e6

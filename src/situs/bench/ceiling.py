@@ -26,9 +26,11 @@ def measure_ceiling(device: torch.device, precision: str, seconds: float = 1.0) 
     count = 1
     while (took := _run(a, b, product, count)) < share * seconds:
         count = max(count + 1, int(count * min(10.0, share * seconds / max(took, 1e-6)) + 1))
-    for _ in range(int(1 / share) - 1):
-        _run(a, b, product, count)
-    timed = [_run(a, b, product, count) for _ in range(int(1 / share))]
+    timed = [took] if took >= seconds else []  # one product alone: half precision on a CPU
+    while took < seconds:
+        took += _run(a, b, product, count)
+    while sum(timed) < seconds:
+        timed.append(_run(a, b, product, count))
     return 2 * side**3 * count * len(timed) / sum(timed)
 
 
