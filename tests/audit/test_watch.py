@@ -248,6 +248,18 @@ def test_a_module_that_writes_into_its_images_is_judged_by_those_that_it_was_giv
     assert found[0].answer == "above" and found[0].value is not None and found[0].value > 60
 
 
+def test_noise_that_undoing_a_mixture_of_the_channels_makes_larger_is_not_judged() -> None:
+    """What comes back is worse than a guess, and one who weighs noise against what pixels are does better."""
+    mix = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.1, 1.0], [1.0, 1.0, 1.1]])
+    answers = []
+    for first in (lambda x: x + 0, lambda x: torch.einsum("dc,bchw->bdhw", mix.to(x), x)):
+        module = Before(first).eval()
+        images = sent(module, noise=10.0)
+        given = {"img_size": 16, "act": "log", "defence": "noise=10", "attacks": ["patchembed"]}
+        answers.append(audit.guard(module, **given).look(images).answer)
+    assert answers == ["below", "not judged"]
+
+
 @pytest.mark.parametrize("attack", ["patchembed", "tokens"])
 @pytest.mark.parametrize(
     ("first", "answer", "said"),

@@ -93,7 +93,7 @@ class April(Attack):
         patches = torch.stack([_pixels(z, own, stem, kept) for z, kept in zip(tokens, there, strict=True)])
         right = known.batch == 1 and _holds(backbone)
         facts = [_told(facts_of(found, index, table.shape[1]), right) for index in range(len(uploads))]
-        return Recovery(see_through(patches, backbone, stem, known.normalisation, facts).float(), facts)
+        return Recovery(see_through(patches, backbone, stem, known, facts).float(), facts)
 
 
 def _pixels(z: Tensor, own: dict[str, Tensor], stem: Stem, kept: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import timm
 import torch
 from timm.models.vision_transformer import ParallelThingsBlock
 from torch import nn
-from victims import LEARNED, vit
+from victims import LEARNED, WIDTH, vit
 
 from situs.audit.adapter import adapt
 from situs.audit.attacks.tokens.block import Block, read_block, read_norm
@@ -94,6 +94,31 @@ def test_attentions_side_by_side_are_no_attention_and_mlp(norms: str) -> None:
     said = read_block(adapt(model, 16).double().requires_grad_(False))
     assert isinstance(said, str), said
     assert "does not take each token by itself" in said or "does not run by itself" in said
+
+
+class Twice(nn.Module):
+    """An image and its mirror through one patch embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.table = nn.Conv2d(3, WIDTH, 4, 4), nn.Parameter(torch.randn(16, WIDTH))
+        self.block = nn.TransformerEncoderLayer(WIDTH, 4, 192, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = self.patch(x) + (self.patch(x.flip(-1)) if self.mirrored else 0)
+        return self.head(self.block(seen.flatten(2).transpose(1, 2) + self.table).mean(dim=1))
+
+    mirrored = True
+
+
+def test_a_block_that_is_given_more_of_an_image_than_one_product_is_none() -> None:
+    """What solves its equations is the image with its mirror, which proves nothing of the image."""
+    model = adapt(Twice(), 16).double().requires_grad_(False)
+    said = read_block(model)
+    assert said == "its first block is given more of an image than one product with its patch embedding"
+    model.model.mirrored = False
+    assert isinstance(read_block(model), Block)
 
 
 def test_a_model_that_does_not_run_in_parts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

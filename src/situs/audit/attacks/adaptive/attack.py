@@ -139,7 +139,7 @@ class AdaptiveMJP(Attack):
         patches = partly.patches(found.at)
         patches = order_hidden(patches, hidden, backbone.grid, stem.patch_size, predictor=self.config.predictor)
         told = _facts(partly, found, block) | _fit(partly, found, equations, sent, sigma)
-        return see_through(patches.unsqueeze(0), backbone, stem, known.normalisation, [told])[0], told
+        return see_through(patches.unsqueeze(0), backbone, stem, known, [told])[0], told
 
 
 def _without_noise(upload: Gradients, stem: Stem, sigma: float) -> Gradients:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from situs.audit.attacks.base import Fact, Normalisation
+from situs.audit.attacks.base import Fact, Knowledge, Normalisation
 from situs.audit.attacks.patchembed.bytes import byte_values, read_bytes
 from situs.audit.attacks.patchembed.equations import FIT, Solution, judge, solve_pixels, whiten
 from situs.audit.stem import Stem, to_images, view_of
@@ -75,27 +75,29 @@ def solve_through(
             byte = _rounded(view, images[index], one, normalisation, errs[here])
             fact["bytes"] = byte is not None
             images[index] = images[index] if byte is None else byte
-        verdict = None if fact.get("bytes") else _doubt(view, fact.get("input_residual"), float(found.residual[index]))
+        left, off = fact.get("input_residual"), float(found.residual[index])
+        verdict = None if fact.get("bytes") else _doubt(view, left, off, system.sigma)
         if verdict is not None:
             fact.update(fits=False, verdict=verdict)
     return found, facts, images
 
 
 def see_through(
-    patches: Tensor, backbone: Backbone, stem: Stem, normalisation: Normalisation | None, facts: list[dict[str, Fact]]
+    patches: Tensor, backbone: Backbone, stem: Stem, known: Knowledge, facts: list[dict[str, Fact]]
 ) -> Tensor:
     """The images [B, C, H, W] behind patches that another attack found, the same number for each of its facts.
 
     Patches may be right, and the layer that was fed them not see all of an image: that is told in the facts.
     """
-    view = view_of(backbone, stem)
+    view, normalisation = view_of(backbone, stem), known.normalisation
     if view is None:
         return to_images(patches, backbone, stem)
+    noise = known.defence.noise_level(known.batch)
     undone = [view.image(each.double()) for each in patches]
     unseen, each = view.unseen() if view.affine else None, len(patches) // len(facts)
     for number, fact in enumerate(facts):
         fact["unseen"] = unseen
-        said = _doubt(view, max(left for _, left in undone[number * each : (number + 1) * each]), 0.0)
+        said = _doubt(view, max(left for _, left in undone[number * each : (number + 1) * each]), 0.0, noise)
         if said is not None and fact.get("fits"):
             fact.update(dict.fromkeys(fact.keys() & {"proof"}), fits=False, verdict=said)
     if view.loose and normalisation is not None:
@@ -114,8 +116,9 @@ def _in_its_units(view: View, system: System) -> tuple[System, Tensor]:
     return system._replace(weight=moved), errs.nan_to_num(0.0)
 
 
-def _doubt(view: View, left: Fact, residual: float) -> str | None:
-    """Why an image may not be the one, although the layer's input is known; or why it is one of many."""
+def _doubt(view: View, left: Fact, residual: float, noise: float) -> str | None:
+    """Why an image may not be the one, although the layer's input is known; or why it is one of many. noise: its
+    deviation in what was sent."""
     if view.loose:
         whose = "of each channel" if "channel" in view.loose else "of the image"
         return (
@@ -129,6 +132,8 @@ def _doubt(view: View, left: Fact, residual: float) -> str | None:
             "what the model does to an image before its patch embedding is not affine: the picture is one of those "
             "that its layer sees alike, and need not be the right one"
         )
+    if noise and view.scaled is None:
+        return "undoing what the model does before its patch embedding makes noise larger: a better guess comes closer"
     return None
 
 

@@ -156,7 +156,7 @@ class TokenSpans(Attack):
         if deadline.over() and last["fits"] is not True and last["open_directions"] != 0:
             proved = f"{last.get('patches_that_fit')} of {last.get('patches')} patches proved in the last search"
             partial = proved if "patches" in last else "a part of the last image's search"
-        images = see_through(torch.cat(solved), block.backbone, block.stem, known.normalisation, facts)
+        images = see_through(torch.cat(solved), block.backbone, block.stem, known, facts)
         return Recovery(images.float(), facts, partial=partial)
 
     def _one(

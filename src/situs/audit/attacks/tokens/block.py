@@ -62,6 +62,8 @@ class Block:
         tokens = self._any(1, self.places)
         calls = self.run(tokens)
         self._read_layers(calls)
+        if not self.run.alone(tokens, self._fc2):
+            raise NoBlockError("its first block is given more of an image than one product with its patch embedding")
         self._modules = [self._norm_before(tokens, number, calls[number].inputs) for number in (0, self._fc1)]
         self.norm1, self.norm2 = (read_norm(module, len(self.weight)) for module in self._modules)
         self._read_base(tokens)

@@ -147,6 +147,10 @@ class Runs(ABC):
     def _calls(self, tokens: Tensor | None, how: dict[str, Any]) -> Calls:  # noqa: ARG002
         return Calls(self.names, **how)
 
+    def alone(self, tokens: Tensor, until: int) -> bool:  # noqa: ARG002
+        """Whether the products up to number `until` are given nothing else of an image than these tokens, E x."""
+        return True
+
     @abstractmethod
     def _run(self, tokens: Tensor | None) -> None: ...
 
@@ -190,6 +194,16 @@ class ModuleRuns(Runs):
             tokens = self.weight.new_zeros(1, self.places, len(self.weight))
         weight = dict(self.backbone.named_parameters())[self.stem.weight]
         return Calls(self.names, **how, embedded=(id(weight), tokens))
+
+    def alone(self, tokens: Tensor, until: int) -> bool:
+        plain, grey = self(tokens, until=until), self.image
+        try:
+            self.image = torch.randn(grey.shape, generator=torch.Generator().manual_seed(2), dtype=grey.dtype).to(grey)
+            others = self(tokens, until=until)
+        finally:
+            self.image = grey
+        pairs = zip(plain, others, strict=True)
+        return all(torch.allclose(one.inputs, other.inputs, rtol=1e-6, atol=1e-9) for one, other in pairs)
 
     def _run(self, tokens: Tensor | None) -> None:
         self.backbone(self.image.expand(1 if tokens is None else len(tokens), -1, -1, -1))
