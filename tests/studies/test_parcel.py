@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import shutil
 import tarfile
@@ -191,6 +192,29 @@ def test_mistakes_are_sentences(begun: Path, tmp_path: Path) -> None:
     first.rename(first.with_name("study.tar.001of009"))
     with pytest.raises(SitusError, match="holds 1 of 9 parts"):
         unpack_study(tmp_path / "parts", tmp_path / "out")
+
+
+def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(
+    begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack_study(begun, tmp_path / "parts")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for what in ("tempfile.mkdtemp", "situs.studies.parcel.write_text", "shutil.move", "shutil.copy"):
+        with monkeypatch.context() as patch:
+            patch.setattr(what, full)
+            with pytest.raises(SitusError, match="there: cannot be written: no space left on device") as caught:
+                unpack_study(tmp_path / "parts", tmp_path / "there")
+            assert caught.value.field == "out"
+        if "write_text" in what:
+            (tmp_path / "there" / "study.toml").write_text("cut here")
+    assert unpack_study(tmp_path / "parts", tmp_path / "there") == ["pre-0", "pre-1", "tuned-0", "top1-0"]
+    assert read_study(tmp_path / "there").rows == read_study(begun).rows
+    monkeypatch.setattr("shutil.copy", full)
+    with pytest.raises(SitusError, match=r"study: cannot be packed: .*: no space left on device"):
+        pack_study(begun, tmp_path / "more")
 
 
 def test_what_only_its_owner_may_read_stays_so_in_the_parts(begun: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from situs.errors import SitusError
-from situs.files import write_result
+from situs.files import write_result, write_text
 from situs.hold import NAME as LOCK
 from situs.hold import only_one
 from situs.studies.folder import FAILED, NOT_FINITE, SETTINGS, STUDY, StudyFolder, Task
@@ -44,11 +44,15 @@ def pack_study(
     if out.exists() and (not out.is_dir() or any(out.glob(PARTS))):
         raise SitusError(f"{out}: holds a packed study already, or is a file", field="out")
     whole, private = io.BytesIO(), False
-    with tempfile.TemporaryDirectory() as place, tarfile.open(fileobj=whole, mode="w") as tar:
-        taken = {*study.chosen(only, needed=False)} if models else set()
-        for path, name in _contents(study, Path(place), taken):
-            tar.add(path, name, recursive=False)
-            private |= not path.stat().st_mode & 0o077  # a key, or pictures that an attack gave back
+    taken = {*study.chosen(only, needed=False)} if models else set()
+    try:
+        with tempfile.TemporaryDirectory() as place, tarfile.open(fileobj=whole, mode="w") as tar:
+            for path, name in _contents(study, Path(place), taken):
+                tar.add(path, name, recursive=False)
+                private |= not path.stat().st_mode & 0o077  # a key, or pictures that an attack gave back
+    except OSError as error:
+        told = f"{error.filename or tempfile.gettempdir()}: {(error.strerror or str(error)).lower()}"
+        raise SitusError(f"{folder}: cannot be packed: {told}", field="folder") from None
     data, size = gzip.compress(whole.getbuffer(), 1, mtime=0), mib * MIB  # which holds a checksum of all of it
     chunks = [data[start : start + size] for start in range(0, len(data), size)]
     parts = zip(_names(len(chunks)), chunks, strict=True)
@@ -124,6 +128,14 @@ def unpack_study(parts: str | Path, out: str | Path) -> list[str]:
     What is done there already stays as it is.
     """
     out, whole = Path(out), _whole(Path(parts))
+    try:
+        return _unpacked(parts, whole, out)
+    except OSError as error:
+        told = (error.strerror or str(error)).lower()
+        raise SitusError(f"{out}: cannot be written: {told}; the same command goes on", field="out") from None
+
+
+def _unpacked(parts: str | Path, whole: bytes, out: Path) -> list[str]:
     with tempfile.TemporaryDirectory(dir=_made(out.parent)) as place:
         try:
             with tarfile.open(fileobj=io.BytesIO(whole), mode="r:") as tar:
@@ -142,13 +154,15 @@ def unpack_study(parts: str | Path, out: str | Path) -> list[str]:
             except SitusError as error:
                 said = str(error).removeprefix(f"{come.path}: ").partition(";")[0]
                 raise SitusError(f"{parts}: is of another study than lies in {out}: {said}", field="parts") from None
-        elif out.exists() and any(out.iterdir()):
+        elif out.exists() and any(each.name not in (LOCK, STUDY) for each in out.iterdir()):  # those: it was cut here
             raise SitusError(f"{out}: is no folder of a study, and not empty", field="out")
-        (out / "jobs").mkdir(parents=True, exist_ok=True)
+        out.mkdir(exist_ok=True)
         with only_one(out):
+            new = not (out / SETTINGS).is_file()
             for name in (STUDY, SETTINGS):
-                if not (out / name).exists() or (name == SETTINGS and StudyFolder.open(out).seeds < come.seeds):
-                    shutil.copy(come.path / name, out / name)
+                if new or (name == SETTINGS and StudyFolder.open(out).seeds < come.seeds):
+                    write_text(out / name, (come.path / name).read_text(encoding="utf-8"))
+            (out / "jobs").mkdir(exist_ok=True)
             return [task.name for task in come.tasks.values() if _laid(come, task, out)]
 
 
