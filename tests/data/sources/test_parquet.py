@@ -167,6 +167,18 @@ def test_a_file_that_unpacks_to_much_is_not_held(tmp_path):
     assert int(source.read(3)["image"][0, 0, 0]) == 1
 
 
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary_view()])
+@pytest.mark.parametrize("nested", [True, False])
+def test_every_kind_of_bytes_is_an_image(tmp_path, kind, nested):
+    rows = pa.array(
+        [{"bytes": png(7)}, None] if nested else [png(7), None], pa.struct({"bytes": kind}) if nested else kind
+    )
+    source = open_source(write(tmp_path / "x.parquet", pa.table({"image": rows})))
+    assert int(source.read(0)["image"][0, 0, 0]) == 7
+    with pytest.raises(BrokenSampleError, match="row 1 of row group 0: the row holds no image bytes"):
+        source.read(1)
+
+
 def test_a_row_is_named_by_its_file_and_number(tmp_path):
     write(tmp_path / "a.parquet", table([0, 1, 0]), row_group_size=2)
     write(tmp_path / "b.parquet", table([0, 1, 0]), row_group_size=1)

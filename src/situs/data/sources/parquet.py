@@ -379,7 +379,7 @@ def _check_bytes_column(file: Path, schema: Any, name: str, what: str) -> None:
     if pa.types.is_struct(kind) and (place := kind.get_field_index("bytes")) >= 0:
         kind = kind.field(place).type
     named = what == "clips" and pa.types.is_string(kind)
-    if not (named or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+    if not (named or any(own(kind) for own in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view))):
         said = f"{file}: column {name!r} is {str(kind)[:80]}, {what} must be bytes or {{bytes, path}}"
         raise SitusError(said, field="data")
 
