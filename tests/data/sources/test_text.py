@@ -247,6 +247,17 @@ def test_a_class_of_one_sample_is_said_for_it_may_be_mistyped(tokeniser: str, tm
     assert train.notes == [f"{train.name}: {said}"] and val.notes == []
     (tmp_path / "few.csv").write_text("sentence,label\nw1,a\nw1,b\nw1,c\nw1,c\n")
     assert read(tmp_path / "few.csv", tokeniser).notes == []  # most classes have one
+    (tmp_path / "gaps.csv").write_text("sentence,label\nw1,0\nw1,9\n")
+    assert len(read(tmp_path / "gaps.csv", tokeniser).notes) == 1  # and here all that have any
+
+
+def test_spaces_around_a_heading_or_a_label_are_none_of_it(tokeniser: str, tmp_path: Path) -> None:
+    """They made a column that nobody asked for, and classes of their own."""
+    (tmp_path / "a.csv").write_text("sentence, label\nw1,pos\nw1, pos\nw1,neg \nw1, \n")
+    found = read(tmp_path / "a.csv", tokeniser)
+    assert found.classes == ("neg", "pos") and [found.label(row) for row in range(3)] == [1, 1, 0]
+    with pytest.raises(BrokenSampleError, match="row 3: the row has no label"):
+        found.label(3)
 
 
 def test_hidden_labels_are_no_labels(tokeniser: str, tmp_path: Path) -> None:

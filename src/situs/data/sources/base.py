@@ -274,7 +274,7 @@ def unseen(name: str, classes: Sequence[str] | None, labels: Iterable[int] | Non
 def lonely(name: str, classes: Sequence[str], counts: Sequence[int]) -> list[str]:
     """A note where few of the classes have one sample only, as a mistyped label has. counts: the samples of each."""
     alone = [each for each, count in zip(classes, counts, strict=True) if count == 1]
-    if not alone or 2 * len(alone) > len(classes):
+    if not alone or 2 * len(alone) > sum(count > 0 for count in counts):
         return []
     few = ", ".join(map(repr, alone[:3])) + (", …" if len(alone) > 3 else "")
     said = f"{len(alone):,} of its {len(classes):,} classes {verb(len(alone), 'have')} one sample only ({few})"

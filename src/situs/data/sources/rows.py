@@ -96,7 +96,7 @@ def _read_cells(file: Path) -> dict[str, list[Any]]:
         if not form and "," not in heading:  # as spreadsheets write them where a comma is for decimals
             form = {"delimiter": next((each for each in ";\t" if each in heading), ",")}
         reader = csv.reader(lines, strict=True, **form)
-        names = next(reader, [])
+        names = [name.strip() for name in next(reader, [])]
         if len({*names}) < len(names):
             raise SitusError(f"{file}: two of its columns have one name ({', '.join(names)[:100]})", field="data")
         rows = []

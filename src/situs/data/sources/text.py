@@ -333,6 +333,7 @@ def _classes(tables: list[Table], label: str) -> tuple[str, ...] | None:
 def _label(table: Table, label: str, row: int) -> int | str | None:
     """A row's label: a number from 0 on, a name, or None where it is missing or hidden (-1)."""
     value = table.column(label)[row]
+    value = value.strip() if isinstance(value, str) else value
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, float) and math.isnan(value):  # as pandas writes a number that is missing
