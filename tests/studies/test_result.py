@@ -57,6 +57,19 @@ def test_many_columns_are_one_cell_each_and_no_paper_leaves_ours_alone() -> None
     assert result([alone]).summary().tables[0].header == ["", "0", "1"]
 
 
+def test_a_table_is_named_by_what_it_holds_where_it_has_no_title() -> None:
+    few = [{"name": str(n)} for n in range(2)]
+    paper, none = [{"name": "r", "paper": [1.0] * 2}], [{"name": "r"}]
+    many = {"columns": [*few, {"name": "2"}, {"name": "3"}], "rows": [{"name": "r", "paper": [1.0] * 4}]}
+    tables = [{"columns": few, "rows": paper}, {"columns": few, "rows": none}, many]
+    titles = ["Paper, ours, difference", "Ours", "Paper | ours | difference"]
+    assert [table.title for table in result(tables).summary().tables] == titles
+    titled = [{**table, "title": "Loss"} for table in tables]
+    assert [table.title for table in result(titled).summary().tables] == [
+        "Loss", "Loss", "Loss (paper | ours | difference)"
+    ]  # fmt: skip
+
+
 def test_rows_with_units_of_their_own_tell_them() -> None:
     rows = [{"name": "top-1", "paper": [80.5]}, {"name": "Diff.Norm", "paper": [8.96], "unit": "", "digits": 2}]
     table = result([{"columns": [{"name": "0.03", "figure": "x"}], "rows": rows}]).summary().tables[0]

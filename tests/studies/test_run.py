@@ -330,7 +330,8 @@ def test_why_a_job_failed_is_told_in_its_own_words_and_without_paths(
     study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a folder by a short name, which is a word of the sentence too
-    monkeypatch.setenv("FAKE_WORDS", f"no room for a batch in {tmp_path}/a/jobs/large-0")
+    words = f"no room for a batch in {tmp_path}/a/jobs/large-0\nresource_tracker: 1 leaked object to clean up"
+    monkeypatch.setenv("FAKE_WORDS", words)
     study.write_text(STUDY + DIVERGES)
     found = run(study, Path("a"), seeds=1, how=How(only=("large",)))
     assert next(task.why for task in found.tasks if task.job == "large") == "no room for a batch in STUDY/jobs/large-0"

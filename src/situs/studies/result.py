@@ -247,7 +247,9 @@ def _printed(table: Table, rows: Sequence[Sequence[Cell]]) -> Printed:
         unit = table.columns[0].unit if row.unit is None else row.unit
         body.append([_named(row.name, unit if by_row else ""), *(None if text == NOTHING else text for text in told)])
     title = table.title or ("Ours" if alone else "Paper, ours, difference")
-    return Printed(title if wide or alone else f"{title} (paper | ours | difference)", header, body)
+    if not wide and not alone:
+        title = f"{table.title} (paper | ours | difference)" if table.title else "Paper | ours | difference"
+    return Printed(title, header, body)
 
 
 def _named(name: str, unit: str) -> str:

@@ -334,4 +334,5 @@ def _last_line(log: Path, start: int) -> str:
         file.seek(start)
         text = file.read().decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1].removeprefix("situs: ") if lines else ""
+    own = [line.removeprefix("situs: ") for line in lines if line.startswith("situs: ")]  # what follows is a library's
+    return (own or lines or [""])[-1]
