@@ -23,6 +23,8 @@ from situs.studies.folder import BEGUN, DONE, FAILED, NOT_FINITE, TAKEN, StudyFo
 from situs.studies.load import load_study
 from situs.studies.parcel import pack_study, unpack_study
 from situs.studies.reading import read_study
+from situs.train.checkpoint import RunFolder
+from situs.train.checkpoint.storage import sealed, vouch
 from situs.train.config import TrainConfig
 from situs.train.run import RunConfig, train_run
 
@@ -114,6 +116,21 @@ def test_what_a_run_is_known_by_goes_along_and_the_checkpoints_that_others_name(
         assert all(torch.allclose(one[name], two[name], rtol=1e-3, atol=1e-6) for name in one)
     shutil.rmtree(study / "jobs" / "pre-1" / "checkpoints" / "step-00000001")
     assert pack_study(study, tmp_path / "more"), "who needs it says that it is not there"
+
+
+def test_of_a_run_that_keeps_its_best_the_best_goes_along(begun: Path, tmp_path: Path) -> None:
+    shutil.copytree(begun, study := tmp_path / "study")
+    run = study / "jobs" / "pre-1"
+    config = RunFolder.open(run, writer=False).config
+    config["train"]["keep_best"] = True
+    (run / "config.json").write_text(sealed(config, "config.json"))
+    last = RunFolder.open(run, writer=False).newest()
+    state = {name: fact for name, fact in last.state.items() if name not in ("format", "files", "sha256")}
+    vouch(last.path, {**state, "best": {"step": 1, "by": "val_top1", "value": 0.5}}, last.state["files"])
+    pack_study(study, tmp_path / "parts")
+    unpack_study(tmp_path / "parts", tmp_path / "there")
+    there = RunFolder.open(tmp_path / "there" / "jobs" / "pre-1", writer=False)
+    assert there.steps() == [1] and there.chosen().step == RunFolder.open(run, writer=False).chosen().step == 1
 
 
 def test_without_models_what_needs_them_waits(begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
