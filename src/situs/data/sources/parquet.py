@@ -32,7 +32,7 @@ from situs.data.sources.base import (
 )
 from situs.data.sources.columns import class_names, classes_in, is_text, label_columns, multi_hot
 from situs.data.sources.images import read_bytes
-from situs.data.sources.remote import is_kept, opened
+from situs.data.sources.remote import check_unchanged, is_kept, opened
 from situs.data.sources.table import LISTS
 from situs.errors import BrokenSampleError, SitusError, counted
 
@@ -253,8 +253,12 @@ def open_parquet(file: Path, footer: Any = None) -> Any:
 
     # Of a remote shard that is not here the footer is asked for alone; for its rows it is fetched whole.
     source = opened(file, parts=footer is None) if is_kept(file) else file
-    with reading(file):
-        return pq.ParquetFile(source, metadata=footer, page_checksum_verification=True)
+    try:
+        with reading(file):
+            return pq.ParquetFile(source, metadata=footer, page_checksum_verification=True)
+    except SitusError:
+        check_unchanged(file)  # of another version the end is no footer
+        raise
 
 
 class _Footer(NamedTuple):

@@ -249,6 +249,16 @@ def test_a_changed_shard_is_noticed(server, tmp_path):
     assert again.payload(0) == bytes(other[512 : 512 + len(again.payload(0))])
 
 
+def test_a_footer_that_changed_is_not_called_damaged(server, tmp_path):
+    local = packed(tmp_path, "parquet")
+    serve(server, local)
+    source = ParquetSource(cache.mount(pattern(server, local)), held_bytes=0)
+    name = next(path for path in server.files if path.endswith("train-00000.parquet"))
+    server.files[name] = b"more in front of it" + server.files[name]  # its old end is in the middle
+    with pytest.raises(RemoteError, match=r"train-00000.parquet: was changed since the set was opened; open it again"):
+        source.payload(0)
+
+
 def test_a_shard_that_is_not_what_was_packed_is_refused(server, tmp_path):
     local = packed(tmp_path, "parquet")
     serve(server, local)

@@ -253,8 +253,18 @@ def _check(part: Path, entry: Entry) -> None:
                     field="data",
                 )
         return
+    _check_version(entry)
+
+
+def check_unchanged(path: Path) -> None:
+    """Refuses a shard of a remote set that was changed since the set was opened; any other file is left alone."""
+    if (entry := _entry(path)) is not None:
+        _check_version(entry)
+
+
+def _check_version(entry: Entry) -> None:
     now = state_of(entry.url)
-    if (now.size, now.version) != (entry.size, entry.version):
+    if now.size != entry.size or (not entry.sha256 and now.version != entry.version):
         raise RemoteError(f"{redacted(entry.url)}: was changed since the set was opened; open it again", field="data")
 
 
