@@ -19,9 +19,10 @@ from situs.errors import SitusError
 from situs.methods import METHODS
 from situs.models import open_model
 from situs.models.model import puzzle_method
-from situs.studies.folder import BEGUN, DONE, FAILED, NOT_FINITE, TAKEN, StudyFolder
+from situs.studies.folder import BEGUN, DONE, FAILED, NOT_FINITE, TAKEN, StudyFolder, Task
+from situs.studies.form import Job
 from situs.studies.load import load_study
-from situs.studies.parcel import pack_study, unpack_study
+from situs.studies.parcel import _lighter, pack_study, unpack_study
 from situs.studies.reading import read_study
 from situs.train.checkpoint import RunFolder
 from situs.train.checkpoint.storage import sealed, vouch
@@ -116,6 +117,28 @@ def test_what_a_run_is_known_by_goes_along_and_the_checkpoints_that_others_name(
         assert all(torch.allclose(one[name], two[name], rtol=1e-3, atol=1e-6) for name in one)
     shutil.rmtree(study / "jobs" / "pre-1" / "checkpoints" / "step-00000001")
     assert pack_study(study, tmp_path / "more"), "who needs it says that it is not there"
+
+
+def test_weights_alone_are_halved_and_those_of_the_mean_go_along(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", {"train": {}})
+    held = {
+        "weight": torch.linspace(-3, 3, 7),
+        "count": torch.tensor([70_001]),
+        "fine": torch.tensor([1 / 3.0]).double(),
+    }
+    mean = {"weight": held["weight"] / 2}
+    run.save(4, {"model": held, "ema": mean, "optimizer": {"weight": held["weight"]}}, {}, keep=1)
+    job = Task("pre-0", "pre", Job("pretrain"), 0, run.path, {})
+    found = RunFolder.open(_lighter(job, tmp_path / "out", set()), writer=False).newest()
+    assert found.tensors("optimizer") == {}
+    model = found.tensors("model")
+    assert torch.equal(model["weight"], held["weight"].half()) and torch.equal(model["count"], held["count"])
+    assert torch.equal(model["fine"], held["fine"]) and torch.equal(
+        found.tensors("ema")["weight"], mean["weight"].half()
+    )
+    run.save(5, {"model": {"weight": torch.tensor([1e6])}}, {}, keep=1)
+    with pytest.raises(SitusError, match="has weights that half precision does not hold"):
+        _lighter(job, tmp_path / "more", set())
 
 
 def test_of_a_run_that_keeps_its_best_the_best_goes_along(begun: Path, tmp_path: Path) -> None:
@@ -284,6 +307,10 @@ def test_what_was_cut_or_failed_elsewhere_does_not_undo_what_is_here(begun: Path
         assert (here / "jobs" / "tuned-1.json").read_text() == kept
     (here / "jobs" / "tuned-1.json").unlink()
     assert unpack_study(tmp_path / "parts", here) == (["tuned-1"] if state == FAILED else [])
+    elsewhere.write_state(elsewhere.tasks["tuned-1"], NOT_FINITE, message="nan")
+    own.write_state(own.tasks["tuned-1"], BEGUN)
+    pack_study(there, tmp_path / "again")
+    assert [unpack_study(tmp_path / "again", here) for _ in range(2)] == [["tuned-1"], []], "which here it would be too"
 
 
 def test_a_run_that_was_cut_here_does_not_stand_for_a_model_that_stayed_there(begun: Path, tmp_path: Path) -> None:

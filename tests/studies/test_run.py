@@ -21,6 +21,8 @@ from situs.errors import SitusError
 from situs.files import write_text
 from situs.progress import hearing, share
 from situs.studies import run as running
+from situs.studies.folder import StudyFolder
+from situs.studies.load import load_study
 from situs.studies.reading import read_study
 from situs.studies.result import StudyResult
 from situs.studies.run import How, run_study
@@ -436,6 +438,19 @@ def test_a_model_of_ones_own_is_told_from_another_at_its_path(study: Path, tmp_p
     first = same(run(study, out, seeds=1))
     model.rename(tmp_path / "elsewhere")  # as on another machine, where what is done stays done
     assert same(run(study, out)) == first
+
+
+def test_weights_that_a_library_publishes_are_no_folder_of_that_name(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pretrained").mkdir()
+    Path("pretrained/model.safetensors").write_text("not these")
+    for model, noted in (("vit=pretrained", False), ("pretrained", True), ("vit=pretrained/model.safetensors", True)):
+        study.write_text(STUDY.replace('after = "pre"', f'model = "{model}"'))
+        folder = StudyFolder.create(tmp_path / str(noted) / model[:3], load_study(study), study, "paper", 1)
+        folder.write_state(folder.tasks["tuned-0"], "done")
+        assert ("weights" in folder.state(folder.tasks["tuned-0"])) == noted, model
 
 
 def test_the_copy_in_its_folder_is_the_study(study: Path, tmp_path: Path) -> None:
