@@ -317,9 +317,9 @@ def test_one_corrupt_jpeg_is_skipped_counted_and_told(
 def test_a_full_disk_is_one_sentence_and_the_earlier_checkpoint_is_whole(
     small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import situs.train.checkpoint.writing as room
+    from situs.train.checkpoint import writing
 
-    real = room.write_tensors
+    real = writing.write_tensors
 
     def full(path: Path, *told: Any) -> Any:
         if "step-00000004" in str(path) and path.name.startswith("optimizer"):
@@ -329,7 +329,7 @@ def test_a_full_disk_is_one_sentence_and_the_earlier_checkpoint_is_whole(
 
     out = tmp_path / "run"
     words = [*small, "--steps", "4", "--train.save-every", "2"]
-    monkeypatch.setattr(room, "write_tensors", full)
+    monkeypatch.setattr(writing, "write_tensors", full)
     capsys.readouterr()
     assert main([*words, "--out", str(out)]) == 2
     [said] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("situs: ")]
@@ -338,7 +338,7 @@ def test_a_full_disk_is_one_sentence_and_the_earlier_checkpoint_is_whole(
         f"that of step 2 is whole, and resuming {out} goes on from it"
     )
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000002"]
-    monkeypatch.setattr(room, "write_tensors", real)
+    monkeypatch.setattr(writing, "write_tensors", real)
     assert main(["pretrain", "--resume", str(out), "--device", "cpu"]) == 0
     assert main([*words, "--out", str(tmp_path / "peace")]) == 0
     resumed, peace = weights(out), weights(tmp_path / "peace")

@@ -39,7 +39,7 @@ def train(verb: str, given: dict[str, str]) -> int:
         }
         (folder / "config.json").write_text(json.dumps(config))
     if isinstance(config["data"], dict):
-        print("situs:", os.environ.get("FAKE_WORDS", "no room for a batch of 13"))
+        print("situs:", os.environ.get("FAKE_WORDS", "no memory for a batch of 13"))
         return 2
     if "FAKE_CHILD" in os.environ:
         import subprocess  # which takes a third of this process's time to import, as shutil does

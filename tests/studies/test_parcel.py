@@ -208,6 +208,9 @@ def test_mistakes_are_sentences(begun: Path, tmp_path: Path) -> None:
         unpack_study(tmp_path, tmp_path / "out")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("dear")
+    (tmp_path / "file").touch()
+    with pytest.raises(SitusError, match="file: is no folder of a study, and not empty"):
+        unpack_study(tmp_path / "parts", tmp_path / "file")
     with pytest.raises(SitusError, match="is no folder of a study, and not empty"):
         unpack_study(tmp_path / "parts", tmp_path / "full")
     evil = io.BytesIO()
@@ -297,7 +300,7 @@ def test_what_was_cut_or_failed_elsewhere_does_not_undo_what_is_here(begun: Path
     for place in (there, here):
         shutil.copytree(begun, place)
     elsewhere, own = StudyFolder.open(there), StudyFolder.open(here)
-    elsewhere.write_state(elsewhere.tasks["tuned-1"], state, message="no room")
+    elsewhere.write_state(elsewhere.tasks["tuned-1"], state, message="no memory")
     shutil.copytree(here / "jobs" / "pre-0", here / "jobs" / "tuned-1")
     pack_study(there, tmp_path / "parts")
     for mine in (BEGUN, NOT_FINITE):

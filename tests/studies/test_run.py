@@ -271,7 +271,7 @@ def test_a_job_that_diverges_or_fails_ends_alone_and_its_cell_says_so(study: Pat
     assert states["top1-0"][0] == "done"
     assert states["hot-0"] == ("not finite", "step 3 was not finite (loss nan)")
     assert states["hot-top1-0"] == ("waits", "hot-0 was not finite")
-    assert states["large-0"] == ("failed", "no room for a batch of 13")
+    assert states["large-0"] == ("failed", "no memory for a batch of 13")
     (left, right), said = found.rows[1][0], found.summary()
     assert left.texts()[1] == "hot-0 was not finite (seed 0); hot-1 was not finite (seed 1)"
     assert right.texts()[1] == "failed (seed 0, 1)"
@@ -332,11 +332,13 @@ def test_why_a_job_failed_is_told_in_its_own_words_and_without_paths(
     study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a folder by a short name, which is a word of the sentence too
-    words = f"no room for a batch in {tmp_path}/a/jobs/large-0\nresource_tracker: 1 leaked object to clean up"
+    words = f"no memory for a batch in {tmp_path}/a/jobs/large-0\nresource_tracker: 1 leaked object to clean up"
     monkeypatch.setenv("FAKE_WORDS", words)
     study.write_text(STUDY + DIVERGES)
     found = run(study, Path("a"), seeds=1, how=How(only=("large",)))
-    assert next(task.why for task in found.tasks if task.job == "large") == "no room for a batch in STUDY/jobs/large-0"
+    assert (
+        next(task.why for task in found.tasks if task.job == "large") == "no memory for a batch in STUDY/jobs/large-0"
+    )
 
 
 def test_a_folder_keeps_to_its_study(study: Path, tmp_path: Path) -> None:
@@ -446,9 +448,20 @@ def test_weights_that_a_library_publishes_are_no_folder_of_that_name(
     monkeypatch.chdir(tmp_path)
     Path("pretrained").mkdir()
     Path("pretrained/model.safetensors").write_text("not these")
-    for model, noted in (("vit=pretrained", False), ("pretrained", True), ("vit=pretrained/model.safetensors", True)):
+    Path("lr=1").mkdir()
+    Path("lr=1/model.safetensors").write_text("a path with a sign of its own")
+    for number, (model, noted) in enumerate(
+        [
+            ("vit=pretrained", False),
+            ("vit", False),
+            ("pretrained", True),
+            ("vit=pretrained/model.safetensors", True),
+            ("lr=1", True),
+            ("vit=lr=1/model.safetensors", True),
+        ]
+    ):
         study.write_text(STUDY.replace('after = "pre"', f'model = "{model}"'))
-        folder = StudyFolder.create(tmp_path / str(noted) / model[:3], load_study(study), study, "paper", 1)
+        folder = StudyFolder.create(tmp_path / str(number), load_study(study), study, "paper", 1)
         folder.write_state(folder.tasks["tuned-0"], "done")
         assert ("weights" in folder.state(folder.tasks["tuned-0"])) == noted, model
 
@@ -464,13 +477,17 @@ def test_the_copy_in_its_folder_is_the_study(study: Path, tmp_path: Path) -> Non
 def test_a_job_that_was_killed_says_so_and_not_its_last_words(
     study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_WORDS", "no room for a batch of 13")
+    monkeypatch.setenv("FAKE_WORDS", "no memory for a batch of 13")
     study.write_text(STUDY + DIVERGES)
     only = How(only=("large",))
-    assert run(study, tmp_path / "out", seeds=1, how=only).summary().notes[0].endswith("no room for a batch of 13.")
+    assert run(study, tmp_path / "out", seeds=1, how=only).summary().notes[0].endswith("no memory for a batch of 13.")
     monkeypatch.setattr(running, "COMMAND", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
     (note,) = run(study, tmp_path / "out", seeds=1, how=only).summary().notes
     assert note == "large-0 failed: was ended by SIGKILL, perhaps for want of memory."
+    if sys.platform == "linux":  # one of real time, which has no name
+        monkeypatch.setattr(running, "COMMAND", (sys.executable, "-c", "import os; os.kill(os.getpid(), 40)"))
+        (note,) = run(study, tmp_path / "out", seeds=1, how=only).summary().notes
+        assert note == "large-0 failed: was ended by signal 40."
     monkeypatch.setattr(running, "COMMAND", (sys.executable, "-c", "raise SystemExit(7)"))
     (note,) = run(study, tmp_path / "out", seeds=1, how=only).summary().notes
     assert note == "large-0 failed: ended with status 7.", "not with what an earlier try had said"

@@ -1,4 +1,4 @@
-"""Lets the tests of this room import `toy`, which their subprocesses import too."""
+"""Lets the tests of this folder import `toy`, which their subprocesses import too."""
 
 from __future__ import annotations
 

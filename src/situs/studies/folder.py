@@ -193,8 +193,12 @@ class StudyFolder:
 
     def _mark(self, task: Task) -> str:
         """What tells the weights at a path that a job names as its model from others there; "" where it names none."""
-        name, _, text = task.job.model.rpartition("=")
-        if not text or "{" in text or (name and text == "pretrained"):  # those of jobs and of data are noted as such
+        text = task.job.model
+        if not Path(text).exists():  # NAME=FILE, as `open_model` reads it; a path may hold a = too
+            text = text.partition("=")[2]
+            if text == "pretrained" or "{" in text:  # a library's; those of jobs and of data are noted as such
+                return ""
+        if not text:
             return ""
         if text not in self._marks:
             try:

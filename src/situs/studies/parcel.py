@@ -132,7 +132,9 @@ def unpack_study(parts: str | Path, out: str | Path) -> list[str]:
         return _unpacked(parts, whole, out)
     except OSError as error:
         told = (error.strerror or str(error)).lower()
-        raise SitusError(f"{out}: cannot be written: {told}; the same command goes on", field="out") from None
+        raise SitusError(
+            f"{out}: cannot be written: {told}; once it can be, the same command goes on", field="out"
+        ) from None
 
 
 def _unpacked(parts: str | Path, whole: bytes, out: Path) -> list[str]:
@@ -154,7 +156,8 @@ def _unpacked(parts: str | Path, whole: bytes, out: Path) -> list[str]:
             except SitusError as error:
                 said = str(error).removeprefix(f"{come.path}: ").partition(";")[0]
                 raise SitusError(f"{parts}: is of another study than lies in {out}: {said}", field="parts") from None
-        elif out.exists() and any(each.name not in (LOCK, STUDY) for each in out.iterdir()):  # those: it was cut here
+        elif out.exists() and not (out.is_dir() and {each.name for each in out.iterdir()} <= {LOCK, STUDY}):
+            # these two alone: an unpacking was cut here
             raise SitusError(f"{out}: is no folder of a study, and not empty", field="out")
         out.mkdir(exist_ok=True)
         with only_one(out):

@@ -109,7 +109,9 @@ def run_study(
             return read_folder(folder)
     except OSError as error:
         told = (error.strerror or str(error)).lower()
-        raise SitusError(f"{path}: cannot be written: {told}; the same command goes on", field="out") from None
+        raise SitusError(
+            f"{path}: cannot be written: {told}; once it can be, the same command goes on", field="out"
+        ) from None
     finally:
         if created and path.is_dir() and not any(path.iterdir()):
             path.rmdir()
@@ -290,7 +292,8 @@ class _Runner:
         message = self._nameless(_last_line(task.file("log"), each.said)) or f"ended with status {status}"
         if status < 0:
             perhaps = ", perhaps for want of memory" if status == -signal.SIGKILL else ""
-            message = f"was ended by {signal.Signals(-status).name}{perhaps}"
+            name = {each.value: each.name for each in signal.Signals}.get(-status, f"signal {-status}")
+            message = f"was ended by {name}{perhaps}"
         if how.trains and (task.folder / "nan").is_dir():
             return NOT_FINITE, message
         return (BEGUN, "") if asked or status == 130 else (FAILED, message)
