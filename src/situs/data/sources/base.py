@@ -266,7 +266,8 @@ def unseen(name: str, classes: Sequence[str] | None, labels: Iterable[int] | Non
     lack = f"{len(missing):,} of them {verb(len(missing), 'have')} no sample ({few})"
     if labels is None:
         held += f", and {lack}" if missing else ""
-        lack = f"whether {'all others' if missing else 'all of them'} have one is not looked at in a set of this size"
+        rest = "all others have one" if missing else "all of them have a sample"
+        lack = f"whether {rest} is not looked at in a set of this size"
     said = f"its labels are class numbers, taken as they are: {held}, and {lack}"
     return [f"{name}: {said}"]
 

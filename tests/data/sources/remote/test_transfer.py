@@ -54,7 +54,7 @@ def test_a_server_that_cuts_every_answer_is_read_to_the_end(server):
 
 def test_a_file_that_became_shorter_is_told(server):
     server.files["/a.tar"] = DATA[:500]
-    with pytest.raises(RemoteError, match=r"\(its server answers 416, it is shorter than what was asked for\)"):
+    with pytest.raises(RemoteError, match=r"\(its server answers 416: the file ends before what was asked for\)"):
         read_range(f"{server.url}/a.tar", 600, 700)
     assert len(server.asked) == 1
 

@@ -263,7 +263,7 @@ def check_unchanged(path: Path) -> None:
 
 
 def _check_version(entry: Entry) -> None:
-    now = state_of(entry.url)
+    now = state_of(entry.url)  # of a shard that a manifest tells of, no version was asked for
     if now.size != entry.size or (not entry.sha256 and now.version != entry.version):
         raise RemoteError(f"{redacted(entry.url)}: was changed since the set was opened; open it again", field="data")
 

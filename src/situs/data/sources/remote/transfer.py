@@ -152,7 +152,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError) or status in _GONE:
         return "no such file"
     if isinstance(status, int):
-        return f"its server answers {status}{', it is shorter than what was asked for' if status == 416 else ''}"
+        return f"its server answers {status}{': the file ends before what was asked for' if status == 416 else ''}"
     if isinstance(error, URLError):
         error = error.reason if isinstance(error.reason, Exception) else error
     said = (str(error).strip().splitlines() or [""])[0]
