@@ -153,20 +153,19 @@ def test_a_defence_that_is_stated_and_not_there_is_not_believed(stated: str) -> 
 
 
 class Search(Attack):
-    """A search of which each test says what it does. told: the noise that it was told of, each time."""
+    """A search of which each test says what it does."""
 
     name = "a search"
 
     def __init__(self, do: Any) -> None:
         super().__init__()
-        self.do, self.told = do, list[float]()
+        self.do = do
 
     def prepare(self, *_: Any) -> Ready:
         return Ready(None, seconds=60.0)
 
     def recover(self, backbone: Any, uploads: Any, known: Any = None, deadline: Any = None) -> Recovery:
-        self.told.append(known.defence.noise_level(known.batch))
-        return Recovery(self.do(known, deadline), [{}])
+        return Recovery(self.do(known, deadline), [{}], partial="a round" if deadline.over() else None)
 
 
 def sent(module: nn.Module, size: int = 1, noise: float = 0.0) -> Tensor:
@@ -203,7 +202,7 @@ def test_a_look_ends_in_time_and_a_stopped_attack_is_no_pass(monkeypatch: pytest
     given = {"img_size": 16, "act": "log", "defence": "noise=10"}
     assert audit.guard(module, attacks=["patchembed"], **given).look(images).answer == "below"
     look = audit.guard(module, attacks=[Search(forever), "patchembed"], seconds=0.3, **given).look(images)
-    assert look.seconds < 3 and look.answer == "not judged"
+    assert look.seconds < 3 and look.answer == "not judged" and "a search was stopped after a round" in look.said
     late = audit.guard(module, attacks=["patchembed"], seconds=1e-9, **given).look(images)
     assert late.answer == "not judged" and "not tried to its end within 1e-09 s" in late.said
     whole = PatchEmbedding.recover
@@ -224,8 +223,16 @@ def test_an_image_of_no_numbers_hides_no_other() -> None:
     module = made().eval()
     images = sent(module, 2)
     broken = images * torch.tensor([torch.nan, 1.0]).view(2, 1, 1, 1)
-    look = audit.guard(module, img_size=16, act="log", attacks=[Search(lambda *_: broken)]).look(images)
-    assert look.answer == "above"
+    given = {"img_size": 16, "act": "log"}
+    assert audit.guard(module, attacks=[Search(lambda *_: broken)], **given).look(images).answer == "above"
+    (nearly := images.clone())[:, 0, 0, 0] = torch.nan
+    for limit in ("psnr=20", "ssim=0.5"):
+        watch = audit.guard(module, attacks=[Search(lambda *_: nearly)], limit=limit, **given)
+        assert watch.look(images).answer == "above", "of one pixel"
+    images = sent(module := made().eval(), noise=10.0)
+    void = Search(lambda *_: torch.full_like(images, torch.nan))
+    look = audit.guard(module, attacks=[void, "patchembed"], defence="noise=10", **given).look(images)
+    assert look.answer == "not judged" and "a search gave back an image that holds NaN" in look.said
 
 
 class Before(nn.Module):

@@ -174,9 +174,9 @@ class Guard:
             deadline.begin(len(tries) - number, ready.seconds)
             found = attack.recover(self.backbone, [known.read(upload)], known, deadline)
             gaps += [] if found.partial is None else [f"{attack.name} was stopped after {found.partial}"]
-            values = self._values(pictures_of(found, real, len(images), self.normalisation), real)
-            gaps += [] if all(map(math.isfinite, values)) else [f"{attack.name} has a {self.limit.metric} of no number"]
-            value = max(filter(math.isfinite, values), default=-math.inf)
+            pictures = pictures_of(found, real, len(images), self.normalisation)
+            gaps += [f"{attack.name} gave back an image that holds NaN"] if bool(pictures.isnan().any()) else []
+            value = self._closest(pictures.nan_to_num(0.0), real)
             if value > best:
                 best, by = value, attack.name
             if known is told[0]:
@@ -237,14 +237,14 @@ class Guard:
         quiet = Knowledge(NoDefence(), known.batch, size=known.size)
         return attack.recover(self.backbone, [{name: made[name] for name in upload}], quiet, deadline).facts
 
-    def _values(self, pictures: Tensor, real: Tensor) -> list[float]:
-        """Each image's value of the limit's metric."""
+    def _closest(self, pictures: Tensor, real: Tensor) -> float:
+        """The worst image's value of the limit's metric."""
         if self.limit.metric == "psnr":
-            return psnr(pictures, real).tolist()
+            return float(psnr(pictures, real).max())
         values = measure(pictures, real, self.backbone, None)[self.limit.metric]
         if values is None:
             raise SitusError(f"limit={self.limit}: is not defined for images so few or so small", field="limit")
-        return values
+        return max(values)
 
     # --- beside a loop ----------------------------------------------------------------------------------------------
 

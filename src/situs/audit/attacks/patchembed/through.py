@@ -133,7 +133,7 @@ def _doubt(view: View, left: Fact, residual: float, noise: float) -> str | None:
             "that its layer sees alike, and need not be the right one"
         )
     if noise and view.scaled is None:
-        return "undoing what the model does before its patch embedding makes noise larger: a better guess comes closer"
+        return "undoing what the model does before its patch embedding makes the noise larger: others may come closer"
     return None
 
 
