@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Task:
-    """What is being done. done: of `total`, where that is known, begun at `start`; of a part of it a share. now: the
-    latest word."""
+    """What is being done. done: how many of `total`, where that is known, begun at `start`; one that is half done
+    counts as a half. now: the latest word."""
 
     what: str
     total: int | None = None

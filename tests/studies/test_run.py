@@ -142,8 +142,11 @@ def test_what_jobs_at_work_have_done_counts(study: Path, tmp_path: Path, monkeyp
         run(study, tmp_path / "out", seeds=1)
     shares = [each for each, _ in heard]
     assert shares == sorted(shares) and shares[-1] == 1.0
-    assert (pytest.approx(3 / 6 / 3), "pre-0 50 %") in heard, "the first of three jobs, of it three steps of six"
-    assert (pytest.approx((1 + 4 / 5) / 3), "tuned-0 80 %") in heard
+    for before, (name, steps) in enumerate({"pre-0": 6, "tuned-0": 5}.items()):  # of three jobs
+        known = {f"{name} {100 * step / steps:.0f} %": (before + step / steps) / 3 for step in range(steps + 1)}
+        told = {now: each for each, now in heard if now.startswith(name)}
+        assert told == pytest.approx({now: known[now] for now in told})
+        assert len(told) > 2, "not only its beginning and its end"
 
 
 def test_interrupted_twice_by_the_clock_it_ends_the_same(
