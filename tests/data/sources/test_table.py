@@ -57,6 +57,10 @@ def test_a_class_of_one_image_is_said_for_it_may_be_mistyped(tmp_path: Path) -> 
     (tmp_path / "labels.csv").write_text("file,labels\na.png,red; green\nb.png,red;gren;green\nc.png,\n")
     said = "1 of its 3 classes has one sample only ('gren'); a mistyped label makes a class of its own"
     assert opened(tmp_path).notes == [f"{tmp_path.name}: {said}"]
+    images(split := tmp_path / "split", "train/a.png", "train/b.png", "val/a.png", "val/b.png")
+    rows = ["train/a.png,red;green", "train/b.png,red;green", "val/a.png,red;green", "val/b.png,red"]
+    (split / "labels.csv").write_text("\n".join(["file,labels", *rows]))
+    assert opened(split).notes == opened(split, "val").notes == []  # of few images held out one is no slip
 
 
 def test_celeba_as_it_is_unpacked(tmp_path: Path) -> None:

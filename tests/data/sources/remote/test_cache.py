@@ -259,6 +259,17 @@ def test_a_footer_that_changed_is_not_called_damaged(server, tmp_path):
         source.payload(0)
 
 
+def test_a_damaged_footer_of_a_set_with_a_manifest_is_not_called_changed(server, tmp_path):
+    """Its manifest tells no version, and what is told of none has not changed."""
+    local = packed(tmp_path, "parquet")
+    serve(server, local)
+    data = server.files["/set/train-00000.parquet"]
+    server.files["/set/train-00000.parquet"] = data[:-4] + b"none"
+    with pytest.raises(SitusError, match=r"train-00000.parquet") as caught:
+        ParquetSource(cache.mount(f"{server.url}/set"), held_bytes=0)
+    assert "was changed" not in str(caught.value)
+
+
 def test_a_shard_that_is_not_what_was_packed_is_refused(server, tmp_path):
     local = packed(tmp_path, "parquet")
     serve(server, local)
