@@ -16,13 +16,14 @@ from situs.audit import AdaptiveMJP, Knowledge, Noise, PatchEmbedding, adapt
 from situs.audit.attacks.base import Ready
 from situs.audit.attacks.patchembed.attack import THROUGH
 from situs.audit.attacks.patchembed.bytes import byte_values
-from situs.audit.attacks.patchembed.through import System, solve_patches
+from situs.audit.attacks.patchembed.through import System, see_through, solve_patches
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import NoDefence
 from situs.audit.gradients import attack_gradients
 from situs.audit.judge.gate import NOT_JUDGED
+from situs.audit.stem import require_stem
 
 NORMAL = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -263,3 +264,14 @@ def test_an_audit_says_so_of_a_bare_module() -> None:
     [pair] = found.pairs
     assert pair.reason is None
     assert (pair.exact, pair.to_the_byte) == (2, 2)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_patches_that_another_attack_found_under_noise_are_not_judged_behind_a_mixture(mixed: bool) -> None:
+    mix = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.1, 1.0], [1.0, 1.0, 1.1]])
+    backbone = adapt(Module((lambda x: torch.einsum("dc,bchw->bdhw", mix.to(x), x)) if mixed else lambda x: x + 0), 16)
+    for defence in (NoDefence(), Noise(1e-3)):
+        facts: list[dict[str, Any]] = [{"fits": True}]
+        see_through(torch.randn(1, 16, 48), backbone, require_stem(backbone), Knowledge(defence), facts)
+        assert facts[0]["fits"] == (not mixed or not defence.noise_level(1))
+        assert facts[0]["fits"] or "makes the noise larger" in facts[0]["verdict"]
