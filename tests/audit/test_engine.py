@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -92,6 +93,14 @@ def test_local_steps_without_end_take_their_share_of_the_time_and_are_not_attack
     assert found[plain].status == "done" and endless not in found
     few = Case("m", backbone, create_defence("fedavg=3"), Spy())
     assert run([few], images(2), Step(), Deadline(seconds=60))[few].status == "done"
+
+
+def test_local_steps_longer_than_their_share_are_made_in_the_time_that_others_leave(backbone: Any) -> None:
+    ticks = count()  # a second whenever the clock is asked, which is once a local step
+    slow, *quick = (Case("m", backbone, create_defence(name), Spy()) for name in ("fedavg=30", *["none"] * 3))
+    found = run([slow, *quick], images(1), Step(), Deadline(seconds=100, clock=lambda: float(next(ticks))))
+    assert [found[each].status for each in quick] == ["done"] * 3 and list(found)[-1] is slow, "its first turn was cut"
+    assert found[slow].status == "done"
 
 
 def test_large_uploads_come_one_by_one_and_small_ones_only_as_far_as_they_are_read(

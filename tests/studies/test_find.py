@@ -69,6 +69,8 @@ def test_what_it_does_not_find_is_said(path: str, said: str) -> None:
 def test_of_many_keys_the_nearest_is_told_as_well() -> None:
     with pytest.raises(SitusError, match=r"has no acuracy; there are k0, .*, k11, …, accuracy$"):
         find({**{f"k{number}": 0 for number in range(20)}, "accuracy": 1}, "acuracy")
+    with pytest.raises(SitusError, match=r"has no acuracy; there are accuracy$"):
+        find({"accuracy": 1}, "acuracy")
 
 
 def test_the_log_of_a_training(tmp_path: Path) -> None:
