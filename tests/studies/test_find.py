@@ -73,6 +73,12 @@ def test_of_many_keys_the_nearest_is_told_as_well() -> None:
         find({"accuracy": 1}, "acuracy")
 
 
+def test_what_holds_numbers_is_told_first() -> None:
+    origin = {f"said{number}": "vit" for number in range(12)} | {"ema": False, "of": ["a"], "empty": {}}
+    with pytest.raises(SitusError, match=r"has no rows; there are accuracy, count, deep, said0, .*, said8$"):
+        find({**origin, "accuracy": [{"ratio": 0.5}], "count": 3, "deep": {"a": {"b": 1.0}}}, "rows")
+
+
 def test_the_log_of_a_training(tmp_path: Path) -> None:
     lines = [{"step": 1, "epoch": 1.0, "loss": 2.0}, {"step": 2, "epoch": 2.0, "val_top1": 0.3}]
     lines += [{"step": 4, "epoch": 4.0, "loss": 1.0, "val_top1": 0.4}]

@@ -135,9 +135,18 @@ def _is(value: Any, text: str) -> bool:
 
 def _absent(path: str, step: str, held: Any) -> SitusError:
     if isinstance(held, Mapping):
-        shown = [*map(str, held)][:12]
+        shown = [str(name) for name in sorted(held, key=lambda name: not _holds_number(held[name]))][:12]
         near = [name for name in get_close_matches(step, map(str, held), n=1) if name not in shown]
         there = f"there are {', '.join([*shown, *(['…'] if near else []), *near]) or 'none'}"
     else:
         there = f"there is a list of {len(held)}" if isinstance(held, list) else f"there is {held!r}"
     return SitusError(f"figure={path!r}: has no {step}; {there}", field="figure")
+
+
+def _holds_number(value: Any) -> bool:
+    """Whether a path may end there: what a result says of its model and data mostly holds none."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list):
+        return any(map(_holds_number, value))
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
