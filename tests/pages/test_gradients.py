@@ -114,6 +114,8 @@ def test_table_and_reasons() -> None:
     ]
     plain = replace(WORKED, caveat=None, doubt="its equations do not fit")
     assert reasons(example(plain)) == [("patchembed against none", "proves nothing: its equations do not fit")]
+    twice = replace(plain, facts=[{"verdict": "its equations do not fit"}, {"verdict": "another"}])
+    assert [said for _, said in reasons(example(twice))] == ["another", "proves nothing: its equations do not fit"]
     said_already = replace(WORKED, doubt="it is not exact here (a caveat)")
     assert reasons(example(said_already)) == [("patchembed against none", "a caveat")]
 

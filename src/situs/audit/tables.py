@@ -146,8 +146,9 @@ def reasons(audit: Audit) -> list[tuple[str, str]]:
     """(attack against defences, why it does not apply or is not exact); the same said of several defences, once."""
     found: dict[tuple[str, str], list[str]] = {}
     for pair in audit.pairs:
-        verdicts = [str(fact.get("verdict") or "") for fact in pair.facts]
         doubt = None if pair.caveat or pair.doubt is None else f"proves nothing: {pair.doubt}"
+        verdicts = [str(fact.get("verdict") or "") for fact in pair.facts]
+        verdicts = [each for each in verdicts if doubt is None or each != pair.doubt]  # said once
         for said in dict.fromkeys(
             [pair.reason, pair.partial and f"stopped after {pair.partial}", pair.caveat, *verdicts, doubt]
         ):
