@@ -7,7 +7,7 @@ from itertools import zip_longest
 import pytest
 
 from situs import progress
-from situs.progress import clock, hearing, in_words, note, seconds_left, share, task, tracked
+from situs.progress import clock, hearing, in_words, note, seconds_left, share, task, took, tracked
 
 
 class Ear:
@@ -73,6 +73,10 @@ def test_the_time_left_follows_from_what_this_time_has_done(monkeypatch: pytest.
     told = [each for each in left if each is not None]
     assert told[0] == pytest.approx(90.0)  # 30 s for one of four
     assert min(told) == pytest.approx(30 / 0.375 * 0.625)
+
+
+def test_took_is_never_nothing() -> None:
+    assert [took(s) for s in (0.0, 0.04, 0.1, 12.34)] == ["less than 0.1 s", "less than 0.1 s", "0.1 s", "12.3 s"]
 
 
 def test_clock() -> None:

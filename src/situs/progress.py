@@ -130,6 +130,11 @@ def in_words(tasks: Sequence[Task]) -> str:
     return " › ".join(dict.fromkeys(filter(None, said)))
 
 
+def took(seconds: float) -> str:
+    """What something took, for a sentence: 0.4 s, and never 0.0 s."""
+    return "less than 0.1 s" if seconds < 0.1 else f"{seconds:.1f} s"
+
+
 def clock(seconds: float) -> str:
     """Seconds as 1:02:03 or 2:03."""
     whole = int(seconds)

@@ -23,6 +23,7 @@ from situs.cli.demo.server import DONE, Aside
 from situs.cli.demo.stage import AFTER, ALONE, GRID, PLACES, Stage, classify, pretrain
 from situs.data.sources.samples import load_samples
 from situs.pages.reconstruct import mix_figure, one_image_figure, placed_panel, unordered_panel
+from situs.progress import took
 from situs.report import figures
 from situs.report.html import Finding, Section, Tone
 from situs.report.pixels import pixel_rows
@@ -174,8 +175,8 @@ def find_gradients(stage: Stage) -> Finding:
             title,
             f"{outcome.to_the_byte} of {outcome.count}",
             "images read byte for byte",
-            f"Above: private images. Below: what a server computed from the gradient of one step, in {seconds:.1f} s "
-            "an image.",
+            f"Above: private images. Below: what a server computed from the gradient of one step, in "
+            f"{took(seconds)} an image.",
             Section("").figure(pixel_rows(pairs), caption, "Private images, and under each the same image recovered."),
             ("How, and which defences help", section.title),
         )
@@ -217,7 +218,7 @@ def find_lock(stage: Stage) -> Finding:
             f"A model can be locked with a key. {fallen}",
             f"{chosen.right} of {chosen.size}",
             "channels of the key found",
-            f"Test images classified right; the attack took {chosen.seconds:.1f} s. Keep the embedding back, and an "
+            f"Test images classified right; the attack took {took(chosen.seconds)}. Keep the embedding back, and an "
             "attacker with photographs has nothing to start from.",
             Section("").bars(bars, "%"),
             ("Every attacker, and what is left of the lock", section.title),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from situs.errors import SitusError
+from situs.progress import took
 
 if TYPE_CHECKING:
     from situs.cli.demo.stage import Stage
@@ -154,7 +155,7 @@ class _Progress:
         if not sys.stdout.isatty():
             self._show = lambda text: print(f"{name}: {text}", flush=True)
             yield
-            print(f"{name}: done in {time.perf_counter() - start:.1f} s", flush=True)
+            print(f"{name}: done in {took(time.perf_counter() - start)}", flush=True)
             return
         from rich.console import Console
 
@@ -162,4 +163,4 @@ class _Progress:
         with console.status(name) as status:
             self._show = lambda text: status.update(f"{name}: {text}")
             yield
-        console.print(f"[green]✓[/] {name} [dim]{time.perf_counter() - start:.1f} s[/]")
+        console.print(f"[green]✓[/] {name} [dim]{took(time.perf_counter() - start)}[/]")

@@ -23,6 +23,7 @@ from situs.cli.shell import answer
 from situs.cli.split.wire import LOCAL, ONE_RANK, ClientArgs
 from situs.errors import SitusError, counted
 from situs.evaluate.finetune import FinetuneConfig
+from situs.progress import took
 
 if TYPE_CHECKING:
     from situs.train.run import Start
@@ -89,7 +90,7 @@ def run(args: Args) -> int:
             config, call, hide, out=args.out, resume=args.resume, key=key, start=start, device=args.device, say=_say
         )
         wire = max(0.0, call.waited - call.served)
-        _say(f"asked again {counted(call.again, 'times')}; {wire:.1f} s on the wire, {call.served:.1f} s at the server")
+        _say(f"asked again {counted(call.again, 'times')}; {took(wire)} on the wire, {took(call.served)} at the server")
     folder = args.out or args.resume
     answer({"run": folder, "steps": result.step, "interrupted": result.interrupted, "metrics": result.metrics})
     if result.interrupted:
