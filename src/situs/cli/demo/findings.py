@@ -119,14 +119,16 @@ def find_labels(stage: Stage) -> Finding:
     section = stage.page.section("With and without what MP3 learned")
     section.text(
         "The same classifier, recipe, order and labelled images; one begins with the weights that MP3 learned. Judged "
-        f"on {tests:,} test images that no training saw, which tell a difference of {2 * spread:.1f} points from chance. "
-        "This is one seed."
+        f"on {tests:,} test images that no training saw, which tell a difference of {2 * spread:.1f} points from "
+        "chance. This is one seed."
     )
     drawn = figures.curves(curves, "epoch", "test images classified right, %")
     section.figure(drawn, f"Fine-tuning with {labels}.")
     return stage.add(
         Finding(
-            "Learning that first saves labels." if helped else "In this run, learning that first did not help for sure.",
+            "Learning that first saves labels."
+            if helped
+            else "In this run, learning that first did not help for sure.",
             f"{after - alone:+.1f}".replace("-", "−"),
             "points of accuracy",
             f"The same classifier, the same {stage.length.labelled:,} labelled images; one was first asked where "
