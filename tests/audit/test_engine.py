@@ -19,6 +19,7 @@ from situs.audit.cases import Case, Outcome, TestSet
 from situs.audit.client import upload_of, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import NoDefence, Noise, NoPositionGradient, Step
+from situs.audit.scores.metrics import psnr
 from situs.audit.scores.scoring import measure
 from situs.errors import SitusError
 
@@ -182,6 +183,29 @@ def test_an_attack_that_came_short_goes_on_where_it_stopped(backbone: Any) -> No
     once = run([Case("m", backbone, NoDefence(), Spy(most=3), images=6, seconds=9.0)])
     [outcome] = once.values()
     assert (outcome.status, outcome.partial) == ("stopped", "3 of 6 images")  # its own time was all it had
+
+
+def test_an_attack_that_gives_back_nan_fails_alone_and_hides_no_image_that_it_found(backbone: Any) -> None:
+    test = images(4)
+
+    class Broken(Spy):
+        """Finds all but some pixels of the second upload's last image."""
+
+        closed_form = True
+
+        def recover(self, *args: Any) -> Recovery:
+            found = test.pixels.clone()
+            found[3, 0, :2] = torch.nan
+            return Recovery(found, [{"fits": True}, {"fits": True}])
+
+    broken, spy = (Case("", backbone, NoDefence(), attack) for attack in (Broken(), Spy()))
+    found = run([broken, spy], test, Step(batch=2))
+    assert [found[case].status for case in (broken, spy)] == ["done", "done"]
+    assert [fact.get("broken", False) for fact in found[broken].facts] == [False, False, True, True]
+    assert found[broken].exact == 3 and "do not fit for 2 of 4 images" in str(found[broken].doubt)
+    black, last = test.real()[3:].clone(), test.real()[3:]
+    black[:, :, :2] = 0.0
+    assert (found[broken].scores["psnr"] or [])[3] == pytest.approx(float(psnr(black, last)))
 
 
 def test_refusals_come_first_and_what_runs_by_itself_only_where_nothing_closed_does(backbone: Any) -> None:

@@ -194,7 +194,7 @@ class _Trial:
         self.facts += facts_of(found, test.labels[here], batch)
         for number, case in enumerate(self.cases):
             real = test.real(case.compared_with)
-            pictures = pictures_of(found, real[here], batch, test.normalisation)
+            pictures = pictures_of(found, real[here], batch, test.normalisation).nan_to_num(0.0)
             made = measure(pictures, real, case.backbone, self.lpips, here.start)
             if case.trained_on != "x" and test.mask is not None:
                 made |= measure_parts(pictures, real[here], test.mask[here], case.backbone)

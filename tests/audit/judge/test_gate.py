@@ -143,6 +143,11 @@ NOT_PASSED: dict[str, tuple[tuple[Outcome, ...], dict[str, Any], str]] = {
         {},
         "patchembed has an image whose psnr is no number; the worst, a, has psnr 3 by patchembed",
     ),
+    "another attack gave back NaN": (
+        (closed(3.0, 4.0), search(5.0, 1.0, facts=[{"broken": True}, {}])),
+        {},
+        "matching gave back NaN for 1 of 2 images; the worst, a, has psnr 5 by matching",
+    ),
     "a metric that is not there": (
         (replace(closed(3.0), scores={"psnr": None}),),
         {"count": 1},

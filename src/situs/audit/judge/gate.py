@@ -197,6 +197,8 @@ def _gaps(audit: Audit, defence: str, pairs: Sequence[Outcome], limit: Limit) ->
     gaps = [f"{attack} was not run before the stop" for attack, other in audit.undone if other == defence]
     gaps += [f"{pair.attack} was stopped after {pair.partial}" for pair in pairs if pair.partial is not None]
     for pair in pairs:
+        if broken := sum(fact.get("broken") is True for fact in pair.facts):
+            gaps.append(f"{pair.attack} gave back NaN for {broken} of {counted(len(pair.facts), 'images')}")
         values = pair.scores.get(limit.metric)
         if pair.reason is None and values is None:
             gaps.append(f"{limit.metric} is not defined for images so few or so small")

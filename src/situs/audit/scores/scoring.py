@@ -32,8 +32,15 @@ def pictures_of(found: Recovery, real: Tensor, batch: int, normalisation: Normal
 
 
 def facts_of(found: Recovery, labels: Tensor, batch: int) -> list[dict[str, Fact]]:
-    """The attacker's facts, once an image; of labels he inferred, how many of the batch's are right."""
+    """The attacker's facts, once an image; of labels he inferred, how many of the batch's are right.
+
+    Where a picture of an upload holds NaN he has failed there, whatever he says: `broken`.
+    """
     facts = [dict(fact) for fact in found.facts]
+    share = len(found.images) // max(1, len(facts))
+    for fact, images in zip(facts, found.images.split(max(1, share)), strict=False):
+        if bool(images.isnan().any()):
+            fact |= {"broken": True, "fits": False, "verdict": "what came back holds NaN, which is taken as black"}
     if found.labels is not None:
         for fact, guess, truth in zip(facts, found.labels, labels.split(batch), strict=False):
             right = Counter(guess.tolist()) & Counter(truth.tolist())
