@@ -63,9 +63,20 @@ def test_the_worst_image_decides_and_the_limit_itself_passes() -> None:
     assert passed == Judgement(
         "none",
         "passed",
-        "patchembed solved all 2 images and the equations fit; the worst, b, has psnr 20 by patchembed",
+        "patchembed solved all 2 images and the equations fit; the worst, b, has psnr 20 by patchembed; that is "
+        "less than 0.1 dB below the limit of 20, and other images may come back above it",
         Worst("patchembed", "b", 20.0),
     )
+
+
+def test_a_pass_that_is_near_its_limit_says_how_near() -> None:
+    caution = "; that is only 0.2 dB below the limit of 20, and other images may come back above it"
+    assert judged_alone(closed(3.0, 19.8)).said.endswith("has psnr 19.8 by patchembed" + caution)
+    for far in (closed(3.0, 19.0), search(3.0, 19.8)):  # not small, and no pass
+        assert "below the limit" not in judged_alone(far).said
+    ssim = outcome("patchembed", "none", scores={"psnr": [3.0, 4.0], "ssim": [0.1, 0.2]})
+    [judged] = judge(audit(ssim), Limit("ssim", 0.3)).judgements
+    assert judged.answer == "passed" and "below the limit" not in judged.said
 
 
 NOT_PASSED: dict[str, tuple[tuple[Outcome, ...], dict[str, Any], str]] = {

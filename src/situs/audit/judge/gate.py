@@ -183,7 +183,15 @@ def _judge(audit: Audit, defence: str, limit: Limit) -> Judgement:
         answer: Answer = "incomplete" if applied else "nothing_applied"
         return Judgement(defence, answer, "; ".join([*gaps, *([shown] if shown else [])]), worst)
     said = f"{' and '.join(proofs)} solved all {counted(len(audit.names), 'images')} and the equations fit; {shown}"
-    return Judgement(defence, "passed", said, worst)
+    return Judgement(defence, "passed", said + _margin(limit, worst), worst)
+
+
+def _margin(limit: Limit, worst: Worst | None) -> str:
+    """A caution where the worst image stays below a limit in dB by less than one; else ""."""
+    if worst is None or not limit.metric.endswith("psnr") or (left := limit.bound - worst.value) >= 1:
+        return ""
+    below = "less than 0.1" if left < 0.1 else f"only {left:.1f}"
+    return f"; that is {below} dB below the limit of {limit.bound:g}, and other images may come back above it"
 
 
 def _proves(pair: Outcome, audit: Audit) -> bool:
