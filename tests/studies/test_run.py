@@ -135,6 +135,15 @@ def test_what_is_done_is_skipped_and_more_seeds_can_be_asked_for(study: Path, tm
     assert same(read_study(tmp_path / "out")) == same(again)
 
 
+def test_fewer_seeds_than_a_folder_holds_run_those_alone(study: Path, tmp_path: Path) -> None:
+    folder = StudyFolder.create(tmp_path / "out", load_study(study), study, "paper", 2)
+    assert [*folder.chosen((), seeds=1)] == ["pre-0", "tuned-0", "top1-0"] and len(folder.chosen(())) == 6
+    with pytest.raises(SitusError, match="unknown job 'top1-1'"):
+        folder.chosen(("top1-1",), seeds=1)
+    found = run(study, tmp_path / "out", seeds=1, how=How(only=("pre",)))
+    assert [task.name for task in found.tasks if task.state == "done"] == ["pre-0"] and found.seeds == 2
+
+
 def test_what_jobs_at_work_have_done_counts(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_STEP", "0.05")
     heard: list[tuple[float, str]] = []

@@ -139,17 +139,18 @@ class StudyFolder:
             for seed in range(1 if job.once else self.seeds)
         ]
 
-    def chosen(self, only: Sequence[str], *, needed: bool = True) -> dict[str, Task]:
+    def chosen(self, only: Sequence[str], *, needed: bool = True, seeds: int | None = None) -> dict[str, Task]:
         """The tasks of the jobs whose names fit one of the patterns, and what they need; all for none.
 
-        needed: False leaves out what they need.
+        needed: False leaves out what they need. seeds: those of the first seeds alone; the folder may hold more.
         """
+        tasks = {name: task for name, task in self.tasks.items() if seeds is None or task.seed < seeds}
         if not only:
-            return dict(self.tasks)
+            return tasks
         for pattern in only:
-            if not any(fnmatchcase(task.of, pattern) or task.name == pattern for task in self.tasks.values()):
+            if not any(fnmatchcase(task.of, pattern) or task.name == pattern for task in tasks.values()):
                 raise unknown_name("job", pattern, self.jobs, field="only")
-        names = [t.name for t in self.tasks.values() if any(fnmatchcase(t.of, p) or t.name == p for p in only)]
+        names = [t.name for t in tasks.values() if any(fnmatchcase(t.of, p) or t.name == p for p in only)]
         for name in names if needed else ():  # it grows while it is walked
             names += [each for each in self.tasks[name].needs.values() if each not in names]
         return {name: task for name, task in self.tasks.items() if name in names}

@@ -99,7 +99,7 @@ def run_study(
     try:
         with only_one(path):
             folder = StudyFolder.begun(path, loaded, study_file(study), scale, seeds)
-            tasks = folder.chosen(how.only)
+            tasks = folder.chosen(how.only, seeds=seeds)
             models = [(folder.taker(name, Path(source)), Path(source)) for name, source in (take or {}).items()]
             folder.settle(study_file(study))  # nothing is written before all that was asked is known to be right
             for task, source in models:

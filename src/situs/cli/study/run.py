@@ -75,7 +75,7 @@ def run(args: Args) -> int:
         how=args.config,
     )
     present(found, args.out)
-    asked = StudyFolder.open(args.out).chosen(args.config.only)
+    asked = StudyFolder.open(args.out).chosen(args.config.only, seeds=args.seeds)
     left = [task.name for task in found.tasks if task.name in asked and task.state not in ("done", "taken")]
     return int(bool(found.unread or left))
 
@@ -91,7 +91,7 @@ def _rehearse(args: Args) -> int:
     given = paths_of(study, file.stem, _paths(args.data))
     folder = StudyFolder.begun(args.out, study, file, args.scale, args.seeds)
     jobs: dict[str, str] = {}
-    for name, task in folder.chosen(args.config.only).items():
+    for name, task in folder.chosen(args.config.only, seeds=args.seeds).items():
         lacking = [each for each in data_of(study, task.job) if each not in given]
         state = folder.ended(task)
         if state in ("done", "taken"):
