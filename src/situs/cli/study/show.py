@@ -5,14 +5,15 @@ For example: situs study show runs/lock
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
 from situs.cli.result import present
+from situs.errors import SitusError
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,16 @@ class Args:
 
 def run(args: Args) -> None:
     """Prints the table; of a folder it writes the page anew."""
+    from situs.pages import publish
     from situs.studies import read_study
 
     found = read_study(args.folder)
     if args.ours:
         print("\n".join(found.ours()))
         return
-    present(found, Path(args.folder) if found.tasks else None)
+    present(found, None)
+    if found.tasks:
+        try:
+            print(publish(found, args.folder))
+        except SitusError as error:  # the folder may be another's, to read alone
+            print(f"situs: the page was not written anew; {error}", file=sys.stderr)
