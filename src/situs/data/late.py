@@ -8,15 +8,13 @@ round otherwise than libjpeg's, so that pixels differ by a level or two.
 from __future__ import annotations
 
 import math
-import warnings
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
 import torch
 from torch import Tensor
-
-from situs.core.precision import full_float32
 
 _AT_ONCE = 1 << 26  # pixels that are resized together, padded to the largest box
 
@@ -25,30 +23,33 @@ def decode_on(device: torch.device, encoded: Sequence[Tensor]) -> list[Tensor]:
     """RGB images [3, H, W] uint8 on a CUDA device; raises RuntimeError where one of them is damaged."""
     from torchvision.io import ImageReadMode, decode_jpeg
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that torchcodec is to follow
-        made = decode_jpeg(list(encoded), mode=ImageReadMode.RGB, device=device)
+    made = decode_jpeg(list(encoded), mode=ImageReadMode.RGB, device=device)
     return made if isinstance(made, list) else [made]
 
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=-1)  # as the batches it decodes for
+
+
+_ALONE = threading.Lock()
 
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[None]:
     """A stream of one's own for nvJPEG, which writes on a third one that waits for nobody.
 
-    So the memory it is given must not be in use any more: here it comes from this stream alone, which is idle then.
+    So the memory it is given must not be in use any more: here it comes from this stream alone, which is idle then,
+    and stays so until this thread uses it: others wait.
     """
     if device.type != "cuda":
         yield
         return
     stream = _stream(device)
-    stream.synchronize()
-    with torch.cuda.stream(stream):
-        yield
+    with _ALONE:
+        stream.synchronize()
+        with torch.cuda.stream(stream):
+            yield
     torch.cuda.current_stream(device).wait_stream(stream)
 
 
@@ -88,13 +89,21 @@ def resize_padded(padded: Tensor, sides: Tensor, size: tuple[int, int], mode: st
 
 def _resize(padded: Tensor, lengths: Tensor, size: int, mode: str, side: int) -> Tensor:
     """One direction, as whole numbers from 0 to 255."""
-    # Up to there the weights have 15 bits at most (a test counts them), and float32 adds their products exactly.
-    dtype = torch.float32 if 2 * int(lengths.max()) <= 3 * size else torch.float64
+    exact = 2 * int(lengths.max()) <= 3 * size  # up to there float32 adds the products exactly (a test counts them)
+    padded = padded.to(torch.float32 if exact else torch.float64)
     taken, _ = weights(lengths.to(padded.device, non_blocking=True), size, padded.shape[side], mode)
-    taken = taken.to(dtype)[:, None]
-    with full_float32():
-        sums = padded.to(dtype) @ taken.transpose(-1, -2) if side == -1 else taken @ padded.to(dtype)
-    return sums.add_(0.5).floor_().clamp_(0, 255)
+    parts = [part.to(padded.dtype)[:, None] for part in (halves(taken) if exact else [taken])]
+    made = [padded @ part.transpose(-1, -2) if side == -1 else part @ padded for part in parts]
+    return sum(made[1:], start=made[0]).add_(0.5).floor_().clamp_(0, 255)
+
+
+def halves(whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of 15 bits as sums of two of 8 bits at most, which TF32 does not round, nor pixels.
+
+    Where a training allows TF32, to forbid it for a moment would forbid it to the step that is launched meanwhile.
+    """
+    upper = whole.to(torch.bfloat16).to(whole.dtype)
+    return upper, whole - upper
 
 
 def _spans(boxes: Tensor) -> Iterator[tuple[int, int]]:
