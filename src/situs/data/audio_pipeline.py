@@ -96,6 +96,8 @@ class AudioPipeline(Pipeline):
     noise is added.
     """
 
+    beside = False  # a spectrogram forbids TF32 for a moment, to all threads
+
     def __init__(
         self,
         source: Source,

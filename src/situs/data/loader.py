@@ -6,12 +6,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from situs.data.ahead import ahead, paced
 from situs.data.audio_pipeline import AudioPipeline, Scale, measure_scale
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
@@ -20,7 +22,7 @@ from situs.data.config import BATCH, DENSE, NO_DATA, DataConfig
 from situs.data.image_pipeline import ImagePipeline
 from situs.data.mask_pipeline import MaskPipeline
 from situs.data.object_pipeline import ObjectPipeline
-from situs.data.pipeline import Pipeline
+from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.resident import HeldStream, Resident, load_resident
 from situs.data.sampler import BatchPlan, Drawn, LengthBuckets, batches_for, sample_of
 from situs.data.sources import kind_of, open_source
@@ -45,7 +47,8 @@ class Loader(ABC):
 
     steps_per_epoch: batches an epoch, the same on every rank. global_batch: samples a step over all ranks. classes:
     names in label order; None for a set without labels. data_wait: seconds spent in here so far, preparing or waiting
-    for batches; on a GPU the augmentation itself runs behind the caller's back and only its launching counts.
+    for batches. On a GPU the kernels run behind the caller's back: of a set that is held there only their launching
+    counts, and of a streamed one what the workers and the thread that makes batches (`situs.data.ahead`) are late.
     """
 
     def __init__(self, pipeline: Pipeline, plan: BatchPlan, device: torch.device) -> None:
@@ -166,6 +169,7 @@ class StreamLoader(Loader):
     """Any modality, read by workers as it is asked for. workers: 0 reads in this process. order: said of the order.
 
     held: bytes that the samples may take where they are read once and kept on the device.
+    beside: whether batches are made by a thread, beside the steps; the same ones.
     """
 
     def __init__(
@@ -180,21 +184,35 @@ class StreamLoader(Loader):
     ) -> None:
         super().__init__(pipeline, plan, device)
         self.order = order
+        # What is held lies on the caller's stream. On a CPU a thread would only take the steps' cores.
+        self.beside = device.type == "cuda" and held is None and pipeline.beside
         self.stream: WorkerStream | HeldStream
         if held is None:
             self.stream = WorkerStream(pipeline, plan, workers, pin=device.type == "cuda")
         else:
             self.stream = HeldStream(pipeline, plan, device, held)
 
+    def iterate(self, epoch: int = 0, start_step: int = 0) -> Iterator[Batch]:
+        """The epoch's batches from number `start_step` on."""
+        batches = super().iterate(epoch, start_step)
+        return paced(batches, self.device) if self.beside else batches
+
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
+        make, parts = partial(self._make, epoch), self._parts(epoch, start_step)
+        return ahead(make, parts, self.device) if self.beside else map(make, parts)
+
+    def _make(self, epoch: int, parts: list[WorkerBatch]) -> Batch:
+        moved = [self.pipeline.move(part.values, self.device) for part in parts]
+        ids = torch.cat([part.ids.to(self.device, non_blocking=True) for part in parts])
+        return self.pipeline.finish(self.pipeline.join(moved), ids, self.pipeline.noise(ids, epoch))
+
+    def _parts(self, epoch: int, start_step: int) -> Iterator[list[WorkerBatch]]:
+        """What the workers read; in the caller's thread, who forks them and hears of their end."""
         for parts in self.stream.batches(epoch, start_step):
             for index, reason in (found for part in parts for found in part.broken):
                 self.source.skip(index, reason)
-            if not any(len(part.ids) for part in parts):
-                continue
-            moved = [self.pipeline.move(part.values, self.device) for part in parts]
-            ids = torch.cat([part.ids.to(self.device, non_blocking=True) for part in parts])
-            yield self.pipeline.finish(self.pipeline.join(moved), ids, self.pipeline.noise(ids, epoch))
+            if any(len(part.ids) for part in parts):
+                yield parts
         if not self.pipeline.training and (broken := self.source.skipped) and len(broken) == len(self.source):
             said = none_read(self.source.name, len(broken), self.source.things)
             raise SitusError(f"{said}; the first: {broken[0].reason}", field="data")

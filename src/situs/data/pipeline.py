@@ -44,10 +44,11 @@ class Pipeline(ABC):
 
     training: the next readable sample stands in for a broken one, under the broken one's draw, so that batches keep
     their size. Otherwise it is left out. by_rows: whether `collate` gives a row of every value for each sample.
-    row_bytes: about what a sample takes on its way from a worker; 0 where nobody knows.
+    row_bytes: about what a sample takes on its way from a worker; 0 where nobody knows. beside: whether a thread may
+    make its batches while a step runs, as `situs.data.ahead` asks.
     """
 
-    by_rows = True
+    by_rows = beside = True
     row_bytes = 0
 
     @property

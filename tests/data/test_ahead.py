@@ -1,0 +1,180 @@
+"""The same batches in the same order, made by a thread: on the CPU by its laws, on a GPU bit for bit."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from situs.data.ahead import AHEAD, ahead
+from situs.data.augment.recipes import AugmentConfig, recipe
+from situs.data.batch import Batch
+from situs.data.config import DataConfig
+from situs.data.loader import StreamLoader, make_loader
+from situs.data.sources.base import TensorSource
+from situs.errors import SitusError
+
+CPU = torch.device("cpu")
+IMAGES = torch.randint(0, 256, (50, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+CONFIG = DataConfig(img_size=16, batch=12, workers=0, seed=9, resident="never")
+
+
+def batch_of(number):
+    return Batch(torch.tensor([number]), torch.tensor([number]))
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("situs-ahead")]
+
+
+def test_the_order_stays_and_nobody_runs_further_ahead_than_said():
+    asked, made, taken, apart = [], [], [], []
+
+    def given():
+        for number in range(9):
+            apart.append(threading.current_thread() is threading.main_thread())
+            asked.append(number)
+            yield number
+
+    def make(number):
+        apart.append(threading.current_thread() is not threading.main_thread())
+        made.append(number)
+        return batch_of(number)
+
+    for batch in ahead(make, given(), CPU):
+        taken.append(int(batch.ids))
+        deadline = time.monotonic() + 5
+        while len(made) < (most := min(9, len(taken) + AHEAD)) and time.monotonic() < deadline:
+            time.sleep(1e-4)
+        assert len(made) == len(asked) == most
+    assert taken == made == list(range(9)) and all(apart) and not threads()
+    assert list(ahead(make, [], CPU)) == []
+
+
+@pytest.mark.parametrize("where", ["make", "given"])
+def test_an_error_comes_as_itself_in_place_of_its_batch(where):
+    error, found = SitusError("the fifth"), []
+
+    def fails(number):
+        if number == 4:
+            raise error
+        return number
+
+    batches = (
+        ahead(lambda number: batch_of(fails(number)), range(9), CPU)
+        if where == "make"
+        else ahead(batch_of, map(fails, range(9)), CPU)
+    )
+    with pytest.raises(SitusError) as told:
+        deque(found.append(int(batch.ids)) for batch in batches)
+    assert told.value is error and found == [0, 1, 2, 3] and not threads()
+
+
+def test_closed_halfway_no_thread_is_left_and_nothing_more_is_begun():
+    begun, go = [], threading.Event()
+
+    def make(number):
+        begun.append(number)
+        if number:
+            go.wait(5)
+        return batch_of(number)
+
+    batches = ahead(make, iter(range(9)), CPU)
+    assert int(next(batches).ids) == 0 and len(threads()) == 1
+    threading.Timer(0.05, go.set).start()
+    batches.close()
+    assert go.is_set() and begun in ([0], [0, 1]) and not threads()
+
+
+def loader(device="cpu", augment="cifar-deit", **changes):
+    source = TensorSource(IMAGES, torch.arange(50) % 5, tuple("abcde"), "small")
+    made = make_loader(replace(CONFIG, **changes), recipe(augment) if augment else None, device, source=source)
+    assert isinstance(made, StreamLoader) and made.beside == (device == "cuda")
+    return made
+
+
+def same(a, b):
+    assert a.targets.keys() == b.targets.keys() and not b.inputs.requires_grad
+    return all(
+        torch.equal(x, y)
+        for x, y in zip([a.inputs, a.ids, *a.targets.values()], [b.inputs, b.ids, *b.targets.values()], strict=True)
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("augment", ["cifar-deit", None])
+def test_a_loader_s_batches_are_the_same(workers, augment):
+    plain, beside = loader(augment=augment), loader(augment=augment, workers=workers)
+    beside.beside, state = True, torch.random.get_rng_state()
+    for epoch, start in ((0, 0), (1, 0), (3, 2)):
+        wanted = list(plain.iterate(epoch, start))
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            got = list(beside.iterate(epoch, start))
+        assert len(got) == plain.steps_per_epoch - start and all(map(same, wanted, got))
+    next(beside.iterate(1, 1))  # left halfway, and begun anew
+    again = next(beside.iterate(1, 1))
+    assert same(next(plain.iterate(1, 1)), again) and not threads()
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_what_is_made_beside_a_step_is_not_waited_for(monkeypatch):
+    waited = []
+    for thread in (False, True):
+        slow = loader(augment=None)
+        slow.beside, finish = thread, slow.pipeline.finish
+        monkeypatch.setattr(slow.pipeline, "finish", lambda *given, do=finish: (time.sleep(0.02), do(*given))[1])
+        batches = slow.iterate(0)
+        next(batches)
+        before = slow.data_wait
+        for _ in batches:
+            time.sleep(0.04)
+        waited.append(slow.data_wait - before)
+    assert waited[0] > 4 * 0.02 > 0.04 > waited[1]
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    chance = np.random.default_rng(0)
+    for number in range(40):
+        coarse = chance.integers(0, 256, (9, 7, 3), dtype=np.uint8)
+        (tmp_path / "ab"[number % 2]).mkdir(exist_ok=True)
+        image = Image.fromarray(coarse).resize((90 + number, 120 - number))
+        image.save(tmp_path / "ab"[number % 2] / f"{number}.jpg")
+    (tmp_path / "a/4.jpg").write_bytes((tmp_path / "a/4.jpg").read_bytes()[:900])  # another stands in for it
+    return tmp_path
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"resize": "device"}, {"decode": "gpu"}, {"decode": "gpu", "workers": 2}])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu_they_are_the_same_while_steps_run(photographs, options, compiled):
+    """Each step reads its batch behind long products, when later ones are made; with TF32, as a training allows it."""
+    config = replace(CONFIG, path=str(photographs), img_size=64, batch=8, **options)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        found = []
+        for thread in (False, True):
+            made = make_loader(config, AugmentConfig(), "cuda")
+            assert isinstance(made, StreamLoader) and made.beside
+            made.beside = thread
+            if compiled:
+                made.compile()
+            kept, weight = [], torch.randn(4096, 4096, device="cuda")
+            for epoch in range(3):
+                for batch in made.iterate(epoch):
+                    for _ in range(40):
+                        weight = torch.nn.functional.normalize(weight @ weight)
+                    kept.append(Batch(*(part.clone() for part in batch[:2]), {"label": batch.targets["label"].clone()}))
+            found.append(kept)
+            assert [entry.index for entry in made.source.skipped] and not threads()
+            assert torch.get_float32_matmul_precision() == "high"
+        assert len(found[0]) == 15 and all(map(same, *found))
+    finally:
+        torch.set_float32_matmul_precision(before)
