@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from situs.cli.main import main
+from situs.cli.study.run import _paths
 from situs.cli.study.words import check_words
 from situs.errors import SitusError
 from situs.studies import run as running
@@ -67,6 +68,26 @@ def test_what_was_not_asked_for_is_not_the_status(
     for seeds in ("0", "-1"):
         assert main([*command, "tuned", "--dry-run", "--seeds", seeds]) == 2
         assert f"seeds={seeds}: must be >= 1 (--seeds)" in capsys.readouterr().err
+
+
+def test_a_path_that_is_there_may_hold_commas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a, b,c", "d", "a"):
+        (tmp_path / name).mkdir()
+    for text, paths in (
+        ("", {}),
+        ("a, b,c", "a, b,c"),
+        ("x=a, b,c", {"x": "a, b,c"}),
+        ("x=a, b,c, y=d", {"x": "a, b,c", "y": "d"}),
+        ("x=d,y=a, b,c", {"x": "d", "y": "a, b,c"}),
+        ("x=d, y=a,", {"x": "d", "y": "a"}),
+    ):
+        assert _paths(text) == paths
+    command = ["study", "run", "mjp-table4", "--out", "out", "--only", "D", "--dry-run", "--data"]
+    assert main([*command, "images=a, b,c"]) == 0
+    assert f"--data '{tmp_path / 'a, b,c'}'" in capsys.readouterr().out
 
 
 def test_mistakes_are_one_sentence(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ class Args:
     out: Annotated[Path, Parameter(metavar="FOLDER")]
     """Its folder: new, or one of the same study to go on with."""
 
-    data: Annotated[tuple[str, ...], Parameter(metavar="PATH|NAME=PATH,…")] = ()
+    data: Annotated[str, Parameter(metavar="PATH|NAME=PATH,…")] = ""
     """Where its data lies; by name where it has several sets. Jobs whose data is not given are left out."""
 
     seeds: Annotated[int | None, Parameter(metavar="N")] = None
@@ -42,7 +42,7 @@ class Args:
     scale: Annotated[str, Parameter(metavar="quick|paper")] = "paper"
     """paper: as the paper did; quick: smaller, to see that it works."""
 
-    take: Annotated[tuple[str, ...], Parameter(metavar="JOB=FOLDER,…")] = ()
+    take: Annotated[str, Parameter(metavar="JOB=FOLDER,…")] = ""
     """A run or an export in the place of a training, which counts as done; JOB-1=FOLDER for seed 1."""
 
     dry_run: bool = False
@@ -106,17 +106,23 @@ def _rehearse(args: Args) -> int:
     return 0
 
 
-def _paths(given: tuple[str, ...]) -> Any:
-    if len(given) == 1 and ("=" not in given[0] or Path(given[0]).exists()):
-        return given[0]
-    return _pairs(given, "data")
+def _paths(text: str) -> Any:
+    """The path of the only set, or that of each by its name."""
+    if text and (Path(text).exists() or not {*"=,"} & {*text}):
+        return text
+    return _pairs(text, "data")
 
 
-def _pairs(given: tuple[str, ...], field: str) -> dict[str, str]:
+def _pairs(text: str, field: str) -> dict[str, str]:
+    """NAME=PATH apart by commas; a path that is there may hold some itself."""
     pairs: dict[str, str] = {}
-    for each in given:
-        name, _, value = each.partition("=")
-        if not name or not value:
-            raise SitusError(field=field, value=each, allowed="NAME=PATH")
-        pairs[name] = value
+    parts = [part for part in text.split(",") if part.strip()]
+    while parts:
+        name, _, value = parts[0].partition("=")
+        if not name.strip() or not value.strip():
+            raise SitusError(field=field, value=parts[0].strip(), allowed="NAME=PATH")
+        longer = {count: ",".join([value, *parts[1:count]]) for count in range(len(parts), 1, -1)}
+        taken = next((count for count, path in longer.items() if Path(path).exists()), 1)
+        pairs[name.strip()] = longer.get(taken, value.strip())
+        del parts[:taken]
     return pairs
