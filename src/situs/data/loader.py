@@ -23,22 +23,20 @@ from situs.data.image_pipeline import ImagePipeline
 from situs.data.mask_pipeline import MaskPipeline
 from situs.data.object_pipeline import ObjectPipeline
 from situs.data.pipeline import Pipeline, WorkerBatch
-from situs.data.resident import HeldStream, Resident, load_resident
+from situs.data.resident import HeldStream, Resident, holds_clips, load_resident, resident_size
 from situs.data.sampler import BatchPlan, Drawn, LengthBuckets, batches_for, sample_of
 from situs.data.sources import kind_of, open_source
 from situs.data.sources.audio import noise_folder, read_noise
-from situs.data.sources.base import Source, TensorSource
+from situs.data.sources.base import Source
 from situs.data.sources.speech import part_of
 from situs.data.sources.subset import PerClass, Subset
 from situs.data.streaming import WorkerStream
 from situs.data.text_pipeline import TextPipeline, check_augment, lengths_of
-from situs.errors import BrokenSampleError, SitusError, counted, none_read
+from situs.errors import SitusError, counted, none_read
 from situs.progress import tracked
 
 # On a GPU smaller batches, counted in numbers, are augmented several at a time: they cost launches, not work.
 _AT_ONCE = 1 << 24
-_PROBES = 16
-_LARGEST = 8  # times the size the model sees
 _DENSE = {"mask": MaskPipeline, "objects": ObjectPipeline}
 
 
@@ -258,9 +256,9 @@ def make_loader(
     clips = config.kind == "audio"
     if not clips and source.things == "clips":
         raise SitusError(f"{source.name}: holds clips, and images are asked for", field="data")
-    size = None if clips or source.target in _DENSE else _resident_size(source, config)
+    size = None if clips or source.target in _DENSE else resident_size(source, config)
     held = None
-    if size is not None or (clips and _holds_clips(source, config)):
+    if size is not None or (clips and holds_clips(source, config)):
         held = load_resident(source, device, size, max_bytes=int(config.resident_gib * 2**30))
     training = augment is not None
     count = len(source) if held is None else len(held.samples)
@@ -379,40 +377,3 @@ def default_batch(count: int, world: int, *, training: bool) -> int:
     """Images a step where nobody said how many: 256, or for training all of a smaller set; a multiple of the ranks."""
     batch = min(BATCH, count) if training else BATCH
     return max(world, batch - batch % world)
-
-
-def _holds_clips(source: Source, config: DataConfig) -> bool:
-    """Whether clips are decoded once: decoding a second of sound costs more than training a small model on it."""
-    fits = len(source) * 2 * config.audio.samples <= config.resident_gib * 2**30
-    return config.resident == "always" or (config.resident == "auto" and fits)
-
-
-def _resident_size(source: Source, config: DataConfig) -> tuple[int, int] | None:
-    """The size to hold the images at, or None to stream them."""
-    if config.resident == "never":
-        return None
-    sizes = _probe(source)
-    own = sizes.pop() if len(sizes) == 1 else None
-    if config.resident == "always":
-        # Images of many sizes are held a little larger than the model sees them, as ImageNet's 256 for 224.
-        # So are large ones of one size: to shrink them anew for each view would cost more than it keeps.
-        if own is not None and max(own[0] / config.size[0], own[1] / config.size[1]) <= _LARGEST:
-            return own
-        return round(config.size[0] * 8 / 7), round(config.size[1] * 8 / 7)
-    if own is None or own[0] > 2 * config.size[0] or own[1] > 2 * config.size[1]:
-        return None
-    fits = len(source) * config.channels * own[0] * own[1] <= config.resident_gib * 2**30
-    return own if fits else None
-
-
-def _probe(source: Source) -> set[tuple[int, int]]:
-    """The sizes (height, width) of some images spread over the set."""
-    if isinstance(source, TensorSource):
-        return {(source.images.shape[2], source.images.shape[3])}
-    found = set()
-    for index in range(0, len(source), max(1, len(source) // _PROBES)):
-        try:
-            found.add(tuple(source.read(index)["image"].shape[1:]))
-        except BrokenSampleError:
-            continue
-    return found
