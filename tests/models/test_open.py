@@ -18,6 +18,7 @@ from situs.locks.key import new_key
 from situs.locks.locking import lock
 from situs.locks.owner import unlocking
 from situs.models import Model, open_model
+from situs.models.beginning import beginning
 from situs.models.open import Unlock
 from situs.train.run import RunConfig, load_run, train_run
 
@@ -147,6 +148,8 @@ def test_a_locked_folder_without_its_key_is_told_from_the_model(world: Path) -> 
     assert open_model(world / "locked").identity == found.identity  # and so with every opening
     assert open_model(world / "locked", unlock=opener(world)).identity == opened.identity
     assert found.home == opened.home
+    with pytest.raises(SitusError, match=r"situs unlock \S+/sealed --key FILE --out FOLDER\) and start from"):
+        beginning(world / "sealed")
     for folder, said in (("sealed", "is sealed"), ("kept", "lacks what was withheld")):
         with pytest.raises(SitusError, match=said):
             open_model(world / folder)

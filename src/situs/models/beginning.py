@@ -67,7 +67,11 @@ def beginning(source: str | Path) -> Beginning:
         raise SitusError(f"{source}: is your own module, which a run cannot make again by itself", field="source")
     folder = model_folder(source)
     if folder is None and is_locked(source):
-        raise SitusError(f"{source}: is sealed, so that a run could not make its model again; unlock it first")
+        raise SitusError(
+            f"{source}: is sealed, so that a run could not make its model again by itself; open it first (situs "
+            f"unlock {source} --key FILE --out FOLDER) and start from that folder",
+            field="source",
+        )
     name, _, weights = source.partition("=")
     if folder is None and (not weights or weights == RANDOM):
         said = "has random weights, which are nothing to start from" if weights else "holds no run and no model"
