@@ -124,20 +124,20 @@ class Tokeniser:
         """Each text in pieces, one behind another, that with what the model's inputs begin and end with have at most
         `longest` ids."""
         self._coder.no_truncation()
-        room, found = longest - self._coder.num_special_tokens_to_add(is_pair=False), []
-        if room < 1:
+        most, found = longest - self._coder.num_special_tokens_to_add(is_pair=False), []
+        if most < 1:
             raise SitusError(field="text.longest", value=longest, allowed="more than the ids that the tokeniser adds")
         for start in range(0, len(texts), _AT_ONCE):
-            found += self._cut(texts[start : start + _AT_ONCE], room, room)
+            found += self._cut(texts[start : start + _AT_ONCE], most, most)
         return found
 
-    def _cut(self, texts: Sequence[str], room: int, size: int) -> list[list[str]]:
-        """Each text that has more than `room` ids in pieces of `size`; a piece that has more when it is read alone, for
+    def _cut(self, texts: Sequence[str], most: int, size: int) -> list[list[str]]:
+        """Each text that has more than `most` ids in pieces of `size`; a piece that has more when it is read alone, for
         it begins within a word, is cut again."""
         found = []
         for text, coded in zip(texts, self._coder.encode_batch(list(texts), add_special_tokens=False), strict=True):
             at = coded.offsets
-            if len(at) <= room:
+            if len(at) <= most:
                 found.append([text])
                 continue
             starts = [at[first][0] for first in range(0, len(at), size)]
@@ -145,7 +145,7 @@ class Tokeniser:
             afters = [*starts[1:], len(text)]  # where a letter is several ids, it goes to the next piece
             spans = zip(starts, map(min, ends, afters), strict=True)
             parts = [text[start:end] for start, end in spans if start < end]
-            again = self._cut(parts, room, max(1, room // 2)) if len(parts) > 1 else [parts]
+            again = self._cut(parts, most, max(1, most // 2)) if len(parts) > 1 else [parts]
             found.append([each for own in again for each in own])
         return found
 

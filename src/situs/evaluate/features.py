@@ -100,7 +100,7 @@ def extract(
     precision: str = "fp32",
     tokens: Tokens = "pooled",
 ) -> FeatureSet:
-    """The pooled features of every sample, on the batches' device; of every patch on the CPU, where there is room."""
+    """The pooled features of every sample, on the batches' device; of every patch on the CPU, for their memory."""
     if tokens not in get_args(Tokens):
         raise SitusError(field="tokens", value=tokens, allowed="pooled or patches")
     features, ids, labels = [], [], []

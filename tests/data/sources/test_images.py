@@ -213,7 +213,7 @@ def claimed(header: dict[str, object], body: bytes = b"x" * 16) -> bytes:
 
 @pytest.mark.parametrize("shape", [(10**6, 10**6), (-4, -4), (4, 5), (10**18, 10**18), (0,)])
 def test_an_array_is_never_made_larger_than_its_file(shape, monkeypatch):
-    monkeypatch.setattr(np, "load", lambda *_, **__: pytest.fail("makes room for whatever the header claims"))
+    monkeypatch.setattr(np, "load", lambda *_, **__: pytest.fail("allocates whatever the header claims"))
     with pytest.raises(BrokenSampleError):
         decode(claimed({"descr": "|u1", "fortran_order": False, "shape": shape}), "x")
     assert decode(claimed({"descr": "|u1", "fortran_order": True, "shape": (4, 4)}), "x").shape == (1, 4, 4)

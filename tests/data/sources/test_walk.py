@@ -81,7 +81,7 @@ def test_only_regular_files_are_read(tmp_path):
 def test_a_file_too_large_for_an_image_is_named_before_it_is_read(tmp_path):
     write(tmp_path / "a.png")
     with (tmp_path / "b.png").open("wb") as file:
-        file.truncate(1 << 40)  # a hole: a terabyte that takes no room
+        file.truncate(1 << 40)  # a hole: a terabyte that takes no space
     source = open_source(tmp_path)
     with pytest.raises(
         BrokenSampleError, match=r"b\.png: has 1,099,511,627,776 bytes, and an image at most 1,073,741,824"

@@ -330,11 +330,11 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
 def changed(**fields: object) -> dict:
     new = json.loads(json.dumps(CONFIG))
     for path, value in fields.items():
-        room, _, name = path.partition("__")
+        table, _, name = path.partition("__")
         if name:
-            new[room][name] = value
+            new[table][name] = value
         else:
-            new[room] = value
+            new[table] = value
     return new
 
 

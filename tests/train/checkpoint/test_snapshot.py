@@ -33,10 +33,10 @@ def test_a_step_needs_no_spare_on_the_host() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("room", [True, False], ids=["device", "host"])
-def test_a_graph_that_is_replayed_at_once_does_not_change_it(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy is in the order of the device's work; where there is no room for it, on the host before the replay."""
-    if not room:
+@pytest.mark.parametrize("fits", [True, False], ids=["device", "host"])
+def test_a_graph_that_is_replayed_at_once_does_not_change_it(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is in the order of the device's work; where its memory is full, on the host before the replay."""
+    if not fits:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 0))
         monkeypatch.setattr(torch.cuda, "memory_reserved", torch.cuda.memory_allocated)
     weights = [torch.full((1 << 22,), 1.0, device="cuda") for _ in range(8)]
@@ -49,7 +49,7 @@ def test_a_graph_that_is_replayed_at_once_does_not_change_it(room: bool, monkeyp
         held = Snapshot({"model": {str(n): weight for n, weight in enumerate(weights)}})
         graph.replay()
         held.wait()
-        assert (held.gpu is not None) == room
+        assert (held.gpu is not None) == fits
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             found = [t.cpu() for t in held.files["model"].values()]

@@ -241,7 +241,7 @@ def _image_array(data: bytes) -> np.ndarray:
 
 
 def _read_npy(data: bytes) -> np.ndarray:
-    """A NumPy file, as a view of its bytes: `np.load` would first make room for whatever the header claims."""
+    """A NumPy file, as a view of its bytes: `np.load` would first allocate whatever the header claims."""
     import numpy as np
 
     stream = io.BytesIO(data)

@@ -211,8 +211,8 @@ def _fetch(path: Path, entry: Entry) -> None:
         for other in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
             if other != part:  # of a version that is gone
                 other.unlink()
-        with _alone(cache_folder() / ".room.lock"):  # who makes room next counts this one
-            _make_room(entry, path)
+        with _alone(cache_folder() / ".limit.lock"):  # who frees space next counts this one
+            _free_space(entry, path)
             part.touch()
         with part.open("ab") as file:
             for data in read_pieces(entry.url, part.stat().st_size, entry.size):
@@ -268,7 +268,7 @@ def _check_version(entry: Entry) -> None:
         raise RemoteError(f"{redacted(entry.url)}: was changed since the set was opened; open it again", field="data")
 
 
-def _make_room(entry: Entry, path: Path) -> None:
+def _free_space(entry: Entry, path: Path) -> None:
     """Lets go of the least recently used shards of all sets until this one is within the limit."""
     limit = limit_bytes()
     if entry.size > limit:
