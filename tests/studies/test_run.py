@@ -454,6 +454,27 @@ def test_a_model_of_ones_own_is_told_from_another_at_its_path(study: Path, tmp_p
     assert same(run(study, out)) == first
 
 
+def test_a_file_that_options_name_and_that_has_changed_is_refused(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("learned").mkdir()  # a word that is no path
+    for name in ("learned/a.pt", "list.txt", "other.txt"):
+        Path(name).write_text("one")
+    options = 'options = { positions = "learned", lists = ["list.txt"], beside = { file = "other.txt" }, time = 60 }'
+    study.write_text(STUDY.replace('after = "tuned"', f'after = "tuned"\n{options}'))
+    settings = (tmp_path / "out", load_study(study), study, "paper", 1)
+    folder = StudyFolder.create(*settings)
+    folder.write_state(folder.tasks["top1-0"], "done")
+    assert [*folder.state(folder.tasks["top1-0"])["files"]] == ["list.txt", "other.txt"]
+    Path("learned/a.pt").write_text("two")
+    Path("other.txt").unlink()  # as on another machine
+    StudyFolder.create(*settings)
+    Path("list.txt").write_text("two")
+    with pytest.raises(SitusError, match=r"job top1-0 was run with another file than lies at list.txt now; take"):
+        StudyFolder.create(*settings)
+
+
 def test_weights_that_a_library_publishes_are_no_folder_of_that_name(
     study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from situs.limits import check_value
 from situs.studies.datasets import fingerprint
 from situs.studies.form import PAPER, VERBS, Job, Study
 from situs.studies.load import load_study
-from situs.studies.plan import Jobs, needs, planned
+from situs.studies.plan import Jobs, needs, planned, texts_of
 
 STUDY, SETTINGS = "study.toml", "settings.json"
 DONE, TAKEN, NOT_FINITE, FAILED, BEGUN = "done", "taken", "not finite", "failed", "begun"
@@ -189,6 +189,7 @@ class StudyFolder:
             "recipe": task.recipe,
             **({"above": rests} if rests else {}),
             **({"weights": mark} if "weights" not in facts and (mark := self._mark(task)) else {}),
+            **({"files": files} if (files := self._files(task)) else {}),
         }
         write_text(task.file("json"), _json(self._states[task.name]))
 
@@ -199,11 +200,17 @@ class StudyFolder:
             text = text.partition("=")[2]
             if text == "pretrained" or "{" in text:  # a library's; those of jobs and of data are noted as such
                 return ""
-        if not text:
-            return ""
+        return self._lies_at(text)
+
+    def _files(self, task: Task) -> dict[str, str]:
+        """The same of each path that its options name; a word without a / or an ending is none, whatever lies there."""
+        texts = [text for text in texts_of(task.job.options) if "/" in text or Path(text).suffix]
+        return {text: mark for text in texts if (mark := self._lies_at(text))}
+
+    def _lies_at(self, text: str) -> str:
         if text not in self._marks:
             try:
-                self._marks[text] = fingerprint(text, WEIGHTS)
+                self._marks[text] = fingerprint(text, WEIGHTS) if text and "://" not in text else ""
             except OSError:  # it is not here: a library's, or another machine's
                 self._marks[text] = ""
         return self._marks[text]
@@ -232,6 +239,10 @@ class StudyFolder:
             if noted and self._mark(task) not in ("", noted):
                 said = f"job {task.name} was run with another model than lies at {task.job.model} now"
                 told.setdefault(task.name, said)
+            now = self._files(task)
+            for path, mark in (self.state(task).get("files") or {}).items():
+                if now.get(path, mark) != mark:
+                    told.setdefault(task.name, f"job {task.name} was run with another file than lies at {path} now")
         for task in (task for task in kept if self.ended(task) != TAKEN):
             for above in self._above(task):
                 rested = (self.state(task).get("above") or {}).get(above.name)
