@@ -68,8 +68,8 @@ def beginning(source: str | Path) -> Beginning:
     folder = model_folder(source)
     if folder is None and is_locked(source):
         raise SitusError(
-            f"{source}: is sealed, so that a run could not make its model again by itself; open it first (situs "
-            f"unlock {source} --key FILE --out FOLDER) and start from that folder",
+            f"{source}: is sealed, so that a run could not make its model again by itself; open it with its key first "
+            "(situs unlock) and start from the folder that this writes",
             field="source",
         )
     name, _, weights = source.partition("=")
