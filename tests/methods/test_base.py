@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from builders import small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 
+from situs.core import attention as few_keys
 from situs.errors import SitusError
+from situs.methods import MAE, MP3, Batch, DropPos
 from situs.methods.base import epoch_share
 
 
@@ -34,3 +40,25 @@ def test_the_share_of_a_run_is_that_of_its_whole_epochs(epochs: int, data: st.Da
 def test_a_run_of_another_length_is_refused(epochs: int, epoch: int, progress: float) -> None:
     with pytest.raises(SitusError, match=f"method.epochs={epochs}: must be the run's own number; its epoch {epoch} "):
         epoch_share(epochs, epoch, progress)
+
+
+SMALL = {"decoder_width": 32, "decoder_heads": 4}
+
+
+@pytest.mark.parametrize(("kind", "settings"), [(MP3, {}), (DropPos, SMALL), (MAE, SMALL)])
+def test_attention_over_few_keys_changes_nothing(kind: Any, settings: dict[str, Any], monkeypatch) -> None:
+    """What a compiled step does on a GPU, by its formulas: the same loss, and the same gradients."""
+    torch.manual_seed(0)
+    method = kind(small_vit((16, 12)), kind.Config(**settings)).double()
+    batch = Batch(torch.randn(3, 3, 16, 12, dtype=torch.float64), torch.arange(3))
+    draws = method.draw(batch, seed=0, epoch=0)
+    seen: list[int] = []
+    made = []
+    for _ in range(2):
+        method.zero_grad()
+        loss = method(batch, draws).loss
+        loss.backward()
+        made.append([loss.detach(), *(p.grad for p in method.parameters() if p.grad is not None)])
+        monkeypatch.setattr(few_keys, "suits", lambda _, __, keys: seen.append(keys) or True)
+    assert seen
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-13) for a, b in zip(*made, strict=True))

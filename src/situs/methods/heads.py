@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from situs.core.attention import attend_own
 from situs.errors import SitusError
 
 _LEFT_OUT = -100
@@ -89,9 +90,7 @@ class DecoderBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = None if mask is None else mask[:, None, None]
-        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2))
+        x = x + self.proj(attend_own(self.qkv(self.norm1(x)), self.heads, mask))
         return x + self.mlp(self.norm2(x))
 
 

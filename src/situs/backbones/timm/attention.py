@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from situs.backbones.base import Stream, Taps, called
+from situs.core.attention import attend_context, attend_own
 from situs.errors import SitusError
 
 # Compiling `_of_first` makes torch ask, over four lines of a log, that nothing in it works in place; nothing does.
@@ -31,6 +32,31 @@ logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "cont
 
 def attend(attn: Any, x: Tensor, stream: Stream, depth: int, keys: int | None) -> Tensor:
     """One attention layer: x [B, S, D] -> [B, S, D]. Queries are all tokens; keys the first `keys` (None: all)."""
+    if type(attn) is Attention and _plain(attn, stream):
+        mixed = _attend_plain(attn, x, keys)
+    else:
+        mixed = _attend_any(attn, x, stream, depth, keys)
+    if not isinstance(attn, RelPosAttention):
+        mixed = attn.norm(mixed)
+        if attn.gate is not None:
+            mixed = mixed * attn.gate(x).sigmoid()
+    return attn.proj_drop(attn.proj(mixed))
+
+
+def _plain(attn: Any, stream: Stream) -> bool:
+    """Whether queries, keys and values are used as their products give them, by every query and every key alike."""
+    added = (stream.rotary, stream.bias, stream.mask)
+    normed = not isinstance(attn.q_norm, nn.Identity) or not isinstance(attn.k_norm, nn.Identity)
+    return all(part is None for part in added) and not normed and not (attn.training and attn.attn_drop.p > 0)
+
+
+def _attend_plain(attn: Any, x: Tensor, keys: int | None) -> Tensor:
+    if keys is None:
+        return attend_own(F.linear(x, attn.qkv.weight, attn.qkv.bias), attn.num_heads)
+    return attend_context(*_queries_and_context(attn.qkv.weight, attn.qkv.bias, x, keys), attn.num_heads)
+
+
+def _attend_any(attn: Any, x: Tensor, stream: Stream, depth: int, keys: int | None) -> Tensor:
     queries, key_heads, values = PROJECTIONS[type(attn)](attn, x, x if keys is None else x[:, :keys])
     q = attn.q_norm(_heads(queries, attn.num_heads))
     # timm 1.0.29 has no grouped-query attention and no attribute for it.
@@ -51,12 +77,7 @@ def attend(attn: Any, x: Tensor, stream: Stream, depth: int, keys: int | None) -
         attn_mask=_logit_bias(stream, depth, k, q.dtype),
         dropout_p=attn.attn_drop.p if attn.training else 0.0,
     )
-    mixed = mixed.transpose(1, 2).flatten(2)
-    if not isinstance(attn, RelPosAttention):
-        mixed = attn.norm(mixed)
-        if attn.gate is not None:
-            mixed = mixed * attn.gate(x).sigmoid()
-    return attn.proj_drop(attn.proj(mixed))
+    return mixed.transpose(1, 2).flatten(2)
 
 
 def _heads(x: Tensor, count: int) -> Tensor:
@@ -84,10 +105,19 @@ def _fused(weight: Tensor, bias: Tensor | None, x: Tensor, x_keys: Tensor) -> tu
     if x is x_keys:
         q, k, v = F.linear(x, weight, bias).chunk(3, dim=-1)
         return q, k, v
-    width, keys = weight.shape[0] // 3, x_keys.shape[1]
-    q = F.linear(x, weight[:width], None if bias is None else bias[:width])
-    k, v = _of_first(x, keys, weight[width:], None if bias is None else bias[width:]).chunk(2, dim=-1)
+    q, kv = _queries_and_context(weight, bias, x, x_keys.shape[1])
+    k, v = kv.chunk(2, dim=-1)
     return q, k, v
+
+
+def _queries_and_context(weight: Tensor, bias: Tensor | None, x: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """Queries of all tokens [B, S, D], and keys and values of the first `keys`, [B, keys, 2 D]."""
+    if torch.compiler.is_compiling() and torch.is_autocast_enabled(x.device.type):
+        # Once for both products: x as it came would be kept beside its half.
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    width = weight.shape[0] // 3
+    q = F.linear(x, weight[:width], None if bias is None else bias[:width])
+    return q, _of_first(x, keys, weight[width:], None if bias is None else bias[width:])
 
 
 def _of_first(x: Tensor, keys: int, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,109 @@
+"""Attention over few keys: its formulas against autograd, and when the kernels take over."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from situs.core import attention
+from situs.core.attention import attend_context, attend_own, suits
+
+WIDE = torch.float64
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+    """One head after the other, [B, S, H * d] all."""
+    parts = []
+    for own, key, value in zip(*(x.chunk(heads, dim=-1) for x in (q, k, v)), strict=True):
+        parts.append(((own @ key.mT) / own.shape[-1] ** 0.5).softmax(-1) @ value)
+    return torch.cat(parts, dim=-1)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The kernels' way for all; how many keys each call had."""
+    seen: list[int] = []
+
+    def always(_: Tensor, __: int, keys: int) -> bool:
+        seen.append(keys)
+        return True
+
+    monkeypatch.setattr(attention, "suits", always)
+    return seen
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_tokens_attend_to_themselves(kernel: bool, request: pytest.FixtureRequest) -> None:
+    if kernel:
+        request.getfixturevalue("taken")
+    qkv = torch.randn(2, 7, 3 * 8, dtype=WIDE, requires_grad=True)
+    assert torch.allclose(attend_own(qkv, 2), by_hand(*qkv.chunk(3, dim=-1), 2), rtol=0, atol=1e-14)
+    assert torch.autograd.gradcheck(lambda x: attend_own(x, 2), (qkv,))
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_tokens_attend_to_a_context(kernel: bool, request: pytest.FixtureRequest) -> None:
+    if kernel:
+        request.getfixturevalue("taken")
+    q = torch.randn(2, 5, 8, dtype=WIDE, requires_grad=True)
+    kv = torch.randn(2, 3, 16, dtype=WIDE, requires_grad=True)
+    assert torch.allclose(attend_context(q, kv, 2), by_hand(q, *kv.chunk(2, dim=-1), 2), rtol=0, atol=1e-14)
+    assert torch.autograd.gradcheck(lambda q, kv: attend_context(q, kv, 2), (q, kv))
+
+
+def test_the_compiler_is_told_the_truth_of_them() -> None:
+    qkv, q, kv = (torch.randn(2, count, width, requires_grad=True) for count, width in ((4, 24), (4, 8), (3, 16)))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(attention._own, (qkv, 2), test_utils=tests)
+    torch.library.opcheck(attention._context, (q, kv, 2), test_utils=tests)
+
+
+def test_a_mask_is_torchs_business(taken: list[int]) -> None:
+    qkv, mask = torch.randn(2, 5, 24, dtype=WIDE), torch.tensor([[True, True, False, True, False], [True] * 5])
+    seen = [by_hand(*(x[None, mask[row]] for x in qkv[row].chunk(3, dim=-1)), 2) for row in range(2)]
+    made = attend_own(qkv, 2, mask)
+    assert not taken
+    assert all(torch.allclose(made[row, mask[row]], seen[row][0]) for row in range(2))
+
+
+def test_when_the_kernel_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(dtype: torch.dtype = torch.bfloat16, width: int = 64, keys: int = 50, is_cuda: bool = True) -> bool:
+        given: Any = SimpleNamespace(dtype=dtype, is_cuda=is_cuda)
+        return suits(given, width, keys)
+
+    assert not asked()  # not compiled
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(attention, "_TRITON", True)
+    assert asked()
+    assert asked(torch.float16, 32, attention.FEW)
+    assert not asked(torch.float32)
+    assert not asked(width=48)
+    assert not asked(keys=attention.FEW + 1)
+    assert not asked(is_cuda=False)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert not asked()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("queries", "keys", "width"), [(197, 50, 64), (50, 50, 64), (65, 17, 32), (9, 1, 16)])
+def test_compiled_on_a_gpu_it_is_as_near_to_float64_as_torch_is(
+    queries: int, keys: int, width: int, dtype: torch.dtype
+) -> None:
+    torch.compiler.reset()
+    q = torch.randn(3, queries, 2 * width, device="cuda", dtype=dtype, requires_grad=True)
+    kv = torch.randn(3, keys, 4 * width, device="cuda", dtype=dtype, requires_grad=True)
+    given = torch.randn_like(q)
+    far = []
+    exact = [x.detach().double().requires_grad_() for x in (q, kv)]
+    right = attend_context(*exact, 2)
+    wanted = [right, *torch.autograd.grad(right, exact, given.double())]
+    for call in (attend_context, torch.compile(attend_context, fullgraph=True)):
+        mixed = call(q, kv, 2)
+        made = [mixed, *torch.autograd.grad(mixed, (q, kv), given)]
+        far.append([float((a.double() - b).norm() / b.norm()) for a, b in zip(made, wanted, strict=True)])
+    assert all(ours <= 1.5 * torchs for torchs, ours in zip(*far, strict=True)), far
