@@ -1,13 +1,16 @@
-"""GELU from one exponential is GELU, and only compiled half precision takes it."""
+"""A compiled step's GELU is GELU, and only half precision takes it."""
 
 from __future__ import annotations
 
 import pytest
+import timm
+import timm.layers.mlp
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from situs.train.gelu import CompiledGelu, normal, use_compiled_gelu
+from situs.backbones.timm.mlp import Mlp
+from situs.train.gelu import CompiledGelu, use_compiled_gelu
 
 WIDE = torch.linspace(-12, 12, 100_001, dtype=torch.float64)
 
@@ -15,19 +18,6 @@ WIDE = torch.linspace(-12, 12, 100_001, dtype=torch.float64)
 def compiled(module: nn.Module) -> nn.Module:
     torch.compiler.reset()
     return torch.compile(module, backend="aot_eager")  # pyright: ignore[reportReturnType]
-
-
-def test_the_normal_distribution() -> None:
-    phi, density = normal(WIDE)
-    assert torch.allclose(phi, torch.special.ndtr(WIDE), rtol=0, atol=8e-8)
-    assert torch.equal(density, torch.exp(-(WIDE**2) / 2))
-
-
-def test_no_further_from_gelu_than_torch_is_in_float32() -> None:
-    exact = F.gelu(WIDE)
-    z = WIDE.float()
-    ours, torchs = (z * normal(z)[0]).double(), F.gelu(z).double()
-    assert (ours - exact).abs().max() <= (torchs - exact).abs().max()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -80,4 +70,14 @@ def test_only_exact_gelus_are_replaced() -> None:
     inner = model[2]
     assert isinstance(inner, nn.Sequential)
     assert [type(part) for part in (model[1], *inner)] == [CompiledGelu, nn.GELU, Own, CompiledGelu]
+    assert model.state_dict().keys() == before
+
+
+def test_an_mlp_of_timm_adds_the_bias_in_its_gelu() -> None:
+    model = timm.create_model("test_vit")
+    before = model.state_dict().keys()
+    use_compiled_gelu(model)
+    mlps = [part for part in model.modules() if isinstance(part, timm.layers.mlp.Mlp)]
+    assert mlps
+    assert all(type(part) is Mlp and type(part.act) is CompiledGelu for part in mlps)
     assert model.state_dict().keys() == before

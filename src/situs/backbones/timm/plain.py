@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from timm.layers.mlp import Mlp
+import timm.layers.mlp
 from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
+from situs.backbones.timm import mlp as joined
 from situs.backbones.timm.backbone import VitBackbone
 from situs.errors import SitusError
 
 _POOLS = ("token", "avg")
+_MLPS = (timm.layers.mlp.Mlp, joined.Mlp)
 
 
 class PlainVit(NamedTuple):
@@ -102,7 +104,7 @@ class _Writer:
             _refuse(self.backbone, f"its blocks are of the class {type(block).__name__}")
         if not isinstance(attn.norm, nn.Identity) or attn.gate is not None:
             _refuse(self.backbone, "its attention has a gate or a norm behind it")
-        if type(mlp) is not Mlp or not _act(mlp.act) or not isinstance(mlp.norm, nn.Identity):
+        if type(mlp) not in _MLPS or not _act(mlp.act) or not isinstance(mlp.norm, nn.Identity):
             _refuse(self.backbone, f"its MLP is a {type(mlp).__name__} with {type(mlp.act).__name__}")
         self.norm(f"{name}.norm1", block.norm1)
         self.linear(f"{name}.qkv", attn.qkv)

@@ -1,0 +1,55 @@
+"""timm's MLP with the bias of its first layer added by the kernel of its GELU, where half precision is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import timm.layers.mlp
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from situs.core.gelu import bias_gelu
+
+_HALF = {torch.bfloat16, torch.float16}
+
+
+class Mlp(timm.layers.mlp.Mlp):
+    """timm's own, but for the forward of a compiled step in half precision on a GPU.
+
+    One module decides for layer and activation, so that the bias cannot be lost between them. Both stay what they are:
+    whoever reads, wraps or saves them sees timm's modules. What is dropped out or normed behind the activation is left
+    to the compiler, which fuses it with the GELU.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        alone = isinstance(self.norm, nn.Identity) and not (self.drop1.training and self.drop1.p)
+        if torch.compiler.is_compiling() and alone and _plain(self.fc1, nn.Linear):
+            # Its precision is what counts, and autocast decides that; where it is not used the compiler drops it.
+            h = F.linear(x, self.fc1.weight)
+            if h.dtype in _HALF and serves(h.device):
+                return self.drop2(self.fc2(bias_gelu(h, self.fc1.bias)))
+        return super().forward(x)
+
+
+def serves(device: torch.device) -> bool:
+    """Whether there is a kernel for it."""
+    return device.type == "cuda"
+
+
+def join_bias_and_gelu(module: nn.Module) -> None:
+    """Makes each MLP of timm whose first layer is a plain one with a bias, and whose GELU is exact, an `Mlp`."""
+    for part in module.modules():
+        if type(part) is timm.layers.mlp.Mlp and _joins(part.fc1, part.act):
+            part.__class__ = Mlp
+
+
+def _joins(fc1: Any, act: Any) -> bool:
+    plain = _plain(fc1, nn.Linear) and _plain(act, nn.GELU)
+    return plain and fc1.bias is not None and act.approximate == "none"
+
+
+def _plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Exactly of this kind, and nothing listens to it."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is kind and not any(hooks)

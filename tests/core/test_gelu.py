@@ -1,0 +1,93 @@
+"""GELU from one exponential is GELU; with a bias it is GELU of the sum, and so are its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from situs.core.gelu import bias_gelu, normal, slope
+
+WIDE = torch.linspace(-12, 12, 100_001, dtype=torch.float64)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def test_the_normal_distribution() -> None:
+    phi, density = normal(WIDE)
+    assert torch.allclose(phi, torch.special.ndtr(WIDE), rtol=0, atol=8e-8)
+    assert torch.equal(density, torch.exp(-(WIDE**2) / 2))
+
+
+def test_no_further_from_gelu_than_torch_is_in_float32() -> None:
+    exact = F.gelu(WIDE)
+    z = WIDE.float()
+    ours, torchs = (z * normal(z)[0]).double(), F.gelu(z).double()
+    assert (ours - exact).abs().max() <= (torchs - exact).abs().max()
+
+
+def test_the_slope_is_the_derivative() -> None:
+    z = WIDE.clone().requires_grad_()
+    F.gelu(z).sum().backward()
+    assert z.grad is not None
+    assert torch.allclose(slope(WIDE), z.grad, rtol=0, atol=8e-8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("count", "width"), [(3, 7), (37, 96), (50, 1536)])
+def test_with_a_bias(count: int, width: int, dtype: torch.dtype, device: str) -> None:
+    h = (3 * torch.randn(2, count, width)).to(device, dtype)
+    h[0, 0, :5] = torch.tensor([50.0, -50.0, 0.0, 1e-4, 300.0])
+    h, bias = h.requires_grad_(), torch.randn(width, device=device, requires_grad=True)
+    grad = torch.randn(2, count, width).to(h)
+    y = bias_gelu(h, bias)
+    y.backward(grad)
+    z, b = h.detach().double().requires_grad_(), bias.detach().double().requires_grad_()
+    exact = F.gelu(z + b)
+    exact.backward(grad.double())
+    step = 0.51 * torch.finfo(dtype).eps  # half a unit in the last place is the rounding itself
+    for value, truth in ((y, exact), (h.grad, z.grad)):
+        assert value is not None
+        assert truth is not None
+        assert value.dtype == dtype
+        assert ((value.double() - truth).abs() <= step * truth.abs() + 1e-6).all()
+    assert bias.grad is not None
+    assert b.grad is not None
+    assert bias.grad.dtype == torch.float32
+    assert ((bias.grad.double() - b.grad).abs() <= 1e-6 * count).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at gradients it does not need
+def test_it_is_an_operator_as_torch_wants_it(device: str) -> None:
+    """Its shapes, strides and gradients are those that the compiler is told."""
+    h = torch.randn(4, 6, 8, device=device, dtype=torch.bfloat16).transpose(0, 1).requires_grad_()
+    bias = torch.randn(8, device=device, requires_grad=True)
+    torch.library.opcheck(bias_gelu, (h, bias), test_utils=("test_schema", "test_aot_dispatch_dynamic"))
+
+
+@pytest.mark.gpu
+def test_equal_inputs_give_equal_bits_on_a_gpu() -> None:
+    h = torch.randn(12_800, 384, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    bias = torch.randn(384, device="cuda", requires_grad=True)
+    first, again = (torch.autograd.grad(bias_gelu(h, bias).float().square().sum(), (h, bias)) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_not_finite_stays_so(device: str) -> None:
+    h = torch.tensor([[torch.nan, torch.inf, 1.0]], device=device, dtype=torch.bfloat16, requires_grad=True)
+    y = bias_gelu(h, torch.zeros(3, device=device))
+    y.sum().backward()
+    assert h.grad is not None
+    assert y.isfinite().tolist() == [[False, False, True]]
+    assert h.grad[0, 2].isfinite()
+    assert not h.grad[0, 0].isfinite()
+
+
+def test_nothing_in_nothing_out() -> None:
+    h = torch.zeros(0, 4, dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.zeros(4, requires_grad=True)
+    bias_gelu(h, bias).sum().backward()
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, torch.zeros(4))
