@@ -28,7 +28,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The kernels' way for all; how many keys each call had."""
     seen: list[int] = []
 
-    def always(_: Tensor, __: int, keys: int) -> bool:
+    def always(_: Tensor, __: int, keys: int, ___: int) -> bool:
         seen.append(keys)
         return True
 
@@ -71,26 +71,61 @@ def test_a_mask_is_torchs_business(taken: list[int]) -> None:
 
 
 def test_when_the_kernel_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(dtype: torch.dtype = torch.bfloat16, width: int = 64, keys: int = 50, is_cuda: bool = True) -> bool:
+    def asked(
+        queries: int = 197, keys: int = 50, width: int = 64, dtype: torch.dtype = torch.bfloat16, is_cuda: bool = True
+    ) -> bool:
         given: Any = SimpleNamespace(dtype=dtype, is_cuda=is_cuda)
-        return suits(given, width, keys)
+        return suits(given, queries, keys, width)
 
     assert not asked()  # not compiled
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
     monkeypatch.setattr(attention, "_TRITON", True)
     assert asked()
-    assert asked(torch.float16, 32, attention.FEW)
-    assert not asked(torch.float32)
+    assert asked(dtype=torch.float16)
+    assert asked(keys=128)
+    assert not asked(keys=129)
+    assert asked(keys=197, width=32)  # MAE's decoder: its queries are held
+    assert asked(256, 256, 32)
+    assert not asked(257, 256, 32)
+    assert not asked(keys=257, width=32)
+    assert asked(128, 256)
+    assert not asked(129, 256)
+    assert not asked(dtype=torch.float32)
     assert not asked(width=48)
-    assert not asked(keys=attention.FEW + 1)
     assert not asked(is_cuda=False)
-    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
-    assert not asked()
+
+
+def test_the_compiler_sees_that_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.compiler` answers some questions otherwise within what is compiled than the same question outside."""
+    names: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    monkeypatch.setattr(attention, "suits", lambda *_: torch.compiler.is_dynamo_compiling())
+    torch.compiler.reset()
+    qkv = torch.randn(2, 4, 24)
+    made = torch.compile(attend_own, backend=backend, fullgraph=True)(qkv, 2)
+    assert any("attend_own" in name for name in names)
+    assert torch.allclose(made, attend_own(qkv, 2), atol=1e-6)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("queries", "keys", "width"), [(197, 50, 64), (50, 50, 64), (65, 17, 32), (9, 1, 16)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "width"),
+    [
+        (197, 50, 64),
+        (50, 50, 64),
+        (65, 17, 32),
+        (9, 1, 16),
+        (65, 65, 64),
+        (197, 99, 64),
+        (197, 197, 32),
+        (200, 256, 16),
+    ],
+)
 def test_compiled_on_a_gpu_it_is_as_near_to_float64_as_torch_is(
     queries: int, keys: int, width: int, dtype: torch.dtype
 ) -> None:
@@ -98,12 +133,30 @@ def test_compiled_on_a_gpu_it_is_as_near_to_float64_as_torch_is(
     q = torch.randn(3, queries, 2 * width, device="cuda", dtype=dtype, requires_grad=True)
     kv = torch.randn(3, keys, 4 * width, device="cuda", dtype=dtype, requires_grad=True)
     given = torch.randn_like(q)
-    far = []
     exact = [x.detach().double().requires_grad_() for x in (q, kv)]
     right = attend_context(*exact, 2)
     wanted = [right, *torch.autograd.grad(right, exact, given.double())]
+    calls, far = [], []
     for call in (attend_context, torch.compile(attend_context, fullgraph=True)):
-        mixed = call(q, kv, 2)
-        made = [mixed, *torch.autograd.grad(mixed, (q, kv), given)]
+        with torch.profiler.profile() as seen:
+            mixed = call(q, kv, 2)
+            made = [mixed, *torch.autograd.grad(mixed, (q, kv), given)]
+        calls.append(sum("situs::attend_context" in event.key for event in seen.key_averages()))
         far.append([float((a.double() - b).norm() / b.norm()) for a, b in zip(made, wanted, strict=True)])
-    assert all(ours <= 1.5 * torchs for torchs, ours in zip(*far, strict=True)), far
+    assert calls[0] == 0 < calls[1]
+    assert all(ours <= 1.5 * torchs + 1e-6 for torchs, ours in zip(*far, strict=True)), far
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("count", "width"), [(50, 64), (65, 64), (197, 32)])
+def test_so_are_tokens_that_attend_to_themselves(count: int, width: int) -> None:
+    torch.compiler.reset()
+    qkv = torch.randn(3, count, 6 * width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    exact = qkv.detach().double().requires_grad_()
+    given = torch.randn(3, count, 2 * width, device="cuda", dtype=torch.bfloat16)
+    (wanted,) = torch.autograd.grad(attend_own(exact, 2), exact, given.double())
+    errors = []
+    for call in (attend_own, torch.compile(attend_own, fullgraph=True)):
+        (made,) = torch.autograd.grad(call(qkv, 2), qkv, given)
+        errors.append(float((made.double() - wanted).norm() / wanted.norm()))
+    assert errors[1] <= 1.5 * errors[0]

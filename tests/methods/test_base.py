@@ -59,6 +59,6 @@ def test_attention_over_few_keys_changes_nothing(kind: Any, settings: dict[str, 
         loss = method(batch, draws).loss
         loss.backward()
         made.append([loss.detach(), *(p.grad for p in method.parameters() if p.grad is not None)])
-        monkeypatch.setattr(few_keys, "suits", lambda _, __, keys: seen.append(keys) or True)
+        monkeypatch.setattr(few_keys, "suits", lambda _, __, keys, ___: seen.append(keys) or True)
     assert seen
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-13) for a, b in zip(*made, strict=True))

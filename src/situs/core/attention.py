@@ -1,5 +1,5 @@
-"""Attention over few keys: of a context, of a small grid, of the patches that are left. Compiled on a GPU it is one
-kernel each way (`attention_kernel`), which takes half of what kernels for long sequences take; elsewhere torch's own.
+"""Attention over short sequences: of a context, of a small grid, of the patches that are left. Compiled on a GPU it is
+one kernel each way (`attention_kernel`), which takes half of what kernels for long sequences take; elsewhere torch's.
 
 Queries, keys and values stay packed as one product gave them, [B, S, 3 * H * d], and so do their gradients: nothing is
 put together or taken apart in memory.
@@ -17,7 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 FEW = 64
-"""Keys that a tile has; with more, torch's kernels are the faster ones."""
+"""Keys that are one tile."""
+MOST = 128, 256
+"""Keys of a sequence that is short here: where the queries are too many to be held, and where they are not."""
+HELD = 4
+"""Blocks of 64 queries that are held, of heads of 32; of wider ones fewer."""
 
 _WIDTHS = (16, 32, 64, 128)  # of a head, as tiles have them
 _HALF = (torch.bfloat16, torch.float16)
@@ -25,28 +29,36 @@ _TRITON = find_spec("triton") is not None
 _op: Any = partial(torch.library.custom_op, mutates_args=())
 
 
-def suits(projected: Tensor, width: int, keys: int) -> bool:
-    """Whether the kernel takes over: in a compiled step in half precision, over few keys, for heads of usual widths.
+def suits(projected: Tensor, queries: int, keys: int, width: int) -> bool:
+    """Whether a kernel takes over: in a compiled step in half precision, of a short sequence, with usual heads.
 
     projected: what the queries' product gave. width: of a head.
     """
-    if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or not projected.is_cuda:
+    # Not `is_exporting`, which torch 2.11 answers with True in every compiled function.
+    if not torch.compiler.is_dynamo_compiling() or not projected.is_cuda:
         return False
-    return projected.dtype in _HALF and width in _WIDTHS and keys <= FEW and _TRITON
+    return projected.dtype in _HALF and width in _WIDTHS and keys <= MOST[_holds(queries, width)] and _TRITON
+
+
+def _holds(queries: int, width: int) -> bool:
+    """Whether the gradients of all queries of a head fit into registers, so that one may walk over the keys."""
+    return -(-queries // 64) * max(32, width) <= 32 * HELD
 
 
 def attend_own(qkv: Tensor, heads: int, mask: Tensor | None = None) -> Tensor:
     """Self-attention: [B, S, 3 * H * d] -> [B, S, H * d]. mask: [B, S] bool, False for what no token sees."""
     q, k, v = _joint(qkv, heads)
-    if mask is None and suits(qkv, q.shape[-1], k.shape[1]):
-        return _own(qkv, heads)
+    if mask is None and suits(qkv, q.shape[1], k.shape[1], q.shape[-1]):
+        return _own(qkv, heads)[0]
     return _by_torch(q, k, v, None if mask is None else mask[:, None, None])
 
 
 def attend_context(q: Tensor, kv: Tensor, heads: int) -> Tensor:
     """Attention to a context: [B, S, H * d] and [B, K, 2 * H * d] -> [B, S, H * d]."""
     parts = _apart(q, kv, heads)
-    return _context(q, kv, heads) if suits(q, parts[0].shape[-1], kv.shape[1]) else _by_torch(*parts)
+    if suits(q, q.shape[1], kv.shape[1], parts[0].shape[-1]):
+        return _context(q, kv, heads)[0]
+    return _by_torch(*parts)
 
 
 def _joint(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,44 +79,56 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
 
 
 @_op("situs::attend_own")
-def _own(qkv: Tensor, heads: int) -> Tensor:
+def _own(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     return _forward(*_joint(qkv, heads))
 
 
 @_op("situs::attend_own_backward")
-def _own_backward(grad: Tensor, qkv: Tensor, heads: int) -> Tensor:
+def _own_backward(grad: Tensor, qkv: Tensor, out: Tensor, sums: Tensor, heads: int) -> Tensor:
     to = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    _backward(grad.reshape(*grad.shape[:2], heads, -1), _joint(qkv, heads), _joint(to, heads))
+    _backward(grad, _joint(qkv, heads), out, sums, _joint(to, heads))
     return to
 
 
 @_op("situs::attend_context")
-def _context(q: Tensor, kv: Tensor, heads: int) -> Tensor:
+def _context(q: Tensor, kv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     return _forward(*_apart(q, kv, heads))
 
 
 @_op("situs::attend_context_backward")
-def _context_backward(grad: Tensor, q: Tensor, kv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+def _context_backward(
+    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, sums: Tensor, heads: int
+) -> tuple[Tensor, Tensor]:
     to_q, to_kv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, kv))
-    _backward(grad.reshape(*grad.shape[:2], heads, -1), _apart(q, kv, heads), _apart(to_q, to_kv, heads))
+    _backward(grad, _apart(q, kv, heads), out, sums, _apart(to_q, to_kv, heads))
     return to_q, to_kv
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _shapes(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """What `_forward` gives, not yet filled."""
+    batch, queries, heads, width = q.shape
+    walks = k.shape[1] > FEW and _holds(queries, width)
+    sums = q.new_empty((batch * heads, queries) if walks else (0,), dtype=torch.float32)
+    return q.new_empty(batch, queries, heads * width), sums
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, S, H * d], and what the backward needs of it: [B * H, S], or nothing where it walks over the queries."""
+    out, sums = _shapes(q, k)
     if not q.is_cuda:
-        return _by_torch(q, k, v).contiguous()
+        return _by_torch(q, k, v).contiguous(), sums.zero_()
     from situs.core.attention_kernel import launch_forward
 
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    launch_forward(q, k, v, out)
-    return out.flatten(2)
+    launch_forward(q, k, v, out.view(q.shape), sums if sums.numel() else None)
+    return out, sums
 
 
-def _backward(grad: Tensor, given: tuple[Tensor, ...], to: tuple[Tensor, ...]) -> None:
+def _backward(grad: Tensor, given: tuple[Tensor, ...], out: Tensor, sums: Tensor, to: tuple[Tensor, ...]) -> None:
+    grad, out = (x.reshape(given[0].shape) for x in (grad, out))
     if grad.is_cuda:
         from situs.core.attention_kernel import launch_backward
 
-        launch_backward(grad, *given, *to)
+        launch_backward(grad, given, out, sums if sums.numel() else None, to)
         return
     q, k, v, grad = (x.transpose(1, 2) for x in (*given, grad))
     weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
@@ -114,33 +138,40 @@ def _backward(grad: Tensor, given: tuple[Tensor, ...], to: tuple[Tensor, ...]) -
         place.copy_(value.transpose(1, 2))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch's form)
+@_own.register_fake
+def _(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    return _shapes(*_joint(qkv, heads)[:2])
+
+
+@_context.register_fake
+def _(q: Tensor, kv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    return _shapes(*_apart(q, kv, heads)[:2])
+
+
+@_own_backward.register_fake
+def _(grad: Tensor, qkv: Tensor, out: Tensor, sums: Tensor, heads: int) -> Tensor:
+    del grad, out, sums, heads
+    return qkv.new_empty(qkv.shape)
+
+
+@_context_backward.register_fake
+def _(grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, sums: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    del grad, out, sums, heads
+    return q.new_empty(q.shape), kv.new_empty(kv.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.heads = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*tensors, *output)
 
 
-def _own_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _own_grad(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
     return _own_backward(grad, *ctx.saved_tensors, ctx.heads), None
 
 
-def _context_grad(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+def _context_grad(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor, None]:
     return *_context_backward(grad, *ctx.saved_tensors, ctx.heads), None
 
 
-def _like(*given: Any) -> Any:
-    """For the compiler: tensors of the shapes of those that have a gradient, which come before the number of heads."""
-    made = [each.new_empty(each.shape) for each in given[1:-1]]
-    return tuple(made) if len(made) > 1 else made[0]
-
-
-def _mixed(first: Tensor, *others: Any) -> Tensor:
-    """For the compiler: a tensor of the shape of the queries."""
-    return first.new_empty(*first.shape[:2], first.shape[2] // (3 if len(others) == 1 else 1))
-
-
-_own.register_fake(_mixed)
-_context.register_fake(_mixed)
-_own_backward.register_fake(_like)
-_context_backward.register_fake(_like)
 _own.register_autograd(_own_grad, setup_context=_keep)
 _context.register_autograd(_context_grad, setup_context=_keep)
