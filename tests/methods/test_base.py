@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from situs.core import attention as few_keys
+from situs.core import gelu
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, Batch, DropPos
 from situs.methods.base import epoch_share
+from situs.methods.heads import DecoderBlock
 
 
 @given(st.integers(1, 1000), st.data())
@@ -62,3 +64,19 @@ def test_attention_over_few_keys_changes_nothing(kind: Any, settings: dict[str, 
         monkeypatch.setattr(few_keys, "suits", lambda _, __, keys, ___: seen.append(keys) or True)
     assert seen
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-13) for a, b in zip(*made, strict=True))
+
+
+def test_a_compiled_decoder_adds_its_bias_in_the_kernel_of_its_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    monkeypatch.setattr(gelu, "serves", lambda _: True)
+    torch.compiler.reset()
+    block, x = DecoderBlock(16, 2, 4.0), torch.randn(2, 5, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        made, plain = torch.compile(block, backend=backend, fullgraph=True)(x), block(x)
+    assert any("bias_gelu" in name for name in names)
+    assert torch.allclose(made, plain, rtol=0, atol=0.02)

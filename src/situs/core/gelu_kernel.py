@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from situs.core.gelu import DENSITY, EXPONENT, SLOPE, TAIL
+from situs.core.normal import DENSITY, EXPONENT, SLOPE, TAIL
 from situs.core.random_kernel import on_device_of
 
 FORWARD = {"rows": 8, "columns": 512, "num_warps": 4}
-BACKWARD = {"rows": 4, "columns": 512, "stages": 1, "num_warps": 4}
-PROGRAMS = 14
-"""Programs of the backward for a multiprocessor, which holds 7 at once (by their registers): two full waves, and few
+BACKWARD = {"rows": 2, "columns": 512, "unroll": 1, "num_warps": 4}
+PROGRAMS = 10
+"""Programs of the backward for a multiprocessor, which holds 10 at once (by their registers): one full wave, and few
 enough that their sums are soon added."""
 
 _EXPONENT, _SLOPE, _DENSITY = tl.constexpr(EXPONENT), tl.constexpr(SLOPE), tl.constexpr(DENSITY)
@@ -66,7 +66,7 @@ def _forward(
 @triton.jit(do_not_specialize=["count", "chunk"])
 def _backward(
     grad, h, bias, out, sums, count, width, chunk,
-    rows: tl.constexpr, columns: tl.constexpr, stages: tl.constexpr, ptx: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr, unroll: tl.constexpr, ptx: tl.constexpr,
 ):  # fmt: skip
     """chunk: the rows of a program. sums: [programs, width], a row a program, of float32 before it is rounded."""
     column = tl.program_id(1) * columns + tl.arange(0, columns)[None, :]
@@ -77,7 +77,7 @@ def _backward(
     start = first.to(tl.int64) * width
     row = tl.arange(0, rows)[:, None]
     total = tl.zeros((rows, columns), tl.float32)
-    for step in tl.range(0, left, rows, num_stages=stages):
+    for step in tl.range(0, left, rows, num_stages=1, loop_unroll_factor=unroll):
         at = start + ((row + step) * width + column)
         there = inside & (row + step < left)
         z = tl.load(h + at, mask=there, other=0.0).to(tl.float32) + b

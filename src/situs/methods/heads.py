@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.core.attention import attend_own
+from situs.core.gelu import linear_gelu
 from situs.errors import SitusError
 
 _LEFT_OUT = -100
@@ -91,7 +94,9 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = x + self.proj(attend_own(self.qkv(self.norm1(x)), self.heads, mask))
-        return x + self.mlp(self.norm2(x))
+        normed, mlp = self.norm2(x), cast("Any", self.mlp)
+        joined = linear_gelu(normed, mlp[0].weight, mlp[0].bias)
+        return x + (mlp(normed) if joined is None else mlp[2](joined))
 
 
 def init_linear(module: nn.Module) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from situs.core.gelu import normal, slope
+from situs.core.normal import normal, slope
 
 
 class _Gelu(torch.autograd.Function):

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from situs.backbones import create_backbone
-from situs.backbones.timm import mlp
 from situs.backbones.timm.mlp import Mlp, join_bias_and_gelu
 from situs.backbones.timm.plain import plain_vit
+from situs.core import gelu
 
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU has an implementation too, which only tests use."""
-    monkeypatch.setattr(mlp, "serves", lambda _: True)
+    monkeypatch.setattr(gelu, "serves", lambda _: True)
 
 
 def made(**settings: Any) -> tuple[nn.Module, nn.Module]:
@@ -95,7 +95,7 @@ def test_elsewhere_it_is_timms_own(
     change: Callable[[nn.Module], None] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mlp, "serves", lambda _: serves)
+    monkeypatch.setattr(gelu, "serves", lambda _: serves)
     own, joined = made(**settings)
     if change is not None:
         change(joined)

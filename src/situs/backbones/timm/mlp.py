@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import timm.layers.mlp
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from situs.core.gelu import bias_gelu
-
-_HALF = {torch.bfloat16, torch.float16}
+from situs.core.gelu import linear_gelu
 
 
 class Mlp(timm.layers.mlp.Mlp):
@@ -24,17 +20,11 @@ class Mlp(timm.layers.mlp.Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         alone = isinstance(self.norm, nn.Identity) and not (self.drop1.training and self.drop1.p)
-        if torch.compiler.is_compiling() and alone and _plain(self.fc1, nn.Linear):
-            # Its precision is what counts, and autocast decides that; where it is not used the compiler drops it.
-            h = F.linear(x, self.fc1.weight)
-            if h.dtype in _HALF and serves(h.device):
-                return self.drop2(self.fc2(bias_gelu(h, self.fc1.bias)))
+        if alone and _plain(self.fc1, nn.Linear):
+            joined = linear_gelu(x, self.fc1.weight, self.fc1.bias)
+            if joined is not None:
+                return self.drop2(self.fc2(joined))
         return super().forward(x)
-
-
-def serves(device: torch.device) -> bool:
-    """Whether there is a kernel for it."""
-    return device.type == "cuda"
 
 
 def join_bias_and_gelu(module: nn.Module) -> None:
