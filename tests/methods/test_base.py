@@ -9,13 +9,15 @@ import torch
 from builders import small_vit
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from situs.backbones import create_backbone
+from situs.backbones.timm.mlp import join_bias_and_gelu
 from situs.core import attention as few_keys
-from situs.core import gelu
+from situs.core import compiled
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, Batch, DropPos
 from situs.methods.base import epoch_share
-from situs.methods.heads import DecoderBlock
 
 
 @given(st.integers(1, 1000), st.data())
@@ -44,7 +46,7 @@ def test_a_run_of_another_length_is_refused(epochs: int, epoch: int, progress: f
         epoch_share(epochs, epoch, progress)
 
 
-SMALL = {"decoder_width": 32, "decoder_heads": 4}
+SMALL = {"decoder_width": 32, "decoder_heads": 2}
 
 
 @pytest.mark.parametrize(("kind", "settings"), [(MP3, {}), (DropPos, SMALL), (MAE, SMALL)])
@@ -66,17 +68,31 @@ def test_attention_over_few_keys_changes_nothing(kind: Any, settings: dict[str, 
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-13) for a, b in zip(*made, strict=True))
 
 
-def test_a_compiled_decoder_adds_its_bias_in_the_kernel_of_its_gelu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "settings"), [(MP3, {}), (DropPos, SMALL), (MAE, SMALL)])
+def test_a_compiled_step_is_one_graph_with_kernels_of_our_own(
+    kind: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     names: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
         names.extend(str(node.target) for node in graph.graph.nodes)
         return graph
 
-    monkeypatch.setattr(gelu, "serves", lambda _: True)
+    monkeypatch.setattr(compiled, "serves", lambda _: True)
     torch.compiler.reset()
-    block, x = DecoderBlock(16, 2, 4.0), torch.randn(2, 5, 16)
+    torch.manual_seed(0)
+    backbone = create_backbone(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, model_args={"depth": 1, "embed_dim": 32, "num_heads": 2}
+    )
+    method = kind(backbone, kind.Config(**settings))
+    join_bias_and_gelu(method)
+    batch = Batch(torch.randn(2, 3, 32, 32), torch.arange(2))
+    draws = method.draw(batch, seed=0, epoch=0)
+    plain = method(batch, draws).loss
     with torch.autocast("cpu", torch.bfloat16):
-        made, plain = torch.compile(block, backend=backend, fullgraph=True)(x), block(x)
-    assert any("bias_gelu" in name for name in names)
-    assert torch.allclose(made, plain, rtol=0, atol=0.02)
+        made = torch.compile(method, backend=backend, fullgraph=True)(batch, draws).loss
+    counts = [sum(word in name for name in names) for word in ("attend", "bias_gelu")]
+    blocks = sum(isinstance(part, nn.LayerNorm) and name.endswith("norm1") for name, part in method.named_modules())
+    assert counts[0] >= 1
+    assert counts[1] >= blocks
+    assert made.item() == pytest.approx(plain.item(), rel=0.02)

@@ -9,35 +9,34 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from situs.core.compiled import takes_kernels
+
 FEW = 64
 """Keys that are one tile."""
-MOST = 128, 256
-"""Keys of a sequence that is short here: where the queries are too many to be held, and where they are not."""
+MOST = 128
+"""Keys of a sequence that is short here."""
+MOST_HELD = 256
+"""And where all queries are held."""
 HELD = 4
 """Blocks of 64 queries that are held, of heads of 32; of wider ones fewer."""
 
 _WIDTHS = (16, 32, 64, 128)  # of a head, as tiles have them
-_HALF = (torch.bfloat16, torch.float16)
-_TRITON = find_spec("triton") is not None
 _op: Any = partial(torch.library.custom_op, mutates_args=())
 
 
 def suits(projected: Tensor, queries: int, keys: int, width: int) -> bool:
-    """Whether a kernel takes over: in a compiled step in half precision, of a short sequence, with usual heads.
+    """Whether a kernel takes over: in a compiled step, of a short sequence, with usual heads.
 
     projected: what the queries' product gave. width: of a head.
     """
-    # Not `is_exporting`, which torch 2.11 answers with True in every compiled function.
-    if not torch.compiler.is_dynamo_compiling() or not projected.is_cuda:
-        return False
-    return projected.dtype in _HALF and width in _WIDTHS and keys <= MOST[_holds(queries, width)] and _TRITON
+    most = MOST_HELD if _holds(queries, width) else MOST
+    return takes_kernels(projected) and width in _WIDTHS and keys <= most
 
 
 def _holds(queries: int, width: int) -> bool:

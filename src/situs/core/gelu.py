@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from situs.core.compiled import takes_kernels
 from situs.core.normal import normal, slope
-
-_HALF = (torch.bfloat16, torch.float16)
-_TRITON = find_spec("triton") is not None
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """gelu(x weight + bias) where half precision is compiled and there is a kernel for it; None elsewhere."""
+    """gelu(x weight + bias) where a compiled step has a kernel for it; None elsewhere."""
     if bias is None or not torch.compiler.is_dynamo_compiling():
         return None
     # Its precision is what counts, and autocast decides that; where it is not used the compiler drops it.
     h = F.linear(x, weight)
-    return bias_gelu(h, bias) if h.dtype in _HALF and serves(h.device) else None
-
-
-def serves(device: torch.device) -> bool:
-    """Whether there is a kernel for it."""
-    return device.type == "cuda" and _TRITON
+    return bias_gelu(h, bias) if takes_kernels(h) else None
 
 
 def _operator(name: str) -> Callable[[Callable[..., Any]], Any]:
