@@ -51,7 +51,7 @@ for half in ("*bf16", "*fp16"):
         assert "rcp.approx.ftz.f32" in code and "ex2.approx" in code and "div" not in code
         types = {"grad": half, "h": half, "bias": bias, "out": half, "sums": "*fp32"}
         types |= dict.fromkeys(("count", "width", "chunk"), "i32")
-        code = build(gelu_kernel._backward, types, {"rows": 4, "columns": 512, "unroll": 1, "ptx": True})
+        code = build(gelu_kernel._backward, types, {"rows": 4, "columns": 512, "ptx": True})
         assert "st.global" in code and "atom" not in code
 print("built")
 """
