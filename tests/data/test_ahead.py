@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
 from collections import deque
@@ -12,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from situs.data.ahead import AHEAD, ahead
+from situs.data.ahead import AHEAD, Pace, ahead
 from situs.data.augment.recipes import AugmentConfig, recipe
 from situs.data.batch import Batch
 from situs.data.config import DataConfig
@@ -136,6 +137,62 @@ def test_what_is_made_beside_a_step_is_not_waited_for(monkeypatch):
             time.sleep(0.04)
         waited.append(slow.data_wait - before)
     assert waited[0] > 4 * 0.02 > 0.04 > waited[1]
+
+
+class Event:
+    """A step of a GPU that is not here."""
+
+    def __init__(self, blocking):
+        assert blocking
+        self.done, self.waited = False, False
+        EVENTS.append(self)
+
+    def record(self, stream):
+        assert stream == "stream"
+
+    def query(self):
+        return self.done
+
+    def synchronize(self):
+        self.waited = self.done = True
+
+
+EVENTS: list[Event] = []
+
+
+def test_the_host_stays_two_steps_ahead_and_only_an_idle_gpu_waits(monkeypatch):
+    EVENTS.clear()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "stream")
+    pace = Pace(torch.device("cuda"))
+    assert not pace.busy
+    for _ in range(4):
+        pace.launched()
+    assert [event.waited for event in EVENTS] == [True, True, False, False]
+    assert pace.busy
+    EVENTS[-1].done = True
+    assert not pace.busy
+    nobody = Pace(CPU)
+    nobody.launched()
+    assert not nobody.busy and len(EVENTS) == 4
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_batch_that_comes_while_the_gpu_works_was_not_waited_for(busy, monkeypatch):
+    monkeypatch.setattr(Pace, "busy", busy)
+    slow = loader(augment=None)
+    deque(slow.iterate(0), 0)
+    assert (slow.data_wait == 0) == busy
+
+
+def test_a_closed_loader_has_no_workers_and_begins_anew():
+    made = loader(workers=2)
+    first = next(made.iterate(0))
+    assert multiprocessing.active_children()
+    made.close()
+    assert not multiprocessing.active_children()
+    assert same(first, next(made.iterate(0)))
+    made.close()
 
 
 @pytest.fixture

@@ -58,22 +58,31 @@ def _submitted(
         yield failed
 
 
-def paced(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The same batches, to a caller who is kept from launching more than `AHEAD` steps before the GPU.
+class Pace:
+    """Keeps a caller from launching more than `AHEAD` steps before the GPU, and knows whether that still has work.
 
     Memory that went from stream to stream is free only when the GPU is through with it, and not when the host is: one
-    who launches a hundred steps ahead, as a recorded step lets him, would hold a hundred batches.
+    who launches a hundred steps ahead, as a recorded step lets him, would hold a hundred batches. device: None, or
+    one that is no GPU, keeps nobody.
     """
-    if device.type != "cuda":
-        yield from batches
-        return
-    steps: deque[torch.cuda.Event] = deque()
-    for batch in batches:
-        yield batch
-        steps.append(torch.cuda.Event(blocking=True))
-        steps[-1].record(torch.cuda.current_stream(device))
-        if len(steps) > AHEAD:
-            steps.popleft().synchronize()
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = device if device is not None and device.type == "cuda" else None
+        self.steps: deque[torch.cuda.Event] = deque()
+
+    def launched(self) -> None:
+        """A step was: waits for the one `AHEAD` before it."""
+        if self.device is None:
+            return
+        self.steps.append(torch.cuda.Event(blocking=True))
+        self.steps[-1].record(torch.cuda.current_stream(self.device))
+        if len(self.steps) > AHEAD:
+            self.steps.popleft().synchronize()
+
+    @property
+    def busy(self) -> bool:
+        """Whether the last step is not done yet, so that nothing has waited for what came since."""
+        return bool(self.steps) and not self.steps[-1].query()
 
 
 class _Lane:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from situs.data.ahead import ahead, paced
+from situs.data.ahead import Pace, ahead
 from situs.data.audio_pipeline import AudioPipeline, Scale, measure_scale
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
@@ -46,14 +46,16 @@ class Loader(ABC):
     steps_per_epoch: batches an epoch, the same on every rank. global_batch: samples a step over all ranks. classes:
     names in label order; None for a set without labels. data_wait: seconds spent in here so far, preparing or waiting
     for batches. On a GPU the kernels run behind the caller's back: of a set that is held there only their launching
-    counts, and of a streamed one what the workers and the thread that makes batches (`situs.data.ahead`) are late.
+    counts, and of a streamed one what the GPU waits for, since a thread makes its batches beside the steps
+    (`situs.data.ahead`): the time of each batch at whose coming the GPU had nothing left to do.
+    beside: whether it is so; the same batches.
     """
 
     def __init__(self, pipeline: Pipeline, plan: BatchPlan, device: torch.device) -> None:
         self.source, self.plan, self.device = pipeline.source, plan, device
         self.pipeline: Any = pipeline.to(device)
         self.steps_per_epoch, self.global_batch, self.classes = plan.steps, plan.batch, pipeline.source.classes
-        self.data_wait = 0.0
+        self.data_wait, self.beside = 0.0, False
 
     def compile(self) -> Loader:
         """Fuse the augmentation with torch.compile."""
@@ -100,14 +102,19 @@ class Loader(ABC):
 
     def iterate(self, epoch: int = 0, start_step: int = 0) -> Iterator[Batch]:
         """The epoch's batches from number `start_step` on."""
-        batches = self._batches(epoch, start_step)
+        batches, pace = self._batches(epoch, start_step), Pace(self.device if self.beside else None)
         while True:
             started = time.perf_counter()
             batch = next(batches, None)
-            self.data_wait += time.perf_counter() - started
+            if not pace.busy:
+                self.data_wait += time.perf_counter() - started
             if batch is None:
                 return
             yield batch
+            pace.launched()
+
+    def close(self) -> None:  # noqa: B027  (most have nothing to end)
+        """Ends whatever works for it; the next batch begins anew."""
 
     def __iter__(self) -> Iterator[Batch]:
         return tracked(self.iterate(), self.source.name, self.steps_per_epoch)
@@ -167,7 +174,6 @@ class StreamLoader(Loader):
     """Any modality, read by workers as it is asked for. workers: 0 reads in this process. order: said of the order.
 
     held: bytes that the samples may take where they are read once and kept on the device.
-    beside: whether batches are made by a thread, beside the steps; the same ones.
     """
 
     def __init__(
@@ -190,10 +196,10 @@ class StreamLoader(Loader):
         else:
             self.stream = HeldStream(pipeline, plan, device, held)
 
-    def iterate(self, epoch: int = 0, start_step: int = 0) -> Iterator[Batch]:
-        """The epoch's batches from number `start_step` on."""
-        batches = super().iterate(epoch, start_step)
-        return paced(batches, self.device) if self.beside else batches
+    def close(self) -> None:
+        """Ends the workers."""
+        if isinstance(self.stream, WorkerStream):
+            self.stream.close()
 
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
         make, parts = partial(self._make, epoch), self._parts(epoch, start_step)

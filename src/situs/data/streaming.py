@@ -153,6 +153,11 @@ class WorkerStream:
         by = f"by {self.workers} worker{'s' if self.workers > 1 else ''}" if self.workers else "without workers"
         return f"streamed {by}"
 
+    def close(self) -> None:
+        """Ends the workers now. When Python ends, torch gives each of them five seconds in turn and stops it then."""
+        self._tasks, self._next = iter(()), None
+        self._loader._iterator = None
+
     def batches(self, epoch: int, start_step: int) -> Iterator[list[WorkerBatch]]:
         """The epoch's batches from `start_step` on, each in parts: the rows that one worker read, then the next's."""
         try:

@@ -230,6 +230,7 @@ def train_run(
             held.enter_context(run.hold())
         fresh = _begins(run, start_over, ranks)
         loader = make_training_loader(config, ranks, private)
+        held.callback(loader.close)
         speak(loader.describe())
         if config.data.batch is None and loader.global_batch < BATCH:
             speak(f"batch {loader.global_batch}: the set has no more {loader.source.things} for a step")
