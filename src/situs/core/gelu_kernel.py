@@ -16,10 +16,10 @@ from torch import Tensor
 
 from situs.core.normal import DENSITY, EXPONENT, SLOPE, TAIL
 from situs.core.random_kernel import on_device_of
+from situs.core.sum_kernel import add, multiprocessors
 
 FORWARD = {"rows": 8, "columns": 512, "num_warps": 4}
 BACKWARD = {"rows": 2, "columns": 512, "num_warps": 4}
-ADD = {"rows": 32, "columns": 32, "num_warps": 4}
 PROGRAMS = 10
 """Programs of the backward for a multiprocessor, which holds 10 at once (by their registers): one full wave, and few
 enough that their sums are soon added."""
@@ -92,17 +92,6 @@ def _backward(
     tl.store(sums + at, tl.sum(total, 0)[None, :], mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _add(sums, out, count, width, rows: tl.constexpr, columns: tl.constexpr):
-    """The sums [count, width] of all programs together; torch's own takes four times as long for so few."""
-    column, row = tl.program_id(0) * columns + tl.arange(0, columns)[None, :], tl.arange(0, rows)[:, None]
-    total = tl.zeros((rows, columns), tl.float32)
-    for step in tl.range(0, count, rows):
-        at = row + step
-        total += tl.load(sums + at * width + column, mask=(at < count) & (column < width), other=0.0)
-    tl.store(out + column, tl.sum(total, 0)[None, :], mask=column < width)
-
-
 def forward(h: Tensor, bias: Tensor) -> Tensor:
     """gelu(h + bias). h: contiguous [M, C] on a CUDA device; bias: [C]."""
     (count, width), y = h.shape, torch.empty_like(h)
@@ -116,20 +105,15 @@ def backward(grad: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of h, of bias in float32). grad and h: contiguous [M, C] on a CUDA device; bias: [C]."""
     (count, width), out = h.shape, torch.empty_like(h)
     rows, blocks = BACKWARD["rows"], triton.cdiv(width, BACKWARD["columns"])
-    chunks = max(1, PROGRAMS * _multiprocessors(h) // blocks)
+    chunks = max(1, PROGRAMS * multiprocessors(h) // blocks)
     chunk = triton.cdiv(triton.cdiv(count, chunks), rows) * rows
     chunks = triton.cdiv(count, chunk)
-    sums, db = (torch.empty((*more, width), dtype=torch.float32, device=h.device) for more in ((chunks,), ()))
+    sums = torch.empty(chunks, width, dtype=torch.float32, device=h.device)
     with on_device_of(h):
         _backward[(chunks, blocks)](grad, h, bias, out, sums, count, width, chunk, ptx=_speaks_ptx(h), **BACKWARD)
-        _add[(triton.cdiv(width, ADD["columns"]),)](sums, db, chunks, width, **ADD)
-    return out, db
+    return out, add(sums)
 
 
 def _speaks_ptx(tensor: Tensor) -> bool:
     """Not Triton's interpreter, which has the CPU, nor a GPU of AMD."""
     return tensor.is_cuda and torch.version.hip is None
-
-
-def _multiprocessors(tensor: Tensor) -> int:
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 4
