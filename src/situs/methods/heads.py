@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.core.attention import attend_own
-from situs.core.gelu import linear_gelu
+from situs.core.compiled import takes_kernels
+from situs.core.joined import Layer, Norm, Parts, run_joined
+from situs.core.norm import norm_suits
 from situs.errors import SitusError
 
 _LEFT_OUT = -100
@@ -70,8 +72,12 @@ class Decoder(nn.Module):
 
         mask: [B, S] bool, False for padding, which no token sees.
         """
-        for layer in self.layers:
-            x = layer(x, mask)
+        layers = cast("list[DecoderBlock]", list(self.layers))
+        if mask is None and layers and takes_kernels(x) and norm_suits(x.shape[-1]):
+            x = run_joined([layer.parts() for layer in layers], x, None)
+        else:
+            for layer in layers:
+                x = layer(x, mask)
         return self.leave(self.norm(x[:, start:]))
 
     def forward(self, x: Tensor, start: int = 0, mask: Tensor | None = None) -> Tensor:
@@ -94,9 +100,14 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = x + self.proj(attend_own(self.qkv(self.norm1(x)), self.heads, mask))
-        normed, mlp = self.norm2(x), cast("Any", self.mlp)
-        joined = linear_gelu(normed, mlp[0].weight, mlp[0].bias)
-        return x + (mlp(normed) if joined is None else mlp[2](joined))
+        return x + self.mlp(self.norm2(x))
+
+    def parts(self) -> Parts:
+        """Its tensors, for `core.joined`."""
+        first, _, last = cast("Any", self.mlp)
+        norm1, norm2 = (Norm(norm.weight, norm.bias, norm.eps) for norm in (self.norm1, self.norm2))
+        qkv, proj, fc1, fc2 = (Layer(each.weight, each.bias) for each in (self.qkv, self.proj, first, last))
+        return Parts(norm1, qkv, self.heads, proj, norm2, fc1, fc2)
 
 
 def init_linear(module: nn.Module) -> None:

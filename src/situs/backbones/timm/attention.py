@@ -23,7 +23,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from situs.backbones.base import Stream, Taps, called
+from situs.backbones.timm.joined import joined_parts
 from situs.core.attention import attend_context, attend_own
+from situs.core.joined import run_joined
 from situs.errors import SitusError
 
 # Compiling `_of_first` makes torch ask, over four lines of a log, that nothing in it works in place; nothing does.
@@ -204,6 +206,8 @@ def run_block(block: nn.Module, z: Tensor, stream: Stream, depth: int, keys: int
 
 def run_blocks(blocks: Iterable[nn.Module], stream: Stream, keys: int | None, taps: Taps) -> Tensor:
     """All blocks over stream.z: [B, S, D]."""
+    if not taps and (parts := joined_parts(blocks, stream)):
+        return run_joined(parts, stream.z, keys)
     z = stream.z
     for depth, block in enumerate(blocks):
         z = run_block(block, z, stream, depth, keys)

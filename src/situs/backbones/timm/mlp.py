@@ -20,7 +20,7 @@ class Mlp(timm.layers.mlp.Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         alone = isinstance(self.norm, nn.Identity) and not (self.drop1.training and self.drop1.p)
-        if alone and _plain(self.fc1, nn.Linear):
+        if alone and plain(self.fc1, nn.Linear):
             joined = linear_gelu(x, self.fc1.weight, self.fc1.bias)
             if joined is not None:
                 return self.drop2(self.fc2(joined))
@@ -35,11 +35,11 @@ def join_bias_and_gelu(module: nn.Module) -> None:
 
 
 def _joins(fc1: Any, act: Any) -> bool:
-    plain = _plain(fc1, nn.Linear) and _plain(act, nn.GELU)
-    return plain and fc1.bias is not None and act.approximate == "none"
+    both = plain(fc1, nn.Linear) and plain(act, nn.GELU)
+    return both and fc1.bias is not None and act.approximate == "none"
 
 
-def _plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Exactly of this kind, and nothing listens to it."""
+def plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Exactly of one of these kinds, and nothing listens to it."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is kind and not any(hooks)
+    return type(module) in kinds and not any(hooks)
