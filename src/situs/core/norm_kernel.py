@@ -2,9 +2,10 @@
 # ruff: noqa: ANN001, ANN202, PLR0913, RUF005 (a kernel's arguments are Triton's to type, and it takes no dataclass)
 """`core.norm` as two Triton kernels, for memory to set their time.
 
-A row is `parts` tiles side by side, so that 768 channels are three of 256 and no lane is idle. A tile is as wide as a
-warp reads at once, so that a row is a warp's own, and its sums need no barrier. A program of the backward walks down
-a chunk of rows and keeps the sums of all columns in registers; their order is fixed, so equal inputs give equal bits.
+A row of the forward is `parts` tiles side by side, so that 768 channels are three of 256 and no lane is idle. A tile is
+as wide as a warp reads at once, so that a row is a warp's own, and its sums need no barrier. A program of the backward
+walks down a chunk of rows and keeps the sums of all columns in registers; their order is fixed, so equal inputs give
+equal bits. Where `split`, its warps share each row, so that these sums take few registers, and more rows are under way.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from torch import Tensor
 from situs.core.random_kernel import on_device_of
 from situs.core.sum_kernel import add, multiprocessors
 
-FORWARD = {"rows": 4, "num_warps": 4}
-BACKWARD = {"rows": 4, "num_warps": 4, "stages": 1}
-"""rows: of a step, where a tile has 256 columns; of narrower ones there are more."""
-PROGRAMS = 3
-"""Programs of the backward for a multiprocessor, which holds so many at once (by their registers)."""
+FORWARD = {"rows": 4}
+BACKWARD = {"rows": 2, "stages": 3, "split": True}
+"""rows: of a step, where a tile has 256 columns; of narrower ones there are more, but where the backward is `split`.
+stages: steps whose reading is under way."""
+PROGRAMS = 4
+"""Programs of the backward for a multiprocessor, if they have four warps: so many it holds at once (by their
+registers)."""
 
 
 @triton.jit
@@ -31,6 +34,28 @@ def _mean(parts, width: tl.constexpr):
     for i in tl.static_range(1, len(parts)):
         total += parts[i]
     return tl.sum(total, 1)[:, None] * (1.0 / width)
+
+
+@triton.jit
+def _down(value, split: tl.constexpr):
+    """What a tile adds to the sums of its columns: their sum, where a thread has all rows of a column, or itself."""
+    return tl.sum(value, 0)[None, :] if split else value
+
+
+@triton.jit
+def _pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _means(one, other, width: tl.constexpr):
+    """As `_mean`, of two at once."""
+    a, b = one[0], other[0]
+    for i in tl.static_range(1, len(one)):
+        a += one[i]
+        b += other[i]
+    a, b = tl.reduce((a, b), 1, _pairs)
+    return a[:, None] * (1.0 / width), b[:, None] * (1.0 / width)
 
 
 @triton.jit
@@ -90,7 +115,7 @@ def _forward(
 def _backward(
     to_total, to_normed, to_first, total, means, rstds, scale, weight, dz, dbranch, sums, count, seq, keys, chunk,
     biased: tl.constexpr, width: tl.constexpr, parts: tl.constexpr, tile: tl.constexpr, rows: tl.constexpr,
-    stages: tl.constexpr,
+    stages: tl.constexpr, split: tl.constexpr,
 ):  # fmt: skip
     """to_total, to_first, scale (and with it dbranch): None where there is none. chunk: the rows of a program.
     sums: [programs, 3, width], of float32 before it is rounded: what comes to the bias, the weight and the shift."""
@@ -100,8 +125,8 @@ def _backward(
     start = begin.to(tl.int64) * width
     weights, to_bias, to_weight, to_shift = (), (), (), ()
     for i in tl.static_range(parts):
-        weights = weights + (_vector(weight, column + i * tile, width, rows),)
-        zeros = tl.zeros((rows, tile), tl.float32)
+        weights = weights + (_vector(weight, column + i * tile, width, 1),)
+        zeros = tl.zeros((1 if split else rows, tile), tl.float32)
         to_bias, to_weight, to_shift = to_bias + (zeros,), to_weight + (zeros,), to_shift + (zeros,)
     for step in tl.range(0, left, rows, num_stages=stages):
         line = step + tl.arange(0, rows)
@@ -123,7 +148,7 @@ def _backward(
             wg = grad * weights[i]
             grads, units = grads + (grad,), units + (unit,)
             through, across = through + (wg,), across + (wg * unit,)
-        mean_through, mean_across = _mean(through, width), _mean(across, width)
+        mean_through, mean_across = _means(through, across, width)
         if scale is not None:
             factor = tl.load(scale + row // seq, mask=there, other=0.0)
         new_bias, new_weight, new_shift = (), (), ()
@@ -137,9 +162,9 @@ def _backward(
             if scale is not None:
                 dx *= factor
                 tl.store(dbranch + start + at, dx.to(dz.dtype.element_ty), mask=inside)
-            new_bias = new_bias + ((to_bias[i] + dx) if biased else to_bias[i],)
-            new_weight = new_weight + (to_weight[i] + grads[i] * units[i],)
-            new_shift = new_shift + (to_shift[i] + grads[i],)
+            new_bias = new_bias + ((to_bias[i] + _down(dx, split)) if biased else to_bias[i],)
+            new_weight = new_weight + (to_weight[i] + _down(grads[i] * units[i], split),)
+            new_shift = new_shift + (to_shift[i] + _down(grads[i], split),)
         to_bias, to_weight, to_shift = new_bias, new_weight, new_shift
     sums += tl.program_id(0).to(tl.int64) * 3 * width
     for i in tl.static_range(parts):
@@ -189,22 +214,27 @@ def backward(
     count, shape, dz = batch * seq, _shape(width, **BACKWARD), torch.empty_like(total)
     dbranch = None if scale is None else torch.empty_like(total)
     steps = triton.cdiv(count, shape["rows"])
-    chunk = triton.cdiv(steps, PROGRAMS * multiprocessors(total)) * shape["rows"]
+    most = PROGRAMS * 4 // shape["num_warps"] * multiprocessors(total)
+    chunk = triton.cdiv(steps, max(1, most)) * shape["rows"]
     programs = triton.cdiv(count, chunk)
     sums = torch.empty(programs, 3, width, dtype=torch.float32, device=total.device)
     with on_device_of(total):
         _backward[(programs,)](
             to_total, to_normed, to_first, total, mean, rstd, scale, weight, dz, dbranch, sums,
-            count, seq, keys, chunk, biased=biased, **shape,
+            count, seq, keys, chunk, biased=biased, split=BACKWARD["split"], **shape,
         )  # fmt: skip
     return dz, total.new_empty(0) if dbranch is None else dbranch, add(sums)
 
 
-def _shape(width: int, rows: int, **others: int) -> dict[str, int]:
-    """How a row of `width` is put into tiles: without a rest where it may be, and wide ones over more warps."""
+def _shape(width: int, rows: int, split: bool = False, **others: int) -> dict[str, int]:
+    """How a row of `width` is put into tiles: one of as many warps as it takes, where it is `split`; else without a
+    rest where it may be, and wide ones over more warps."""
+    if split:
+        tile = max(16, triton.next_power_of_2(width))
+        return {"width": width, "parts": 1, "tile": tile, "rows": rows, "num_warps": max(1, tile // 256)} | others
     widest = 256 if width <= 1024 else 512
     tile = min(widest, width & -width)
     if width > 4 * tile or tile < 16:
         tile = min(widest, triton.next_power_of_2(width))
     rows = max(1, rows * 256 // tile)
-    return {"width": width, "parts": triton.cdiv(width, tile), "tile": tile, "rows": rows} | others
+    return {"width": width, "parts": triton.cdiv(width, tile), "tile": tile, "rows": rows, "num_warps": 4} | others
