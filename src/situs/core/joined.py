@@ -6,7 +6,7 @@ Between two of those stand products alone, which need no bias then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -85,18 +85,37 @@ def _attend(block: Parts, normed: Tensor, context: Tensor, keys: int | None) -> 
 class _OfContext(torch.autograd.Function):
     """A layer on the context, which is a copy of the first tokens of `normed`, side by side.
 
-    normed is kept anyway: the backward copies its first tokens again, and `context` is not kept beside it.
+    normed is kept anyway: the backward copies its first tokens again (`_product`), and `context` is not kept beside it.
     """
 
     @staticmethod
     def forward(ctx: Any, normed: Tensor, context: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(normed, weight)
-        ctx.keys, ctx.biased = context.shape[1], None if bias is None else bias.dtype
+        ctx.biased = None if bias is None else bias.dtype
         return F.linear(context, weight.to(context.dtype), None if bias is None else bias.to(context.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         normed, weight = ctx.saved_tensors
-        context, rows = (x.reshape(-1, x.shape[-1]) for x in (normed[:, : ctx.keys], grad))
-        to_bias = None if ctx.biased is None else rows.sum(0, dtype=torch.float32).to(ctx.biased)
-        return None, grad @ weight.to(grad.dtype), (rows.mT @ context).to(weight.dtype), to_bias
+        to_bias = None if ctx.biased is None else grad.sum((0, 1), dtype=torch.float32).to(ctx.biased)
+        return None, grad @ weight.to(grad.dtype), _product(grad, normed).to(weight.dtype), to_bias
+
+
+def _operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """torch does not type what it makes of these."""
+    return torch.library.custom_op(f"situs::{name}", mutates_args=())
+
+
+@_operator("context_product")
+def _product(grad: Tensor, normed: Tensor) -> Tensor:
+    """gradᵀ context, [C, D], of the first tokens of normed [B, S, D], as many as grad [B, K, C] has.
+
+    One operation for the compiler, which would else copy those tokens in the forward and keep the copy.
+    """
+    context, rows = (x.reshape(-1, x.shape[-1]) for x in (normed[:, : grad.shape[1]], grad))
+    return rows.mT @ context
+
+
+@_product.register_fake
+def _(grad: Tensor, normed: Tensor) -> Tensor:
+    return grad.new_empty(grad.shape[-1], normed.shape[-1])
