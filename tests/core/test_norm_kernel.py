@@ -19,7 +19,7 @@ torch.manual_seed(0)
 half, brain = torch.float16, torch.bfloat16
 cases = ((3, 5, 48, half, 0), (3, 5, 96, brain, 2), (2, 5, 100, half, 5), (3, 5, 768, brain, 1), (1, 3, 1200, half, 3))
 for batch, seq, width, dtype, keys in cases:
-    for much, norm_kernel.BACKWARD["split"] in ((False, True), (True, True), (True, False)):
+    for much in (False, True):
         z, branch, *grads = (torch.randn(batch, seq, width).to(dtype) for _ in range(4))
         bias, scale = (torch.randn(width), 2 * torch.rand(batch)) if much else (None, None)
         weight, shift = torch.randn(width), torch.randn(width)
@@ -60,12 +60,7 @@ from situs.core import norm_kernel
 
 numbers = dict.fromkeys(("count", "seq", "keys"), "i32")
 
-def shape_of(width, **options):
-    shape = norm_kernel._shape(width, **options)
-    del shape["num_warps"]
-    return shape
-
-for half, width, much, split in (("*bf16", 768, True, True), ("*fp16", 384, False, True), ("*bf16", 768, True, False)):
+for half, width, much in (("*bf16", 768, True), ("*fp16", 384, False)):
     some = {name: half if name in ("first", "to_total", "to_first", "dbranch") else "*fp32"
             for name in ("bias", "scale", "first", "to_total", "to_first", "dbranch")}
     def made(kernel, names, more, constants):
@@ -75,10 +70,12 @@ for half, width, much, split in (("*bf16", 768, True, True), ("*fp16", 384, Fals
     floats = dict.fromkeys(("weight", "shift", "means", "rstds", "sums"), "*fp32")
     names = ("z", "branch", "bias", "scale", "weight", "shift", "total", "normed", "first", "means", "rstds")
     more = {name: floats[name] for name in names if name in floats} | numbers | {"eps": "fp32"}
-    assert "st.global" in made(norm_kernel._forward, names, more, shape_of(width, rows=4))
+    shape = norm_kernel._tiles(width)
+    del shape["num_warps"]
+    assert "st.global" in made(norm_kernel._forward, names, more, shape)
     names = ("to_total", "to_normed", "to_first", "total", "means", "rstds", "scale", "weight", "dz", "dbranch", "sums")
     more = {name: floats[name] for name in names if name in floats} | numbers | {"chunk": "i32"}
-    constants = {"biased": much} | shape_of(width, rows=2, stages=3, split=split) | {"split": split}
+    constants = {"biased": much, "width": width, "tile": 1024, "rows": 2, "stages": 3}
     code = made(norm_kernel._backward, names, more, constants)
     assert "st.global" in code and "atom" not in code
 print("built")
