@@ -61,6 +61,8 @@ CHANGES: dict[str, Change] = {
     "a hook on a norm": lambda blocks: hooked(blocks[0].norm2),
     "a hook on a layer": lambda blocks: hooked(blocks[0].attn.proj),
     "a layer of another kind": lambda blocks: setattr(blocks[1].mlp, "fc2", nn.Sequential(blocks[1].mlp.fc2)),
+    "a norm without a shift": lambda blocks: setattr(blocks[1], "norm2", nn.LayerNorm(16, bias=False)),
+    "a norm without both": lambda blocks: setattr(blocks[1], "norm1", nn.LayerNorm(16, elementwise_affine=False)),
     "a scale": lambda blocks: setattr(blocks[0], "ls1", nn.Linear(16, 16)),
     "dropout": lambda blocks: setattr(blocks[0].mlp.drop2, "p", 0.1),
     "dropout of attention": lambda blocks: setattr(blocks[0].attn.attn_drop, "p", 0.1),

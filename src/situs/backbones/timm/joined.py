@@ -42,7 +42,7 @@ def _joins(block: Any) -> bool:
     drops = (attn.attn_drop, attn.proj_drop, mlp.drop1, mlp.drop2)
     return (
         all(plain(layer, nn.Linear) for layer in layers)
-        and all(plain(norm, *_NORMS) and norm.elementwise_affine for norm in norms)
+        and all(plain(norm, *_NORMS) and norm.weight is not None and norm.bias is not None for norm in norms)
         and all(plain(each, nn.Identity) for each in nothing)
         and not any(drop.training and drop.p > 0 for drop in drops)
         and attn.gate is None
