@@ -136,7 +136,7 @@ def test_what_is_made_beside_a_step_is_not_waited_for(monkeypatch):
         for _ in batches:
             time.sleep(0.04)
         waited.append(slow.data_wait - before)
-    assert waited[0] > 4 * 0.02 > 0.04 > waited[1]
+    assert waited[0] > 4 * 0.02 and waited[1] < waited[0] / 2
 
 
 class Event:
@@ -189,8 +189,10 @@ def test_a_closed_loader_has_no_workers_and_begins_anew():
     made = loader(workers=2)
     first = next(made.iterate(0))
     assert multiprocessing.active_children()
+    held = made.stream._tasks  # as the traceback of an error holds it
     made.close()
     assert not multiprocessing.active_children()
+    del held
     assert same(first, next(made.iterate(0)))
     made.close()
 

@@ -155,8 +155,10 @@ class WorkerStream:
 
     def close(self) -> None:
         """Ends the workers now. When Python ends, torch gives each of them five seconds in turn and stops it then."""
-        self._tasks, self._next = iter(()), None
-        self._loader._iterator = None
+        workers: Any = self._loader._iterator
+        self._tasks, self._next, self._loader._iterator = iter(()), None, None
+        if workers is not None:  # told, and not only let go: the traceback of an error may hold them yet
+            workers._shutdown_workers()
 
     def batches(self, epoch: int, start_step: int) -> Iterator[list[WorkerBatch]]:
         """The epoch's batches from `start_step` on, each in parts: the rows that one worker read, then the next's."""
