@@ -8,14 +8,13 @@ put together or taken apart in memory.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.core.compiled import takes_kernels
+from situs.core.compiled import operator, takes_kernels
 
 FEW = 64
 """Keys that are one tile."""
@@ -27,7 +26,6 @@ HELD = 4
 """Blocks of 64 queries that are held, of heads of 32; of wider ones fewer."""
 
 _WIDTHS = (16, 32, 64, 128)  # of a head, as tiles have them
-_op: Any = partial(torch.library.custom_op, mutates_args=())
 
 
 def suits(projected: Tensor, queries: int, keys: int, width: int) -> bool:
@@ -77,24 +75,24 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
-@_op("situs::attend_own")
+@operator("attend_own")
 def _own(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     return _forward(*_joint(qkv, heads))
 
 
-@_op("situs::attend_own_backward")
+@operator("attend_own_backward")
 def _own_backward(grad: Tensor, qkv: Tensor, out: Tensor, sums: Tensor, heads: int) -> Tensor:
     to = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     _backward(grad, _joint(qkv, heads), out, sums, _joint(to, heads))
     return to
 
 
-@_op("situs::attend_context")
+@operator("attend_context")
 def _context(q: Tensor, kv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     return _forward(*_apart(q, kv, heads))
 
 
-@_op("situs::attend_context_backward")
+@operator("attend_context_backward")
 def _context_backward(
     grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, sums: Tensor, heads: int
 ) -> tuple[Tensor, Tensor]:
@@ -123,7 +121,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward(grad: Tensor, given: tuple[Tensor, ...], out: Tensor, sums: Tensor, to: tuple[Tensor, ...]) -> None:
-    grad, out = (x.reshape(given[0].shape) for x in (grad, out))
+    grad, out = (x.contiguous().view(given[0].shape) for x in (grad, out))  # a sum's gradient is one number, expanded
     if grad.is_cuda:
         from situs.core.attention_kernel import launch_backward
 

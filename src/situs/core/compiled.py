@@ -1,8 +1,10 @@
-"""When a compiled step takes a kernel of our own: in half precision, on a device that has them."""
+"""When a compiled step takes a kernel of our own (in half precision, on a device that has them), and how it sees it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,3 +22,8 @@ def takes_kernels(x: Tensor) -> bool:
 def serves(device: torch.device) -> bool:
     """Whether there are kernels for it."""
     return device.type == "cuda" and _TRITON
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function an operator that a compiled step holds as it is. torch does not type what it makes of it."""
+    return torch.library.custom_op(f"situs::{name}", mutates_args=())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.core.compiled import takes_kernels
+from situs.core.compiled import operator, takes_kernels
 from situs.core.normal import normal, slope
 
 
@@ -22,12 +21,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None
     return bias_gelu(h, bias) if takes_kernels(h) else None
 
 
-def _operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """torch does not type what it makes of these; a compiled step holds them as they are."""
-    return torch.library.custom_op(f"situs::{name}", mutates_args=())
-
-
-@_operator("bias_gelu")
+@operator("bias_gelu")
 def bias_gelu(h: Tensor, bias: Tensor) -> Tensor:
     """gelu(h + bias), computed in float32. h: [..., C], of half precision; bias: [C] -> as h.
 
@@ -41,7 +35,7 @@ def bias_gelu(h: Tensor, bias: Tensor) -> Tensor:
     return (z * normal(z)[0]).to(h.dtype).contiguous()
 
 
-@_operator("bias_gelu_backward")
+@operator("bias_gelu_backward")
 def bias_gelu_backward(grad: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of h, of bias in float32) of `bias_gelu`, given that of what it returned."""
     if h.is_cuda and h.numel():

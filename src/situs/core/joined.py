@@ -6,7 +6,7 @@ Between two of those stand products alone, which need no bias then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.core.attention import attend_context, attend_own
+from situs.core.compiled import operator
 from situs.core.gelu import bias_gelu
 from situs.core.norm import add_norm
 
@@ -101,12 +102,7 @@ class _OfContext(torch.autograd.Function):
         return None, grad @ weight.to(grad.dtype), _product(grad, normed).to(weight.dtype), to_bias
 
 
-def _operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """torch does not type what it makes of these."""
-    return torch.library.custom_op(f"situs::{name}", mutates_args=())
-
-
-@_operator("context_product")
+@operator("context_product")
 def _product(grad: Tensor, normed: Tensor) -> Tensor:
     """gradᵀ context, [C, D], of the first tokens of normed [B, S, D], as many as grad [B, K, C] has.
 

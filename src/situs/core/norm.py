@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from situs.core.compiled import operator
 
 WIDEST = 2048
 """Channels whose sums a program of the backward holds."""
@@ -36,12 +37,7 @@ def add_norm(
     return total, normed, first
 
 
-def _operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """torch does not type what it makes of these; a compiled step holds them as they are."""
-    return torch.library.custom_op(f"situs::{name}", mutates_args=())
-
-
-@_operator("add_norm")
+@operator("add_norm")
 def _forward(
     z: Tensor,
     branch: Tensor,
@@ -66,7 +62,7 @@ def _forward(
     return total, normed, normed[:, :keys].clone(memory_format=torch.contiguous_format), mean.view(-1), rstd.view(-1)
 
 
-@_operator("add_norm_backward")
+@operator("add_norm_backward")
 def _backward(
     to_total: Tensor | None,
     to_normed: Tensor | None,
