@@ -83,6 +83,7 @@ def test_when_the_kernel_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(128, 256)
     assert not asked(129, 256)
     assert not asked(width=48)
+    assert not asked(width=128)
 
 
 @pytest.mark.gpu

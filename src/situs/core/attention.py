@@ -25,7 +25,7 @@ MOST_HELD = 256
 HELD = 4
 """Blocks of 64 queries that are held, of heads of 32; of wider ones fewer."""
 
-_WIDTHS = (16, 32, 64, 128)  # of a head, as tiles have them
+_WIDTHS = (16, 32, 64)  # of a head; wider tiles do not fit into the shared memory of every GPU
 
 
 def suits(projected: Tensor, queries: int, keys: int, width: int) -> bool:
