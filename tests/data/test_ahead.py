@@ -78,19 +78,21 @@ def test_an_error_comes_as_itself_in_place_of_its_batch(where):
 
 
 def test_closed_halfway_no_thread_is_left_and_nothing_more_is_begun():
-    begun, go = [], threading.Event()
+    begun, under_way, go = [], threading.Event(), threading.Event()
 
     def make(number):
         begun.append(number)
         if number:
+            under_way.set()
             go.wait(5)
         return batch_of(number)
 
     batches = ahead(make, iter(range(9)), CPU)
     assert int(next(batches).ids) == 0 and len(threads()) == 1
+    assert under_way.wait(5)
     threading.Timer(0.05, go.set).start()
-    batches.close()
-    assert go.is_set() and begun in ([0], [0, 1]) and not threads()
+    batches.close()  # waits for what is under way
+    assert go.is_set() and begun == [0, 1] and not threads()
 
 
 def loader(device="cpu", augment="cifar-deit", **changes):
