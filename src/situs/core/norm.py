@@ -104,37 +104,16 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 @_forward.register_fake
-def _(
-    z: Tensor,
-    branch: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    weight: Tensor,
-    shift: Tensor,
-    eps: float,
-    keys: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    del branch, bias, scale, weight, shift, eps
-    batch, count, width = z.shape
+def _(z: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    (batch, count, width), keys = z.shape, others[-1]
     total, normed, first = (z.new_empty(batch, many, width) for many in (count, count, keys))
     mean, rstd = (z.new_empty(batch * count, dtype=_wide(z)) for _ in range(2))
     return total, normed, first, mean, rstd
 
 
 @_backward.register_fake
-def _(
-    to_total: Tensor | None,
-    to_normed: Tensor | None,
-    to_first: Tensor | None,
-    total: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    scale: Tensor | None,
-    weight: Tensor,
-    keys: int,
-    biased: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    del to_total, to_normed, to_first, rstd, weight, keys, biased
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    total, mean, _, scale = given[3:7]
     other = total.new_empty(0 if scale is None else total.shape)
     return total.new_empty(total.shape), other, mean.new_empty(3, total.shape[-1])
 
