@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from situs.backbones import BackboneConfig
 from situs.config import from_dict, merge
+from situs.data.loader import StreamLoader
 from situs.errors import SitusError
 from situs.models import open_model
 from situs.models.data import open_several
@@ -144,6 +146,23 @@ def test_paths_hold_from_anywhere(mp3: Path, tmp_path: Path, monkeypatch: pytest
     plain = config(data={"path": "nowhere"}, init="vit_x.in21k", backbone={"name": "vit_small_patch16_224"})
     assert settled(plain) == plain
     assert settled(config(backbone={"name": "hf:hf/config.json"})).backbone.name == f"hf:{tmp_path}/hf/config.json"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_ends_its_workers(fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a set that is streamed; by an error too, whose traceback would hold them."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise SitusError("at once")
+
+    if fails:
+        monkeypatch.setattr("situs.train.run.fit", stop)
+    closed: list[int] = []
+    monkeypatch.setattr(StreamLoader, "close", lambda self: closed.append(self.stream.workers))
+    own = config(data={"resident": "never", "workers": 1}, train={"max_steps": 1})
+    with pytest.raises(SitusError, match="at once") if fails else nullcontext():
+        train_run(own, out=tmp_path / "run", device="cpu")
+    assert closed == [1]
 
 
 def test_a_run_is_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
