@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -47,6 +48,18 @@ def test_workers_rank_and_resume_change_nothing(folder):
     for step, whole in enumerate(alone):
         assert torch.equal(torch.cat([share[step].values["image"] for share in ranks]), whole.values["image"])
     assert not torch.equal(chunks(folder, 0, epoch=3)[0].ids, alone[0].ids)
+
+
+def test_workers_that_nobody_closed_end_at_once_with_their_stream(folder):
+    """In a circle too, as an error's traceback makes one, of which torch would wait five seconds for each."""
+    source = open_source(folder, channels=3)
+    stream: Any = WorkerStream(ImagePipeline(source, (12, 16), 5, CROP), BatchPlan(len(source), 6, 5), 1, pin=False)
+    next(stream.batches(0, 0))
+    (worker,) = stream._loader._iterator._workers
+    stream.itself, stream = stream, None
+    began = time.monotonic()
+    gc.collect()
+    assert not worker.is_alive() and time.monotonic() - began < 4
 
 
 def test_the_same_stream_serves_many_epochs_from_any_step(folder):

@@ -6,6 +6,7 @@ epoch while the last batches of this one are used.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -147,6 +148,8 @@ class WorkerStream:
         )
         self._tasks: Iterator[list[WorkerBatch]] = iter(())
         self._next: tuple[int, int] | None = None  # epoch and step that the workers go on with
+        # If nobody closes it: of a circle of objects that is let go, their queues are gone before torch tells them.
+        weakref.finalize(self, _end_workers, self._loader)
 
     def describe(self) -> str:
         """For the log: who reads."""
@@ -155,10 +158,8 @@ class WorkerStream:
 
     def close(self) -> None:
         """Ends the workers now. When Python ends, torch gives each of them five seconds in turn and stops it then."""
-        workers: Any = self._loader._iterator
-        self._tasks, self._next, self._loader._iterator = iter(()), None, None
-        if workers is not None:  # told, and not only let go: the traceback of an error may hold them yet
-            workers._shutdown_workers()
+        self._tasks, self._next = iter(()), None
+        _end_workers(self._loader)
 
     def batches(self, epoch: int, start_step: int) -> Iterator[list[WorkerBatch]]:
         """The epoch's batches from `start_step` on, each in parts: the rows that one worker read, then the next's."""
@@ -177,6 +178,13 @@ class WorkerStream:
             self._next = (epoch + 1, 0) if self.plan.shuffle else None
         except SitusError as error:
             raise type(error)(_own_words(str(error))) from error
+
+
+def _end_workers(loader: DataLoader[Any]) -> None:
+    workers: Any = loader._iterator
+    loader._iterator = None
+    if workers is not None:  # told, and not only let go: the traceback of an error may hold them yet
+        workers._shutdown_workers()
 
 
 def _by_batch(tasks: list[list[WorkerBatch]], sizes: list[list[int]]) -> Iterator[list[WorkerBatch]]:
