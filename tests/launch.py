@@ -34,13 +34,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-def build(kernel, types, constants):
+def build(kernel, types, constants, **options):
     signature = types | dict.fromkeys(constants, "constexpr")
     places = {(list(signature).index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    return triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options).asm["ptx"]
 """
-"""`build(kernel, types, constants)`: the code for a GPU that need not be here."""
+"""`build(kernel, types, constants, **options)`: the code for a GPU that need not be here."""
 
 
 def triton(code: str, **variables: str) -> str:

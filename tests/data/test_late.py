@@ -1,4 +1,4 @@
-"""Crops on the device against torch's own antialiased resize, and the whole way with a decoder that needs no GPU."""
+"""What is left to the device is what a worker would make, with a decoder that needs no GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.nn import functional as F
 
 from situs.data import late
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.image_pipeline import ImagePipeline
-from situs.data.late import crop_resized, weights
 from situs.data.loader import make_loader
 from situs.data.sources import open_source
 from situs.data.sources.images import decode
@@ -22,53 +20,6 @@ from situs.data.sources.subset import Rows
 from situs.errors import SitusError
 
 CROP, CPU = AugmentConfig(), torch.device("cpu")
-
-
-@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
-@pytest.mark.parametrize("length", [5, 8, 9, 37])
-def test_the_weights_are_those_of_torch(mode, length):
-    line = torch.rand(1, 1, length, 6, dtype=torch.float64)
-    wanted = F.interpolate(line, (8, 6), mode=mode, antialias=True)
-    made, bits = weights(torch.tensor([length]), 8, 40, mode)
-    assert torch.allclose(made[:, :, :length] @ line[0], wanted[0], atol=1e-3)
-    made = made * 2 ** bits.item()
-    assert made.shape == (1, 8, 40) and not made[..., length:].any() and torch.equal(made, made.round())
-    assert made.max() < 2**15 <= 2 * made.max() + 2
-
-
-@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
-@pytest.mark.parametrize("size", [8, 32, 96])
-def test_float32_is_taken_only_where_it_adds_exactly(size, mode):
-    lengths = torch.arange(1, size * 3 // 2 + 1)
-    made, bits = weights(lengths, size, len(lengths), mode)
-    whole = made * 2 ** bits.view(-1, 1, 1)
-    assert bits.max() <= 15 and 255 * whole.abs().sum(-1).max() + 2**14 < 2**24
-    for half in (parts := late.halves(whole)):  # as exact where a GPU rounds what it multiplies to 8 bits
-        assert torch.equal(half.bfloat16().double(), half) and 255 * half.abs().sum(-1).max() < 2**24
-    assert torch.equal(sum(parts), whole)
-
-
-@pytest.mark.parametrize("at_once", [1, 3000, 1 << 26])
-@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
-def test_crops_of_many_sizes_at_once_are_torchs_to_the_bit(monkeypatch, at_once, mode):
-    monkeypatch.setattr(late, "_AT_ONCE", at_once)
-    chance = torch.Generator().manual_seed(0)
-    sizes = [(30, 40), (64, 20), (11, 13), (90, 90), (300, 400), (12, 16), (1, 5)]
-    images = [torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=chance) for size in sizes]
-    images[3] = (images[3] > 127).to(torch.uint8) * 255  # overshoots between the two directions
-    boxes = [
-        [3, 5, 20, 30],
-        [0, 0, 64, 20],
-        [2, 2, 5, 6],
-        [40, 1, 50, 88],
-        [1, 2, 280, 390],
-        [0, 0, 12, 16],
-        [0, 0, 1, 5],
-    ]
-    got = crop_resized(images, torch.tensor(boxes), (12, 16), mode)
-    for image, (top, left, height, width), made in zip(images, boxes, got, strict=True):
-        cut = image[None, :, top : top + height, left : left + width].contiguous()
-        assert torch.equal(made, F.interpolate(cut, (12, 16), mode=mode, antialias=True)[0])
 
 
 @pytest.fixture
@@ -181,7 +132,7 @@ def test_what_the_device_resizes_is_what_a_worker_would(photographs, decoder):
     )
     part = by_device.read(2, draws)
     assert part.values["cuts"].dtype == torch.uint8 and "image" not in part.values
-    wanted, got = by_worker.read(2, draws).values, by_device.move(part.values, CPU)
+    wanted, got = by_worker.read(2, draws).values, by_device.join([by_device.move(part.values, CPU)])
     assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 

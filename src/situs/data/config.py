@@ -78,9 +78,9 @@ class DataConfig(Checked):
     for no more, which saves time on large photographs and changes their pixels a little. gpu: by nvJPEG on the device,
     whose pixels differ from libjpeg's by a level or two; for hosts with few cores. auto: cpu."""
 
-    resize: Resizer = "worker"
-    """Who brings the random crops of a streamed set to their size: the workers, or the device, to the same bits; for
-    hosts whose cores cannot keep up."""
+    resize: Resizer = "auto"
+    """Who brings the random crops of a streamed set to their size: the workers, or the device, to the same bits; auto:
+    a CUDA device, which takes a moment for a batch at once, else the workers."""
 
     resident: Literal["auto", "always", "never"] = "auto"
     """Whether the set is decoded once and kept on the device; auto: small images of one size that fit, and none with

@@ -18,9 +18,10 @@ from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
 from situs.data.augment.recipes import NONE, AugmentConfig, apply, apply_mix, as_floats, draw, normalise
 from situs.data.batch import Batch
-from situs.data.late import beside, crop_resized, decode_on, pad, resize_padded
+from situs.data.late import beside, decode_on
 from situs.data.pipeline import Noise
 from situs.data.pixel_pipeline import PixelPipeline, alike
+from situs.data.resize import pack, resize_all, resize_packed, resized
 from situs.data.sources.base import EncodedSource, Source
 from situs.data.sources.images import centre_fit, decode
 from situs.data.sources.jpeg import read_frame
@@ -28,8 +29,10 @@ from situs.data.sources.jpeg import read_frame
 Decoder = Literal["auto", "cpu", "scaled", "gpu"]
 """How a JPEG is read for training: by a worker, whole or at a part of its sides, or on the device."""
 
-Resizer = Literal["worker", "device"]
+Resizer = Literal["auto", "worker", "device"]
 """Who brings a random crop to its size."""
+
+_LARGE = 2  # times the bytes of what the model sees: a larger crop is resized before it travels
 
 
 class ImagePipeline(PixelPipeline):
@@ -38,7 +41,7 @@ class ImagePipeline(PixelPipeline):
     held: the images come as they lie on the device (`ResidentLoader`), not cropped by a worker. decoder: "scaled" reads
     a JPEG at 1/2, 1/4 or 1/8 of its sides where a random crop still gets no fewer pixels than it needs; "gpu" leaves
     plain ones encoded for `move`, and what else there is to the workers. resizer: "device" leaves bytes that a worker
-    cut out to be resized by `move`.
+    cut out to be resized by `join`.
     """
 
     def __init__(
@@ -62,9 +65,9 @@ class ImagePipeline(PixelPipeline):
         self._apply, self.held = apply, held
         apart = cropped and len(source) > 0 and isinstance(source.origin(0)[0], EncodedSource)
         self.scaled, self.late = decoder == "scaled" and apart, decoder == "gpu" and apart and source.channels == 3
-        self.by_rows, self.cuts = not self.late, resizer == "device" and cropped
-        # A cut is as large as its photograph lets it be; four times the size is a large one.
-        self.row_bytes = (source.channels or 3) * size[0] * size[1] * (4 if self.cuts else 1)
+        self.cuts = resizer == "device" and cropped
+        self.by_rows = not self.late and not self.cuts
+        self.row_bytes = (source.channels or 3) * size[0] * size[1] * (_LARGE if self.cuts else 1)
 
     def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:
         """The image whole, or at the part of its sides that its crop asks for, or "encoded". "sides": of the whole."""
@@ -102,10 +105,11 @@ class ImagePipeline(PixelPipeline):
         else:
             sides = [sample.get("sides", tuple(sample["image"].shape[1:])) for sample in samples]
             images = random_cuts(images, self.augment, self.seed, epoch, draws, sides)
-            if self.cuts and all(image.dtype == torch.uint8 for image in images):
-                values["cuts"], values["sides"] = pad(alike(images))
-            else:
-                images = [resized(image, self.size, self.augment.interpolation) for image in images]
+            apart = self.cuts and all(image.dtype == torch.uint8 for image in images)
+            most = _LARGE * self.size[0] * self.size[1] if apart else 0
+            images = [image if image[0].numel() <= most else self._resized(image) for image in images]
+            if apart:
+                values["cuts"], values["sides"] = pack(alike(images))
         if not values:
             values["image"] = torch.stack(alike(images))
         if "label" in samples[0]:
@@ -130,28 +134,39 @@ class ImagePipeline(PixelPipeline):
         }
         if early:
             cuts = random_cuts(images, self.augment, self.seed, epoch, own)
-            made = [resized(cut, self.size, self.augment.interpolation) for cut in cuts]
-            values["image"] = torch.stack(alike(made))
+            values["image"] = torch.stack(alike([self._resized(cut) for cut in cuts]))
         if "label" in samples[0]:
             values["label"] = _labels(samples)
         return values
 
-    def move(self, values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """Resizes and decodes there what the workers left to it."""
-        if "encoded" not in values and "cuts" not in values:
-            return super().move(values, device)
+    def _resized(self, cut: Tensor) -> Tensor:
         assert self.augment is not None
-        if "cuts" in values:
+        return resized(cut, self.size, self.augment.interpolation)
+
+    def move(self, values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Decodes there what the workers left to it. "sides" stay on the host, who knows by them what to launch."""
+        if "encoded" not in values:
             moved = super().move({name: value for name, value in values.items() if name != "sides"}, device)
-            return moved | {
-                "image": resize_padded(moved.pop("cuts"), values["sides"], self.size, self.augment.interpolation)
-            }
+            return moved | {"sides": values["sides"]} if "sides" in values else moved
         with beside(device):
             moved = self._move_encoded(values, device)
         if device.type == "cuda":
             for value in moved.values():
                 value.record_stream(torch.cuda.current_stream(device))
         return moved
+
+    def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """Resizes what the workers left to it: all of a batch at once, where all of it is bytes."""
+        if len(parts) > 1 and all("cuts" in part for part in parts):
+            parts = [{name: torch.cat([part[name] for part in parts]) for name in parts[0]}]
+        return super().join([self._joined(part) for part in parts])
+
+    def _joined(self, part: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if "cuts" not in part:
+            return part
+        assert self.augment is not None
+        image = resize_packed(part["cuts"], part["sides"], self.size, self.augment.interpolation)
+        return {"image": image} | {name: value for name, value in part.items() if name not in ("cuts", "sides")}
 
     def _move_encoded(self, values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         assert self.augment is not None
@@ -164,9 +179,13 @@ class ImagePipeline(PixelPipeline):
                 instead[number] = self._by_hand(epoch, draws[number])
         good = [number for number in range(len(pixels)) if number not in instead]
         parts = [values["image"].to(device, non_blocking=True)] if "image" in values else []
-        whole = [image for image in pixels if image is not None]
         if good:
-            parts.append(crop_resized(whole, boxes[good], self.size, self.augment.interpolation))
+            cuts = [
+                image[:, top : top + height, left : left + width]
+                for image, (top, left, height, width) in zip(pixels, boxes.tolist(), strict=True)
+                if image is not None
+            ]
+            parts.append(resize_all(cuts, self.size, self.augment.interpolation))
         parts += [made["image"].to(device) for made in instead.values()]
         count = len(rows) + (len(values["image"]) if "image" in values else 0)
         early = torch.ones(count, dtype=torch.bool).index_fill_(0, rows, False).nonzero().flatten()
@@ -263,14 +282,6 @@ def random_cuts(
         top, left, height, width = _fitted(box, whole, image)
         cuts.append(image[:, top : top + height, left : left + width])
     return cuts
-
-
-def resized(image: Tensor, size: tuple[int, int], mode: str) -> Tensor:
-    """An image antialiased to a size."""
-    from torchvision.transforms.v2 import InterpolationMode
-    from torchvision.transforms.v2 import functional as tv
-
-    return tv.resize(image, list(size), interpolation=InterpolationMode(mode), antialias=True)
 
 
 def _fitted(box: list[int], whole: tuple[int, int] | None, image: Tensor) -> list[int]:

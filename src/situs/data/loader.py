@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from situs.core.compiled import serves
 from situs.data.ahead import Pace, ahead
 from situs.data.audio_pipeline import AudioPipeline, Scale, measure_scale
 from situs.data.augment.recipes import AugmentConfig
@@ -279,7 +280,7 @@ def make_loader(
         drop_last=training,
         drawn=drawn,
     )
-    pipeline = (_clips if clips else _images)(source, config, augment, held=held is not None)
+    pipeline = (_clips if clips else _images)(source, config, augment, device, held=held is not None)
     if held is not None:
         return ResidentLoader(pipeline, plan, held)
     if config.decode == "gpu" and device.type != "cuda":
@@ -347,7 +348,9 @@ def settle(config: DataConfig) -> DataConfig:
     return replace(config, mean=config.mean or mean, std=config.std or std)
 
 
-def _images(source: Source, config: DataConfig, augment: AugmentConfig | None, *, held: bool) -> Pipeline:
+def _images(
+    source: Source, config: DataConfig, augment: AugmentConfig | None, device: torch.device, *, held: bool
+) -> Pipeline:
     given = source, config.size, config.seed, augment
     if source.target in _DENSE:
         return _DENSE[source.target](*given, config.normalisation)
@@ -360,11 +363,17 @@ def _images(source: Source, config: DataConfig, augment: AugmentConfig | None, *
         normalisation=config.normalisation,
         held=held,
         decoder=config.decode,
-        resizer=config.resize,
+        resizer="device" if config.resize == "auto" and serves(device) else config.resize,
     )
 
 
-def _clips(source: Source, config: DataConfig, augment: AugmentConfig | None, *, held: bool) -> Pipeline:  # noqa: ARG001
+def _clips(
+    source: Source,
+    config: DataConfig,
+    augment: AugmentConfig | None,
+    *_: object,
+    held: bool,  # noqa: ARG001
+) -> Pipeline:
     """Noise is read where training or the evaluation mixes some in; a split has its own part of it."""
     bank, noisy = None, config.audio.snr_db is not None
     if augment is not None:

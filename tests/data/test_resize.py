@@ -1,0 +1,77 @@
+"""Crops of many sizes brought to one, against torch's own antialiased resize of each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from situs.data.augment.recipes import AugmentConfig
+from situs.data.image_pipeline import ImagePipeline
+from situs.data.resize import pack, resize_all, resize_packed, resized
+from situs.data.sampler import draw_ids
+from situs.data.sources.base import TensorSource
+
+SIDES = [(30, 40), (64, 20), (11, 13), (90, 90), (280, 390), (12, 16), (1, 5)]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def photographs(channels: int, device: str = "cpu") -> list[torch.Tensor]:
+    chance = torch.Generator().manual_seed(0)
+    made = [torch.randint(0, 256, (channels, *side), dtype=torch.uint8, generator=chance) for side in SIDES]
+    made[3] = (made[3] > 127).to(torch.uint8) * 255  # overshoots between the two directions
+    return [image.to(device) for image in made]
+
+
+def each(images: list[torch.Tensor], size: tuple[int, int], mode: str) -> torch.Tensor:
+    return torch.cat(
+        [F.interpolate(image[None].cpu().contiguous(), size, mode=mode, antialias=True) for image in images]
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
+@pytest.mark.parametrize(("channels", "size"), [(3, (12, 16)), (1, (33, 9)), (4, (224, 224))])
+def test_they_are_torchs_to_the_bit(channels: int, size: tuple[int, int], mode: str, device: str) -> None:
+    whole = photographs(channels, device)
+    wanted = each(whole, size, mode)
+    flat, sides = pack([image.cpu() for image in whole])
+    assert len(flat) == sum(image.numel() for image in whole)
+    assert torch.equal(resize_packed(flat.to(device), sides, size, mode).cpu(), wanted)
+    frames = [F.pad(image, (2, 3, 1, 4), value=9) for image in whole]
+    cuts = [frame[:, 1:-4, 2:-3] for frame in frames]
+    assert torch.equal(resize_all(cuts, size, mode).cpu(), wanted)
+    one = frames[0].permute(1, 2, 0).contiguous().permute(2, 0, 1)[:, 1:-4, 2:-3]  # as a decoder lays it down
+    assert torch.equal(resize_all([one, *cuts], size, mode)[0].cpu(), wanted[0])
+
+
+def test_one_is_torchs_whatever_its_strides() -> None:
+    image = photographs(3)[4]
+    turned = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    for cut in (image, turned, image[:, 3:77, 5:99], turned[:, 3:77, 5:99]):
+        assert torch.equal(resized(cut, (20, 30), "bicubic"), each([cut], (20, 30), "bicubic")[0])
+    wide = image.float() / 255
+    assert torch.equal(resized(wide, (20, 30), "bilinear"), each([wide], (20, 30), "bilinear")[0])
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_many_sizes_of_every_length() -> None:
+    sides = [(length, 600 - length) for length in range(1, 600, 7)]
+    crops = [torch.randint(0, 256, (3, *side), dtype=torch.uint8) for side in sides]
+    got = resize_packed(*(x if x.ndim > 1 else x.cuda() for x in pack(crops)), (224, 224), "bicubic")
+    assert torch.equal(got.cpu(), each(crops, (224, 224), "bicubic"))
+
+
+def test_what_travels_is_bounded_and_the_same() -> None:
+    source = TensorSource(torch.randint(0, 256, (4, 3, 90, 80), dtype=torch.uint8), None, None)
+    augment = AugmentConfig(scale=(0.02, 1.0))
+    ours, plain = (ImagePipeline(source, (24, 20), 1, augment, resizer=who) for who in ("device", "worker"))
+    draws = [int(draw_ids(torch.tensor(row), torch.tensor(copy))) for copy in range(8) for row in range(4)]
+    part = ours.read(0, draws)
+    sides = part.values["sides"].prod(1)
+    assert 0 < (sides == 24 * 20).sum() < 32  # too large to travel as they were cut
+    assert (
+        sides.max() <= 2 * 24 * 20 and 3 * sides.max() <= ours.row_bytes and len(part.values["cuts"]) == 3 * sides.sum()
+    )
+    got = ours.join([ours.move(part.values, torch.device("cpu"))])
+    assert torch.equal(got["image"], plain.read(0, draws).values["image"])
