@@ -192,7 +192,6 @@ def _become(asked: dict[str, Any]) -> list[str]:
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])
-    gc.unfreeze()
     return asked["words"]
 
 
