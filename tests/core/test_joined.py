@@ -53,3 +53,19 @@ def test_they_are_the_same(keys: int | None, scaled: bool, biased: bool) -> None
     )
     for one, other in zip(wanted, got, strict=True):  # GELU is computed in float32
         assert (one - other).norm() <= 1e-5 * one.norm() + 1e-9
+
+
+def test_the_context_is_not_kept_for_the_backward() -> None:
+    """It is a copy of the first of the tokens that are kept anyway, and is copied again."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block(True) for _ in range(3)).double()
+    kept: list[tuple[int, ...]] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(tuple(x.shape))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        run_joined([block.parts((None, None)) for block in blocks], torch.randn(2, 6, WIDTH).double(), 4)  # pyright: ignore[reportCallIssue]
+    assert (2, 6, WIDTH) in kept
+    assert not {(2, 4, WIDTH), (8, WIDTH)} & set(kept)
