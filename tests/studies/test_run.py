@@ -182,7 +182,7 @@ from situs.studies import run as running
 running.COMMAND = (sys.executable, {str(FAKE)!r})
 running.run_study({str(study)!r}, "samples", out={str(tmp_path / "out")!r}, how=running.How(at_once=2))
 """
-    with Warm("-c", code, env={**os.environ, "FAKE_STEP": "0.5"}) as process:
+    with Warm("-c", code, env={**os.environ, "FAKE_STEP": "0.2"}) as process:
         until = time.monotonic() + 120
         while not list((tmp_path / "out").glob("jobs/pre-*/checkpoints/step-00000002")):
             assert time.monotonic() < until and process.poll() is None

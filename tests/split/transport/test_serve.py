@@ -169,7 +169,7 @@ def test_who_asks_and_goes_away_leaves_no_message_behind(tmp_path) -> None:
 
 
 def test_a_message_must_come_in_soon_and_may_then_be_computed_for_long(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(serve, "LONGEST", 0.2)
+    monkeypatch.setattr(serve, "LONGEST", 0.1)
 
     async def half() -> AsyncIterator[bytes]:
         yield next(iter(encode(HELLO)))
@@ -179,7 +179,7 @@ def test_a_message_must_come_in_soon_and_may_then_be_computed_for_long(tmp_path,
         service = service_of(server := make_server(steps(1), tmp_path))
         parts = [part async for part in service.handle(half(), Shown("me"))]
         assert open_message(parts[0], ANSWERS).facts["code"] == "late"
-        server.answer = lambda *_: time.sleep(0.6) or Message("ok")
+        server.answer = lambda *_: time.sleep(0.25) or Message("ok")
         assert [(await said(service, HELLO)).kind for _ in range(2)] == ["ok", "ok"]
 
     asyncio.run(main())
