@@ -1,5 +1,5 @@
 """Plain pre-norm blocks run as a compiled step wants them: each residual sum with the LayerNorm behind it, each GELU
-with the bias before it, attention over short sequences, one kernel each.
+with the product and the bias before it, attention over short sequences, one kernel each.
 
 Between two of those stand products alone, which need no bias then.
 """
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from situs.core.attention import attend_context, attend_own
 from situs.core.compiled import operator
-from situs.core.gelu import bias_gelu
+from situs.core.mlp import mlp
 from situs.core.norm import add_norm
 
 
@@ -61,7 +61,7 @@ def run_joined(blocks: Sequence[Parts], z: Tensor, keys: int | None) -> Tensor:
         branch = F.linear(mixed, block.proj.weight)
         z, normed, _ = add_norm(z, branch, block.proj.bias, block.scale1, *block.norm2, 0)
         assert block.fc1.bias is not None
-        branch = F.linear(bias_gelu(F.linear(normed, block.fc1.weight), block.fc1.bias), block.fc2.weight)
+        branch = mlp(normed, block.fc1.weight, block.fc1.bias, block.fc2.weight)
         if after is not None:
             z, normed, context = add_norm(z, branch, block.fc2.bias, block.scale2, *after.norm1, keys or 0)
             continue

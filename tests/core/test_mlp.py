@@ -1,0 +1,122 @@
+"""An MLP whose GELU belongs to the product before it: against autograd of what torch does one after the other."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from launch import triton
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.core import mlp as module
+from situs.core.mlp import mlp
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPES = [((2, 3, 64), 128), ((1, 64), 256), ((3, 150, 64), 384), ((131, 64), 40), ((2, 70, 320), 1280)]
+
+
+def given(shape: tuple[int, ...], hidden: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """x, the first weight and bias, the second weight; parameters in float32 at least."""
+    torch.manual_seed(0)
+    wide, width = torch.promote_types(dtype, torch.float32), shape[-1]
+    x = torch.randn(shape, device=device, dtype=dtype)
+    rest = (torch.randn(hidden, width) / width**0.5, torch.randn(hidden), torch.randn(width, hidden) / hidden**0.5)
+    return [part.to(device, wide if number else dtype).requires_grad_() for number, part in enumerate((x, *rest))]
+
+
+def plain(x: Tensor, weight1: Tensor, bias: Tensor, weight2: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, weight1, bias)), weight2)
+
+
+@pytest.mark.parametrize(("shape", "hidden"), SHAPES[:2])
+def test_it_is_the_mlp_and_so_are_its_gradients(shape: tuple[int, ...], hidden: int) -> None:
+    values = given(shape, hidden, torch.float64, "cpu")
+    made, right = mlp(*values), plain(*values)
+    assert torch.allclose(made, right, rtol=0, atol=1e-5)  # GELU itself is computed in float32
+    grad = torch.randn_like(made)
+    for own, exact in zip(*(torch.autograd.grad(each, values, grad) for each in (made, right)), strict=True):
+        assert own.dtype == exact.dtype and torch.allclose(own, exact, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(mlp(*values), made)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "hidden"), SHAPES)
+def test_half_precision_is_as_near_as_torchs(
+    shape: tuple[int, ...], hidden: int, dtype: torch.dtype, device: str
+) -> None:
+    values = given(shape, hidden, dtype, device)
+    exact = [value.detach().to(dtype).double().requires_grad_() for value in values]
+    made, right = mlp(*values), plain(*exact)
+    with torch.autocast(device, dtype):
+        peer = plain(*values)
+    grad = torch.randn_like(made)
+    found, peers, wanted = (
+        [each.detach(), *torch.autograd.grad(each, on, grad.to(each))]
+        for each, on in ((made, values), (peer, values), (right, exact))
+    )
+    with torch.no_grad():
+        found.append(mlp(*values))
+    for own, other, true in zip(found, [*peers, peers[0]], [*wanted, wanted[0]], strict=True):
+        assert far(own, true) <= 1.2 * far(other, true) + 5e-4
+
+
+def far(made: Tensor, exact: Tensor) -> float:
+    return float((made.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.gpu
+def test_a_hopper_gpu_takes_its_kernel_and_gives_the_same_bits_again() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel is for Hopper")
+    values = given((5, 197, 768), 3072, torch.bfloat16, "cuda")
+    rows, weight1, bias, weight2 = values[0].detach().flatten(0, 1), *(v.detach().bfloat16() for v in values[1:])
+    assert module._serves(rows, weight1) and module._serves(rows, weight2.mT)
+    assert not module._serves(rows, weight1[:100]) and not module._serves(rows[:0], weight1)
+    first, again = (module._forward(rows, weight1, bias, keep=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert torch.equal(module._forward(rows, weight1, bias, keep=False)[0].isfinite().all(), torch.tensor(True).cuda())
+    back, once_more = (module._backward(rows, weight2, first[1], bias) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(back, once_more, strict=True))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_compiler_is_told_the_truth_of_it(keep: bool) -> None:
+    x, weight1, bias, weight2 = (value.detach().bfloat16() for value in given((2, 3, 8), 16, torch.float32, "cpu"))
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(module._forward, (x, weight1, bias, keep), test_utils=tests)
+    torch.library.opcheck(module._backward, (x, weight2, F.linear(x, weight1), bias), test_utils=tests)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from situs.core.mlp_kernel import DEPTH, TILE, _product
+
+def tiles(*block):
+    return f"tensordesc<bf16[{block[0]}, {block[1]}],{gl.NVMMASharedLayout.get_default_for([*block], gl.bfloat16)!r}>"
+
+names, square = _product.arg_names, tiles(TILE, TILE)
+for kind, stages in ((0, 5), (1, 5), (2, 4)):
+    flat = kind == 2
+    types = {"x": tiles(TILE, DEPTH), "w": tiles(*((DEPTH, TILE) if flat else (TILE, DEPTH))), "bias": "*fp32"}
+    types |= {"out": square, "h": square, "sums": "*fp32", "across": "i32", "down": "i32"}
+    constants = {"steps": 12, "stages": stages, "flat": flat, "kind": kind}
+    signature = {name: types.get(name, "constexpr") for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(_product, signature, places, {})
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert "wgmma" in built.asm["ptx"] and built.metadata.shared <= 227 * 1024
+print("built")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton")
+def test_the_compiler_takes_the_kernel() -> None:
+    assert triton(COMPILE) == "built"
