@@ -11,6 +11,7 @@ from situs.data.image_pipeline import ImagePipeline
 from situs.data.resize import pack, resize_all, resize_packed, resized
 from situs.data.sampler import draw_ids
 from situs.data.sources.base import TensorSource
+from situs.errors import SitusError
 
 SIDES = [(30, 40), (64, 20), (11, 13), (90, 90), (280, 390), (12, 16), (1, 5)]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -45,11 +46,14 @@ def test_they_are_torchs_to_the_bit(channels: int, size: tuple[int, int], mode: 
     assert torch.equal(resize_all([one, *cuts], size, mode)[0].cpu(), wanted[0])
 
 
-def test_one_is_torchs_whatever_its_strides() -> None:
+def test_one_is_torchs_whatever_its_strides_and_torchvision_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = "torchvision.transforms.v2.functional._geometry._do_native_uint8_resize_on_cpu"
+    monkeypatch.setattr(native, lambda *_: False)  # as it is for bilinear on some CPUs
     image = photographs(3)[4]
     turned = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
     for cut in (image, turned, image[:, 3:77, 5:99], turned[:, 3:77, 5:99]):
-        assert torch.equal(resized(cut, (20, 30), "bicubic"), each([cut], (20, 30), "bicubic")[0])
+        for mode in ("bicubic", "bilinear"):
+            assert torch.equal(resized(cut, (20, 30), mode), each([cut], (20, 30), mode)[0])
     wide = image.float() / 255
     assert torch.equal(resized(wide, (20, 30), "bilinear"), each([wide], (20, 30), "bilinear")[0])
 
@@ -75,3 +79,24 @@ def test_what_travels_is_bounded_and_the_same() -> None:
     )
     got = ours.join([ours.move(part.values, torch.device("cpu"))])
     assert torch.equal(got["image"], plain.read(0, draws).values["image"])
+
+
+def crops_of(*images: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What is joined of images [n, C, H, W] that a worker each has read, and what a worker resizes of them."""
+    kinds = [[ImagePipeline(TensorSource(part, None, None), (9, 7), 1, AugmentConfig(), resizer=who) for part in images]
+             for who in ("device", "worker")]  # fmt: skip
+    return tuple(
+        kind[0].join([own.move(own.read(0, range(len(part))).values, torch.device("cpu"))
+                      for own, part in zip(kind, images, strict=True)])["image"]
+        for kind in kinds
+    )  # fmt: skip
+
+
+def test_parts_of_a_batch_are_joined_as_a_worker_would() -> None:
+    grey, more = (torch.randint(0, 256, (count, 1, 8, 8), dtype=torch.uint8) for count in (2, 3))
+    got, wanted = crops_of(grey, more)
+    assert got.dtype == torch.uint8 and torch.equal(got, wanted)
+    got, wanted = crops_of(grey, torch.rand(3, 1, 20, 8), more)
+    assert got.dtype == torch.float32 and torch.equal(got, wanted)
+    with pytest.raises(SitusError, match="images of 1 and 3 channels in one batch"):
+        crops_of(grey, more.expand(-1, 3, -1, -1))

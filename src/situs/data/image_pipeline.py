@@ -21,7 +21,7 @@ from situs.data.batch import Batch
 from situs.data.late import beside, decode_on
 from situs.data.pipeline import Noise
 from situs.data.pixel_pipeline import PixelPipeline, alike
-from situs.data.resize import pack, resize_all, resize_packed, resized
+from situs.data.resize import channels_of, pack, resize_all, resize_packed, resized
 from situs.data.sources.base import EncodedSource, Source
 from situs.data.sources.images import centre_fit, decode
 from situs.data.sources.jpeg import read_frame
@@ -156,8 +156,9 @@ class ImagePipeline(PixelPipeline):
         return moved
 
     def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """Resizes what the workers left to it: all of a batch at once, where all of it is bytes."""
-        if len(parts) > 1 and all("cuts" in part for part in parts):
+        """Resizes what the workers left to it: all of a batch at once, where all of it is bytes of as many channels."""
+        counts = {channels_of(part["cuts"], part["sides"]) if "cuts" in part else None for part in parts}
+        if len(parts) > 1 and len(counts) == 1 and None not in counts:
             parts = [{name: torch.cat([part[name] for part in parts]) for name in parts[0]}]
         return super().join([self._joined(part) for part in parts])
 
@@ -219,9 +220,9 @@ class ImagePipeline(PixelPipeline):
         return [image if fit else None for image, fit in zip(made, fits, strict=True)]
 
     def _by_hand(self, epoch: int, draw: int) -> dict[str, Tensor]:
-        """A sample as the workers of a pipeline without `late` make it."""
+        """A sample as the workers make it where nothing is left to the device."""
         plain = copy.copy(self)
-        plain.late = False
+        plain.late = plain.cuts = False
         part = plain.read(epoch, [draw])
         for index, reason in part.broken:
             self.source.skip(index, reason)

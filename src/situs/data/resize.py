@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from situs.core.compiled import serves
 
@@ -22,8 +23,10 @@ def resized(image: Tensor, size: Size, mode: str) -> Tensor:
     from torchvision.transforms.v2 import InterpolationMode
     from torchvision.transforms.v2 import functional as tv
 
-    if image.dtype == torch.uint8:  # a cut whose rows are not beside each other would take the long way
-        image = image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    if image.dtype == torch.uint8 and image.device.type == "cpu":  # torchvision takes floats for some on some CPUs
+        # A cut whose rows are not beside each other would take the long way.
+        image = image.permute(1, 2, 0)[None].contiguous().permute(0, 3, 1, 2)
+        return F.interpolate(image, size, mode=mode, antialias=True)[0]
     return tv.resize(image, list(size), interpolation=InterpolationMode(mode), antialias=True)
 
 
@@ -36,14 +39,19 @@ def pack(crops: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return flat, sides
 
 
+def channels_of(flat: Tensor, sides: Tensor) -> int:
+    """C of what `pack` made."""
+    return len(flat) // int(sides.prod(1).sum())
+
+
 def resize_packed(flat: Tensor, sides: Tensor, size: Size, mode: str) -> Tensor:
     """What `pack` made, on any device, at one size: [n, C, *size] bytes there. sides: on the host."""
-    pixels = sides.prod(1)
-    channels = len(flat) // int(pixels.sum())
-    counts = (pixels * channels).tolist()
+    channels = channels_of(flat, sides)
+    counts = (sides.prod(1) * channels).tolist()
     if not serves(flat.device):
-        shapes = zip(flat.split(counts), sides.tolist(), strict=True)
-        return resize_all([part.view(*shape, channels).permute(2, 0, 1) for part, shape in shapes], size, mode)
+        shapes = zip(flat.cpu().split(counts), sides.tolist(), strict=True)
+        crops = [part.view(*shape, channels).permute(2, 0, 1) for part, shape in shapes]
+        return resize_all(crops, size, mode).to(flat.device)
     starts = itertools.accumulate(counts[:-1], initial=0)
     table = [(at, w * channels, channels, 1, h, w) for at, (h, w) in zip(starts, sides.tolist(), strict=True)]
     return _launch(flat, table, channels, size, mode)
