@@ -79,8 +79,8 @@ class DataConfig(Checked):
     whose pixels differ from libjpeg's by a level or two; for hosts with few cores. auto: cpu."""
 
     resize: Resizer = "auto"
-    """Who brings the random crops of a streamed set to their size: the workers, or the device, to the same bits; auto:
-    a CUDA device, which takes a moment for a batch at once, else the workers."""
+    """Who brings the random crops of a streamed set to their size, to the same bits: the workers, or the device, all
+    crops of a batch at once. auto: a CUDA device, where Triton is installed; else the workers."""
 
     resident: Literal["auto", "always", "never"] = "auto"
     """Whether the set is decoded once and kept on the device; auto: small images of one size that fit, and none with
