@@ -3,7 +3,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from situs.data import streaming
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.image_pipeline import ImagePipeline
 from situs.data.pipeline import WorkerBatch
-from situs.data.sampler import BatchPlan, batches_for
+from situs.data.sampler import BatchPlan, batches_for, exact_order
 from situs.data.sources import open_source
 from situs.data.sources.base import Source
 from situs.data.streaming import WorkerStream
@@ -185,3 +187,23 @@ def test_large_batches_are_not_prepared_further_ahead_than_memory_allows(tmp_pat
     plan = BatchPlan(10**6, batch, world=world)
     assert streaming._ahead(views, plan, workers=16) == ahead
     assert 16 * ahead * (plan.batch // world) * 3 * 224 * 224 <= 8 << 30 or ahead == 1
+
+
+def test_the_order_of_the_next_epoch_is_made_beside_this_one(folder):
+    asked: dict[int, int] = {}
+    made = threading.Event()
+
+    def order(seed, epoch, n, device):
+        asked[epoch] = threading.get_ident()
+        if epoch == 1:
+            made.set()
+        return exact_order(seed, epoch, n, device)
+
+    plan = BatchPlan(len(source := open_source(folder, channels=3)), 4, order=order)
+    stream = WorkerStream(ImagePipeline(source, (8, 8), 0, AugmentConfig()), plan, 0, pin=False)
+    batches = stream.batches(0, 0)
+    next(batches)
+    assert made.wait(10) and asked[0] == threading.get_ident() != asked[1]
+    ids = [torch.cat([part.ids for part in parts]) for epoch in (0, 1) for parts in stream.batches(epoch, 0)]
+    wanted = [each for epoch in (0, 1) for each in batches_for(replace(plan, order=exact_order), epoch)]
+    assert all(torch.equal(a, b) for a, b in zip(ids, wanted, strict=True))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from situs.data.blocks import BlockEpoch, BlockOrder
 from situs.data.pipeline import Pipeline, WorkerBatch
-from situs.data.sampler import BatchPlan, batches_for
+from situs.data.sampler import BatchPlan, Permutation, batches_for
 from situs.data.work import cores, processes, told_of_the_killed
 from situs.errors import SitusError
 
@@ -88,15 +89,17 @@ class _Schedule:
         self.sizes.clear()
 
     def __iter__(self) -> Iterator[list[_Task]]:
-        epoch, start = self.epoch, self.step
-        while True:
-            yield from self._epoch(epoch, start)
-            if not self.plan.shuffle:
-                return
-            epoch, start = epoch + 1, 0
+        epoch, start, order = self.epoch, self.step, self.plan.order_of(self.epoch)
+        # Beside the epoch before it: where all cores are busy decoding, to sort takes longer than steps wait.
+        with ThreadPoolExecutor(1, "situs-order") as pool:
+            while True:
+                after = pool.submit(self.plan.order_of, epoch + 1) if self.plan.shuffle else None
+                yield from self._epoch(epoch, start, order)
+                if after is None:
+                    return
+                epoch, start, order = epoch + 1, 0, after.result()
 
-    def _epoch(self, epoch: int, start: int) -> Iterator[list[_Task]]:
-        order = self.plan.order_of(epoch)
+    def _epoch(self, epoch: int, start: int, order: Permutation) -> Iterator[list[_Task]]:
         blocks = order if isinstance(order, BlockEpoch) else None
         batches, step, fresh = batches_for(self.plan, epoch, start, order=order), start, blocks is not None
         while steps := [ids.tensor_split(self.parts) for ids in islice(batches, self.parts)]:
