@@ -96,12 +96,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from situs.core.mlp_kernel import DEPTH, TILE, _product
+from situs.core.mlp_kernel import DEPTH, TILE, _gemm
 
 def tiles(*block):
     return f"tensordesc<bf16[{block[0]}, {block[1]}],{gl.NVMMASharedLayout.get_default_for([*block], gl.bfloat16)!r}>"
 
-names, square = _product.arg_names, tiles(TILE, TILE)
+names, square = _gemm.arg_names, tiles(TILE, TILE)
 for kind, stages in ((0, 5), (1, 5), (2, 4)):
     flat = kind == 2
     types = {"x": tiles(TILE, DEPTH), "w": tiles(*((DEPTH, TILE) if flat else (TILE, DEPTH))), "bias": "*fp32"}
@@ -109,7 +109,7 @@ for kind, stages in ((0, 5), (1, 5), (2, 4)):
     constants = {"steps": 12, "stages": stages, "flat": flat, "kind": kind}
     signature = {name: types.get(name, "constexpr") for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
-    source = GluonASTSource(_product, signature, places, {})
+    source = GluonASTSource(_gemm, signature, places, {})
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert "wgmma" in built.asm["ptx"] and built.metadata.shared <= 227 * 1024
 print("built")

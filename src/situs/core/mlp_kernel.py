@@ -148,7 +148,7 @@ def _work(
 
 
 @gluon.jit
-def _product(
+def _gemm(
     x, w, bias, out, h, sums, across, down,
     steps: gl.constexpr, stages: gl.constexpr, flat: gl.constexpr, kind: gl.constexpr,
 ):  # fmt: skip
@@ -209,7 +209,7 @@ def _launch(
 ) -> None:
     down, across, flat = triton.cdiv(len(out), TILE), out.shape[1] // TILE, sums is not None
     with on_device_of(x):
-        _product[(min(down * across, multiprocessors(x)),)](
+        _gemm[(min(down * across, multiprocessors(x)),)](
             _tiles(x, TILE, DEPTH), _tiles(weight, *((DEPTH, TILE) if flat else (TILE, DEPTH))), bias,
             _tiles(out, TILE, TILE), _tiles(h, TILE, TILE), sums if flat else bias, across, down,
             steps=x.shape[1] // DEPTH, stages=stages, flat=flat, kind=kind.value, num_warps=4,
