@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch.nn import functional as F
 from situs.core import mlp as module
 from situs.core.mlp import mlp
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [((2, 3, 64), 128), ((1, 64), 256), ((3, 150, 64), 384), ((131, 64), 40), ((2, 70, 320), 1280)]
+CASES: list[Any] = [("cpu", *each) for each in SHAPES[:4]]  # the last has many tiles, and takes a CPU long
+CASES += [pytest.param("cuda", *each, marks=pytest.mark.gpu) for each in SHAPES]
 
 
 def given(shape: tuple[int, ...], hidden: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -42,11 +44,10 @@ def test_it_is_the_mlp_and_so_are_its_gradients(shape: tuple[int, ...], hidden: 
         assert torch.equal(mlp(*values), made)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("shape", "hidden"), SHAPES)
+@pytest.mark.parametrize(("device", "shape", "hidden"), CASES)
 def test_half_precision_is_as_near_as_torchs(
-    shape: tuple[int, ...], hidden: int, dtype: torch.dtype, device: str
+    device: str, shape: tuple[int, ...], hidden: int, dtype: torch.dtype
 ) -> None:
     values = given(shape, hidden, dtype, device)
     exact = [value.detach().to(dtype).double().requires_grad_() for value in values]
@@ -81,6 +82,44 @@ def test_a_hopper_gpu_takes_its_kernel_and_gives_the_same_bits_again() -> None:
     assert torch.equal(module._forward(rows, weight1, bias, keep=False)[0].isfinite().all(), torch.tensor(True).cuda())
     back, once_more = (module._backward(rows, weight2, first[1], bias) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(back, once_more, strict=True))
+
+
+class OnGpu(Tensor):
+    """Says that it lies there."""
+
+    is_cuda = True
+
+
+def test_the_kernel_is_asked_for_whole_tiles_that_begin_where_it_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_has_kernel", lambda _: True)
+    rows, weight = torch.empty(5, 64).bfloat16(), torch.empty(256, 64).bfloat16()
+    there, odd = rows.as_subclass(OnGpu), torch.empty(256 * 64 + 4).bfloat16()[4:]
+    assert module._serves(there, weight) and module._serves(there[:1], weight[:128])
+    others = [
+        (rows, weight),
+        (there[:0], weight),
+        (there.float(), weight),
+        (there, weight[:192]),
+        (there, weight[:, 32:]),
+    ]
+    others += [(odd[:320].view(5, 64).as_subclass(OnGpu), weight), (there, odd.view(256, 64))]
+    assert not any(module._serves(*other) for other in others)
+    monkeypatch.setattr(module, "_has_kernel", lambda _: False)
+    assert not module._serves(there, weight)
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "hip", "has"),
+    [("3.6.0", 9, None, True), ("3.8.1", 9, None, True), ("3.5.9", 9, None, False), ("3.9.0", 9, None, False),
+     ("3.7.0", 8, None, False), ("3.7.0", 10, None, False), ("3.7.0", 9, "7.0", False), ("new", 9, None, False)],
+)  # fmt: skip
+def test_it_is_for_hopper_and_the_tritons_that_were_tried(
+    triton: str, capability: int, hip: str | None, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "version", lambda _: triton)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
+    assert module._has_kernel.__wrapped__(torch.device("cuda")) is has
 
 
 @pytest.mark.parametrize("keep", [False, True])

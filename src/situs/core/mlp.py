@@ -29,7 +29,8 @@ def mlp(x: Tensor, weight1: Tensor, bias: Tensor, weight2: Tensor) -> Tensor:
 
 
 class _Mlp(torch.autograd.Function):
-    """Keeps what the products need: x, the first product without its bias, and GELU of it."""
+    """Keeps what the products need: x, the first product without its bias, and GELU of it. Its gradients are not to be
+    differentiated again: what they owe to these would be left out."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight1: Tensor, bias: Tensor, weight2: Tensor) -> Tensor:
@@ -80,9 +81,10 @@ def _rows(x: Tensor) -> Tensor:
 
 def _serves(rows: Tensor, weight: Tensor) -> bool:
     """Whether the kernel multiplies [M, K] by [N, K]: whole tiles of columns and of depth, any number of rows."""
-    if not rows.is_cuda or not _has_kernel(rows.device) or not len(rows) or rows.data_ptr() % 16:
+    if not rows.is_cuda or not len(rows) or rows.element_size() != 2 or not _has_kernel(rows.device):
         return False
-    return weight.shape[0] % _TILE == 0 and weight.shape[1] % _DEPTH == 0
+    aligned = rows.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+    return aligned and weight.shape[0] % _TILE == 0 and weight.shape[1] % _DEPTH == 0
 
 
 @cache
