@@ -42,6 +42,7 @@ def test_they_are_torchs_to_the_bit(channels: int, size: tuple[int, int], mode: 
     frames = [F.pad(image, (2, 3, 1, 4), value=9) for image in whole]
     cuts = [frame[:, 1:-4, 2:-3] for frame in frames]
     assert torch.equal(resize_all(cuts, size, mode).cpu(), wanted)
+    assert torch.equal(resize_all(cuts[:1], size, mode).cpu(), wanted[:1])
     one = frames[0].permute(1, 2, 0).contiguous().permute(2, 0, 1)[:, 1:-4, 2:-3]  # as a decoder lays it down
     assert torch.equal(resize_all([one, *cuts], size, mode)[0].cpu(), wanted[0])
 

@@ -1,4 +1,4 @@
-"""Images: cropped to one size by a worker, augmented, normalised and mixed on the device.
+"""Images: cut by a worker, brought to one size by it or on the device, augmented, normalised and mixed there.
 
 A crop's box comes from the same hash of (seed, epoch, draw id) in a worker as on the device, so that the number of
 workers and their timing change nothing.

@@ -1,4 +1,4 @@
-"""Large sets: worker processes read and cut samples to one size, the device does the rest.
+"""Large sets: worker processes read and cut samples, the device does the rest.
 
 What a worker finds broken travels back with its batch to be counted once. In training the workers go on with the next
 epoch while the last batches of this one are used.
