@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -57,6 +61,25 @@ def test_one_is_torchs_whatever_its_strides_and_torchvision_does(monkeypatch: py
             assert torch.equal(resized(cut, (20, 30), mode), each([cut], (20, 30), mode)[0])
     wide = image.float() / 255
     assert torch.equal(resized(wide, (20, 30), "bilinear"), each([wide], (20, 30), "bilinear")[0])
+
+
+def by_table(base: torch.Tensor, table: torch.Tensor, channels: int, size: tuple[int, int], radius: int) -> Any:
+    """In place of the kernels: where the table says that a crop's pixels lie."""
+    start = base.storage_offset()
+    found = [base.as_strided((channels, h, w), (c, y, x), start + at) for at, y, x, c, h, w in table.tolist()]
+    return each(found, size, {1: "bilinear", 2: "bicubic"}[radius])
+
+
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
+def test_the_kernels_are_told_where_each_crop_lies(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("situs.data.resize.serves", lambda _: True)
+    monkeypatch.setitem(sys.modules, "situs.data.resize_kernel", SimpleNamespace(launch=by_table))
+    many = torch.randint(0, 256, (3, 2, 30, 40), dtype=torch.uint8)
+    cuts = [many[1, :, 3:20, 5:33], many[0, :, 1:, :17], many[2].mT[:, 4:9], many[2, :, :6, :7]]
+    wanted = each(cuts, (12, 9), mode)
+    assert torch.equal(resize_all(cuts, (12, 9), mode), wanted)
+    assert torch.equal(resize_packed(*pack(cuts), (12, 9), mode), wanted)
+    assert torch.equal(resize_packed(*pack(cuts[:1]), (12, 9), mode), wanted[:1])
 
 
 @pytest.mark.gpu
