@@ -44,6 +44,14 @@ def test_it_is_the_mlp_and_so_are_its_gradients(shape: tuple[int, ...], hidden: 
         assert torch.equal(mlp(*values), made)
 
 
+def test_it_takes_rows_that_lie_apart_a_gradient_that_is_one_number_and_no_rows() -> None:
+    x, *rest = given((4, 3, 8), 16, torch.float64, "cpu")
+    for count in (4, 0):
+        values = [x.detach()[:count].transpose(0, 1).requires_grad_(), *rest]
+        made, right = (torch.autograd.grad(each(*values).sum(), values) for each in (mlp, plain))
+        assert all(torch.allclose(own, exact, rtol=1e-5, atol=1e-5) for own, exact in zip(made, right, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("device", "shape", "hidden"), CASES)
 def test_half_precision_is_as_near_as_torchs(
