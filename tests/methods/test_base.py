@@ -18,6 +18,7 @@ from situs.core import compiled
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, Batch, DropPos
 from situs.methods.base import epoch_share
+from situs.methods.heads import Decoder
 
 
 @given(st.integers(1, 1000), st.data())
@@ -99,3 +100,18 @@ def test_a_compiled_step_is_one_graph_with_kernels_of_our_own(
     stacks = 1 if kind is MP3 else 2  # the last sum of each has no norm of a block behind it
     assert counts[2] >= 2 * blocks - stacks
     assert made.item() == pytest.approx(plain.item(), rel=0.02)
+
+
+def test_a_decoder_that_something_listens_to_is_run_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, seen = Decoder(8, 8, 2, 2, 3), []
+
+    def joined(*_: object) -> torch.Tensor:
+        raise AssertionError("joined")
+
+    monkeypatch.setattr("situs.methods.heads.takes_kernels", lambda _: True)
+    monkeypatch.setattr("situs.methods.heads.run_joined", joined)
+    with pytest.raises(AssertionError, match="joined"):
+        decoder(torch.randn(1, 4, 8))
+    decoder.get_submodule("layers.1.mlp.1").register_forward_hook(lambda *_: seen.append(1))
+    decoder(torch.randn(1, 4, 8))
+    assert seen == [1]

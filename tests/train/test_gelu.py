@@ -65,12 +65,15 @@ def test_only_exact_gelus_are_replaced() -> None:
     class Own(nn.GELU):
         pass
 
-    model = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Sequential(nn.GELU(approximate="tanh"), Own(), nn.GELU()))
+    heard = nn.GELU()
+    heard.register_forward_hook(lambda *_: None)
+    kinds = nn.Sequential(nn.GELU(approximate="tanh"), Own(), heard, nn.GELU())
+    model = nn.Sequential(nn.Linear(2, 2), nn.GELU(), kinds)
     before = model.state_dict().keys()
     use_compiled_gelu(model)
     inner = model[2]
     assert isinstance(inner, nn.Sequential)
-    assert [type(part) for part in (model[1], *inner)] == [CompiledGelu, nn.GELU, Own, CompiledGelu]
+    assert [type(part) for part in (model[1], *inner)] == [CompiledGelu, nn.GELU, Own, nn.GELU, CompiledGelu]
     assert model.state_dict().keys() == before
 
 

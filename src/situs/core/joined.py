@@ -19,6 +19,12 @@ from situs.core.mlp import mlp
 from situs.core.norm import add_norm
 
 
+def heard(module: Any) -> bool:
+    """Whether something listens to it, and so must be told what goes in and comes out."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
 class Layer(NamedTuple):
     """A linear layer's tensors."""
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from situs.core.attention import attend_own
 from situs.core.compiled import takes_kernels
-from situs.core.joined import Layer, Norm, Parts, run_joined
+from situs.core.joined import Layer, Norm, Parts, heard, run_joined
 from situs.core.norm import norm_suits
 from situs.errors import SitusError
 
@@ -73,7 +73,8 @@ class Decoder(nn.Module):
         mask: [B, S] bool, False for padding, which no token sees.
         """
         layers = cast("list[DecoderBlock]", list(self.layers))
-        if mask is None and layers and takes_kernels(x) and norm_suits(x.shape[-1]):
+        joins = mask is None and layers and takes_kernels(x) and norm_suits(x.shape[-1])
+        if joins and not any(heard(part) for layer in layers for part in layer.modules()):
             x = run_joined([layer.parts() for layer in layers], x, None)
         else:
             for layer in layers:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from situs.core.joined import heard
 from situs.core.normal import normal, slope
 
 
@@ -33,11 +34,12 @@ class CompiledGelu(nn.GELU):
 
 def use_compiled_gelu(module: nn.Module) -> None:
     """Puts the faster forms in the place of every exact `nn.GELU`: of timm's MLPs together with the bias before it,
-    of all others by `CompiledGelu`. No parameter changes its name or its place."""
+    of all others by `CompiledGelu`, but for those that something listens to. No parameter changes its name or its
+    place."""
     from situs.backbones.timm.mlp import join_bias_and_gelu
 
     join_bias_and_gelu(module)
     for part in list(module.modules()):
         for name, child in part.named_children():
-            if type(child) is nn.GELU and child.approximate == "none":
+            if type(child) is nn.GELU and child.approximate == "none" and not heard(child):
                 setattr(part, name, CompiledGelu())

@@ -72,8 +72,8 @@ def test_weights_of_half_precision_need_no_autocast() -> None:
     assert run(joined.bfloat16(), torch.randn(2, 3, 6).bfloat16(), None)[0]
 
 
-def hooked(module: nn.Module) -> None:
-    module.get_submodule("fc1").register_forward_hook(lambda *_: None)
+def hooked(module: nn.Module, name: str = "fc1") -> None:
+    module.get_submodule(name).register_forward_hook(lambda *_: None)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,9 @@ def hooked(module: nn.Module) -> None:
         (torch.bfloat16, True, True, {"drop": 0.25}, None),
         (torch.bfloat16, True, True, {"norm_layer": nn.LayerNorm}, None),
         (torch.bfloat16, True, True, {}, hooked),
+        (torch.bfloat16, True, True, {}, lambda module: hooked(module, "act")),
     ],
-    ids=["no kernel", "not compiled", "float32", "dropout", "norm", "hook"],
+    ids=["no kernel", "not compiled", "float32", "dropout", "norm", "hook", "hook on GELU"],
 )
 def test_elsewhere_it_is_timms_own(
     half: torch.dtype | None,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from situs.backbones.base import Stream
 from situs.backbones.timm.mlp import Mlp, plain
 from situs.core.compiled import takes_kernels
-from situs.core.joined import Layer, Norm, Parts
+from situs.core.joined import Layer, Norm, Parts, heard
 from situs.core.norm import norm_suits
 
 _NORMS = (nn.LayerNorm, timm.layers.norm.LayerNorm)
@@ -40,11 +40,13 @@ def _joins(block: Any) -> bool:
     norms = (block.norm1, block.norm2)
     nothing = (block.ls1, block.ls2, attn.q_norm, attn.k_norm, attn.norm, mlp.norm)
     drops = (attn.attn_drop, attn.proj_drop, mlp.drop1, mlp.drop2)
+    others = (*drops, mlp.act, block.drop_path1, block.drop_path2)
     return (
         all(plain(layer, nn.Linear) for layer in layers)
         and all(plain(norm, *_NORMS) and norm.weight is not None and norm.bias is not None for norm in norms)
         and all(plain(each, nn.Identity) for each in nothing)
         and not any(drop.training and drop.p > 0 for drop in drops)
+        and not any(heard(each) for each in others)
         and attn.gate is None
     )
 

@@ -8,6 +8,7 @@ import timm.layers.mlp
 from torch import Tensor, nn
 
 from situs.core.gelu import linear_gelu
+from situs.core.joined import heard
 
 
 class Mlp(timm.layers.mlp.Mlp):
@@ -20,7 +21,7 @@ class Mlp(timm.layers.mlp.Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         alone = isinstance(self.norm, nn.Identity) and not (self.drop1.training and self.drop1.p)
-        if alone and plain(self.fc1, nn.Linear):
+        if alone and not any(map(heard, (self.act, self.drop1, self.norm))) and plain(self.fc1, nn.Linear):
             joined = linear_gelu(x, self.fc1.weight, self.fc1.bias)
             if joined is not None:
                 return self.drop2(self.fc2(joined))
@@ -41,5 +42,4 @@ def _joins(fc1: Any, act: Any) -> bool:
 
 def plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Exactly of one of these kinds, and nothing listens to it."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) in kinds and not any(hooks)
+    return type(module) in kinds and not heard(module)
