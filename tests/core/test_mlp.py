@@ -44,6 +44,16 @@ def test_it_is_the_mlp_and_so_are_its_gradients(shape: tuple[int, ...], hidden: 
         assert torch.equal(mlp(*values), made)
 
 
+def test_without_gradients_nothing_is_kept_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, forward = [], module._forward
+    monkeypatch.setattr(module, "_forward", lambda *given, keep: asked.append(keep) or forward(*given, keep=keep))
+    values = given((2, 8), 16, torch.float64, "cpu")
+    mlp(*values)
+    with torch.no_grad():
+        mlp(*values)
+    assert asked == [True, False]
+
+
 def test_it_takes_rows_that_lie_apart_a_gradient_that_is_one_number_and_no_rows() -> None:
     x, *rest = given((4, 3, 8), 16, torch.float64, "cpu")
     for count in (4, 0):
