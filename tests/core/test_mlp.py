@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
-from launch import triton
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -87,21 +85,6 @@ def far(made: Tensor, exact: Tensor) -> float:
     return float((made.double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.gpu
-def test_a_hopper_gpu_takes_its_kernel_and_gives_the_same_bits_again() -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the kernel is for Hopper")
-    values = given((5, 197, 768), 3072, torch.bfloat16, "cuda")
-    rows, weight1, bias, weight2 = values[0].detach().flatten(0, 1), *(v.detach().bfloat16() for v in values[1:])
-    assert module._serves(rows, weight1) and module._serves(rows, weight2.mT)
-    assert not module._serves(rows, weight1[:100]) and not module._serves(rows[:0], weight1)
-    first, again = (module._forward(rows, weight1, bias, keep=True) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert torch.equal(module._forward(rows, weight1, bias, keep=False)[0].isfinite().all(), torch.tensor(True).cuda())
-    back, once_more = (module._backward(rows, weight2, first[1], bias) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(back, once_more, strict=True))
-
-
 class OnGpu(Tensor):
     """Says that it lies there."""
 
@@ -146,34 +129,3 @@ def test_the_compiler_is_told_the_truth_of_it(keep: bool) -> None:
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(module._forward, (x, weight1, bias, keep), test_utils=tests)
     torch.library.opcheck(module._backward, (x, weight2, F.linear(x, weight1), bias), test_utils=tests)
-
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
-from situs.core.mlp_kernel import DEPTH, TILE, _gemm
-
-def tiles(*block):
-    return f"tensordesc<bf16[{block[0]}, {block[1]}],{gl.NVMMASharedLayout.get_default_for([*block], gl.bfloat16)!r}>"
-
-names, square = _gemm.arg_names, tiles(TILE, TILE)
-for kind, stages in ((0, 5), (1, 5), (2, 4)):
-    flat = kind == 2
-    types = {"x": tiles(TILE, DEPTH), "w": tiles(*((DEPTH, TILE) if flat else (TILE, DEPTH))), "bias": "*fp32"}
-    types |= {"out": square, "h": square, "sums": "*fp32", "across": "i32", "down": "i32"}
-    constants = {"steps": 12, "stages": stages, "flat": flat, "kind": kind}
-    signature = {name: types.get(name, "constexpr") for name in names}
-    places = {(names.index(name),): value for name, value in constants.items()}
-    source = GluonASTSource(_gemm, signature, places, {})
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    assert "wgmma" in built.asm["ptx"] and built.metadata.shared <= 227 * 1024
-print("built")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton")
-def test_the_compiler_takes_the_kernel() -> None:
-    assert triton(COMPILE) == "built"
