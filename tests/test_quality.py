@@ -146,7 +146,6 @@ COVERED = {
     "situs.cli.study.words": "test_run",
     "situs.pages.study": "test_init",
     "situs.studies": "test_load",
-    "situs.studies.child": "test_run",
     "situs.studies.folder": "test_run",
     "situs.studies.reading": "test_result",
     "situs.studies.words": "test_run",
