@@ -38,6 +38,7 @@ def through_onnx(folder: Path, images: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("features", ["logits", "pooled", "patches"])
 def test_a_graph_gives_what_the_model_gives_for_any_number_of_images(features: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")  # of the extra that exports
     model = a_model(small_vit((8, 12), num_classes=3, model_args={"reg_tokens": 2, "init_values": 0.3}))
     done = export_onnx(model, tmp_path / "x", features)
     assert done.error is not None and done.error < 1e-5
@@ -59,6 +60,7 @@ def test_a_graph_gives_what_the_model_gives_for_any_number_of_images(features: A
 
 
 def test_a_model_without_positions_leaves_them_out(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")  # of the extra that exports
     method = small_method("mp3")
     spent = Spent(3.0, 1e-5, 1.0, 1.0, 4)
     model = a_model(method.backbone, method, classifier=False, positions=False, spent=spent)
@@ -71,6 +73,7 @@ def test_a_model_without_positions_leaves_them_out(tmp_path: Path) -> None:
 
 
 def test_swin_goes_too_and_what_does_not_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
     model = a_model(small_swin(num_classes=3))
     assert export_onnx(model, tmp_path / "swin").error is not None
     assert through_onnx(tmp_path / "swin", torch.randn(4, 3, 32, 32)).shape == (4, 3)

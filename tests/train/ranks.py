@@ -24,7 +24,7 @@ from toy import ToyLoader, toy
 from situs.backbones import create_backbone
 from situs.backbones.timm import attention
 from situs.methods import MP3, MP3Config
-from situs.train import distributed, loop
+from situs.train import distributed
 from situs.train.checkpoint import RunFolder
 from situs.train.config import TrainConfig
 from situs.train.loop import fit
@@ -59,6 +59,7 @@ def train(
     poison: int | None = None,
     stop: int | None = None,
     real: bool = False,
+    stepper: Callable[..., Stepper] = Stepper,
 ):
     config = dataclasses.replace(TRAIN, parallel=parallel, epochs=1 if real else TRAIN.epochs)
     main = distributed.rank() == 0
@@ -70,7 +71,8 @@ def train(
     loader = ToyLoader(COUNT, BATCH, dtype=torch.float64)
     if real:
         method, loader.images = vit(distributed.rank()), torch.randn(COUNT, 3, 8, 8, generator=seeded()).double()
-    return fit(method, loader, config, OPTIM, run, hooks=[] if stop is None else [StopOne(stop)])
+    hooks = [] if stop is None else [StopOne(stop)]
+    return fit(method, loader, config, OPTIM, run, hooks=hooks, stepper=stepper)
 
 
 def seeded() -> torch.Generator:
@@ -134,8 +136,7 @@ def not_finite(out: Path, parallel: str) -> None:
 
 def compiled(out: Path, parallel: str) -> None:
     """A run compiles on a GPU alone, so its stepper is made to here."""
-    loop.Stepper = lambda *given, **named: Stepper(*given, **(named | {"compiled": True}))
-    train(out, parallel)
+    train(out, parallel, stepper=lambda *given, **named: Stepper(*given, **(named | {"compiled": True})))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 

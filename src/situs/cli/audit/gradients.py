@@ -12,7 +12,15 @@ from typing import Annotated, Any, ClassVar
 
 from cyclopts import Parameter
 
-from situs.audit import ATTACKS, AuditConfig, Deadline, audit_gradients, audit_settings, find_defences
+from situs.audit import (
+    ATTACKS,
+    AuditConfig,
+    Deadline,
+    audit_gradients,
+    audit_settings,
+    create_attack,
+    find_defences,
+)
 from situs.audit.deadline import first_ctrl_c
 from situs.audit.judge.gate import ABOVE, NOT_JUDGED, parse_limit
 from situs.audit.judge.record import junit
@@ -157,8 +165,8 @@ def _check(args: Args) -> str:
     if (args.data is None) == (args.texts is None):
         said = "give images" if args.data is None else f"texts={args.texts}: and images are given; give images"
         raise SitusError(f"{said} or a file of sentences to attack, one of them", field=("data", "texts"))
-    name = "texts" if args.texts is not None else "settings" if args.settings else "gradients"
-    check_folder(args.out, name, *(["defences"] if args.find_defence is not None else []))
+    for name in args.attacks:
+        create_attack(name)  # refused if nobody knows it
     others = {"texts": args.texts, "settings": args.settings, "fail_above": args.fail_above, "junit": args.junit}
     for name, value in (others | {"defences": args.defences != ("auto",)}).items() if args.find_defence else ():
         if value:
@@ -176,4 +184,6 @@ def _check(args: Args) -> str:
         )
     if args.junit is not None and (args.junit.is_dir() or args.junit.parent.is_file()):
         raise SitusError(field="junit", value=args.junit, allowed="a file that can be written")
+    result = "texts" if args.texts is not None else "settings" if args.settings else "gradients"
+    check_folder(args.out, result, *(["defences"] if args.find_defence is not None else []))
     return args.data or ""
