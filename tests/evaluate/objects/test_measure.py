@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,7 +129,7 @@ from situs.evaluate.objects.measure import evaluate_objects
 from situs.train import distributed
 
 ranks = distributed.start("cpu")
-found = evaluate_objects(sys.argv[1], sys.argv[2], pictures=2, batch=4, save_detections=sys.argv[3])
+found = evaluate_objects(sys.argv[1], sys.argv[2], pictures=2, batch=int(sys.argv[5]), save_detections=sys.argv[3])
 if ranks.main:
     open(sys.argv[4], "w").write(json.dumps(found.to_json()))
 distributed.stop()
@@ -148,9 +151,12 @@ def test_two_ranks_find_what_one_finds(data: Path, tmp_path: Path) -> None:
         "train": {"epochs": 1, "precision": "fp32"},
     }
     train_run(from_dict(RunConfig, tables), out=tmp_path / "run", device="cpu", quiet=True)
-    one = evaluate_objects(str(tmp_path / "run"), data, pictures=2, batch=2, save_detections=tmp_path / "one.json")
     (tmp_path / "ranks.py").write_text(RANKS)
-    torchrun(tmp_path / "ranks.py", tmp_path / "run", data, tmp_path / "two.json", tmp_path / "numbers.json")
-    assert json.loads((tmp_path / "two.json").read_text()) == json.loads((tmp_path / "one.json").read_text())
-    two = json.loads((tmp_path / "numbers.json").read_text())
-    assert (two["count"], two["boxes"]["ap"], two["worst"]) == (6, one.boxes.ap, one.to_json()["worst"])
+    given = [str(each) for each in (tmp_path / "ranks.py", tmp_path / "run", data)]
+    alone = [*given, str(tmp_path / "one.json"), str(tmp_path / "alone.json"), "2"]  # as new a process as the ranks are
+    subprocess.run([sys.executable, *alone], env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=120)
+    torchrun(*given, tmp_path / "two.json", tmp_path / "ranks.json", 4)
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    assert one == two
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("alone", "ranks"))
+    assert two["count"] == 6 and all(one[name] == two[name] for name in ("boxes", "worst"))
