@@ -54,6 +54,13 @@ def pytest_configure() -> None:
     logging.getLogger().addHandler(logging.NullHandler())
 
 
+def pytest_runtest_teardown() -> None:
+    """Where a CPU has no bfloat16, torch turns oneDNN off for good at the first product of two: other bits from then
+    on, in this process alone."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.backends.mkldnn.enabled = True
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
     """What is imported stays to the end: to look through a million objects again and again costs a tenth of a run."""
