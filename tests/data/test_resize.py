@@ -11,7 +11,9 @@ import torch
 from torch.nn import functional as F
 
 from situs.data.augment.recipes import AugmentConfig
-from situs.data.image_pipeline import ImagePipeline
+from situs.data.config import DataConfig
+from situs.data.image_pipeline import ImagePipeline, Resizer
+from situs.data.loader import make_loader
 from situs.data.resize import pack, resize_all, resize_packed, resized
 from situs.data.sampler import draw_ids
 from situs.data.sources.base import TensorSource
@@ -124,3 +126,17 @@ def test_parts_of_a_batch_are_joined_as_a_worker_would() -> None:
     assert got.dtype == torch.float32 and torch.equal(got, wanted)
     with pytest.raises(SitusError, match="images of 1 and 3 channels in one batch"):
         crops_of(grey, more.expand(-1, 3, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("asked", "has", "leaves"), [("auto", True, True), ("auto", False, False), ("worker", True, False)]
+)
+def test_by_default_a_device_with_kernels_resizes(
+    asked: Resizer, has: bool, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("situs.data.loader.serves", lambda _: has)
+    source = TensorSource(torch.randint(0, 256, (4, 3, 9, 8), dtype=torch.uint8), None, None)
+    config = DataConfig(img_size=6, batch=4, workers=0, resident="never", resize=asked)
+    loader = make_loader(config, AugmentConfig(), "cpu", source=source)
+    assert ("cuts" in loader.pipeline.read(0, [0, 1]).values) == leaves
+    assert next(iter(loader.iterate())).inputs.shape == (4, 3, 6, 6)

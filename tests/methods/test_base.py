@@ -93,7 +93,7 @@ def test_a_compiled_step_is_one_graph_with_kernels_of_our_own(
     plain = method(batch, draws).loss
     with torch.autocast("cpu", torch.bfloat16):
         made = torch.compile(method, backend=backend, fullgraph=True)(batch, draws).loss
-    counts = [sum(word in name for name in names) for word in ("attend", "linear_gelu", "add_norm")]
+    counts = [sum(word in name for name in names) for word in ("attend", "mlp_gelu", "add_norm")]
     blocks = sum(isinstance(part, nn.LayerNorm) and name.endswith("norm1") for name, part in method.named_modules())
     assert counts[0] >= 1
     assert counts[1] >= blocks

@@ -47,7 +47,7 @@ class _Mlp(torch.autograd.Function):
         return to_x, to_weight1.to(weight1.dtype), to_bias.to(bias.dtype), to_weight2.to(weight2.dtype)
 
 
-@operator("linear_gelu")
+@operator("mlp_gelu")
 def _forward(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
     """(gelu(x weightᵀ + bias), x weightᵀ), or nothing as the second where it is not to be kept."""
     rows = _rows(x).contiguous()
@@ -62,7 +62,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tenso
     return made.view(shape), h.view(shape) if keep else x.new_empty(0)
 
 
-@operator("linear_gelu_backward")
+@operator("mlp_gelu_backward")
 def _backward(grad: Tensor, weight: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of h, of bias in float32), where gelu(h + bias) weightᵀ has the gradient `grad`."""
     rows, before = _rows(grad).contiguous(), _rows(h).contiguous()
