@@ -1,4 +1,4 @@
-"""The rules that a machine can hold and no linter of `make lint` does: lengths, names, mirrors, no local paths."""
+"""The rules that a machine can hold and no linter of `make lint` does: names, mirrors, no local paths."""
 
 from __future__ import annotations
 
@@ -12,18 +12,11 @@ import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LONGEST_FILE = 400
 FORBIDDEN_NAMES = {"utils", "common", "helpers", "misc"}
 
 
 def sources() -> list[Path]:
     return sorted((ROOT / "src").rglob("*.py"))
-
-
-def test_no_source_file_is_too_long() -> None:
-    lines = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in sources()}
-    assert lines, "no source found: this test looks in the wrong place"
-    assert {path: count for path, count in lines.items() if count > LONGEST_FILE} == {}
 
 
 def test_no_package_without_a_name() -> None:
