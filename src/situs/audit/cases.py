@@ -105,7 +105,8 @@ class Case:
     trained_on: what the step sees; a method that shuffles patches by itself makes its own x̃. informed: whether the
     attacker knows the defence and the method. compared_with: what his pictures are held against. images, seconds: he
     sees the first images only, for so long at most. by_itself: why an attack is made that nobody asked for; it is made
-    where no closed form applies.
+    where no closed form applies. hardest: whether the step has the least likely labels in the place of the images' own,
+    under which gradients are largest. batch: images behind an upload. patches: of an image.
     """
 
     name: str
@@ -118,6 +119,12 @@ class Case:
     images: int | None = None
     seconds: float | None = None
     by_itself: str = ""
+    hardest: bool = False
+    batch: int = 1
+
+    @property
+    def patches(self) -> int:
+        return self.backbone.num_tokens
 
     @property
     def backbone(self) -> Backbone:
@@ -135,7 +142,7 @@ class Case:
 
     def same_upload(self, other: Case) -> bool:
         """Whether the same gradients are sent in both."""
-        mine, theirs = ((case.model, case.defence, case.trained_on) for case in (self, other))
+        mine, theirs = ((case.model, case.defence, case.trained_on, case.hardest) for case in (self, other))
         return mine[0] is theirs[0] and mine[1:] == theirs[1:]
 
     def same_recovery(self, other: Case) -> bool:
@@ -150,7 +157,8 @@ class Outcome:
 
     scores and facts: per image. pictures: the first that were recovered, [m, C, H, W] in [0, 1]. caveat: why it is not
     exact here. lower_bound: whether one who knows the training could get more. partial: how far it came where it was
-    stopped. doubt: why a closed form that gets little proves nothing (`gate.doubt_of`).
+    stopped. doubt: why a closed form that gets little proves nothing (`gate.doubt_of`). numbers: of the images, where
+    they are not the first ones.
     """
 
     case: Case
@@ -163,10 +171,16 @@ class Outcome:
     lower_bound: bool = False
     partial: str | None = None
     doubt: str | None = None
+    numbers: tuple[int, ...] = ()
 
     @property
     def attack(self) -> str:
-        return self.case.attack.name
+        return self.case.attack.name + ", least likely labels" * self.case.hardest
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it is told the images: a bound, and no attack."""
+        return self.case.attack.is_bound
 
     @property
     def defence(self) -> str:

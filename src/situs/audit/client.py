@@ -146,6 +146,13 @@ class LeftOut(nn.Module):
         return x * kept / (1 - self.rate)
 
 
+@torch.no_grad()
+def least_likely(method: Method, images: Tensor) -> Tensor:
+    """The class that the model gives each image the least probability, [n]: of all labels the one with the largest loss,
+    and so with about the largest gradient."""
+    return torch.cat([method.backbone(part).argmin(dim=-1) for part in images.split(8)])
+
+
 def known_gradient(method: Method, stem: Stem, gradients: Gradients, seed: int = 0, epoch: int = 0) -> Tensor | None:
     """What an attacker subtracts from the table's gradient: λ ∂DAL/∂E_pos on the patch rows, [N, D]; None for no DAL.
 

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from situs.audit.attacks.base import Fact, Knowledge, Ready, Refused
 from situs.audit.cases import Case, Outcome, TestSet
-from situs.audit.client import check_inputs, names_sent, upload_of
+from situs.audit.client import check_inputs, least_likely, names_sent, upload_of
 from situs.audit.deadline import Deadline, StoppedError
 from situs.audit.defences import Gradients, Step, blurred, method_of
+from situs.audit.fed import pictures_fed, reading_stem, recorded
 from situs.audit.judge.gate import doubt_of
-from situs.audit.scores.scoring import Lpips, Scores, extend, facts_of, measure, measure_parts, pictures_of
+from situs.audit.scores.metrics import denormalise
+from situs.audit.scores.scoring import Lpips, Scores, closer, extend, facts_of, measure, measure_parts, pictures_of
 from situs.errors import counted, verb
 from situs.methods.base import Batch, Method
 from situs.progress import task
@@ -92,7 +94,7 @@ def _in_turn(every: Sequence[_Trial], deadline: Deadline) -> Iterator[Outcome]:
 
 
 @dataclass
-class _Client:
+class Client:
     """What is the same for all cases on one upload: the model as it is trained, and what attackers read of it."""
 
     case: Case
@@ -108,11 +110,15 @@ class _Client:
         self.sent = names_sent(self.method, case.defence)
         moves = case.trained_on != "x" and self.method.hidden_share is None
         self.pixels = self.test.inputs(case.trained_on if moves else "x")
+        self.labels = least_likely(self.method, self.pixels) if case.hardest else self.test.labels
+        self.stem = reading_stem(case.backbone)
+        self.fed: dict[int, Tensor] = {}
+        """By image, what the patch embedding was fed as a picture [C, H, W], where that is not the image."""
 
     def known(self, informed: bool, first: int = 0, count: int = 1) -> Knowledge:
         """What an attacker is told of `count` uploads from number `first` on."""
         step, (height, width) = self.step, self.pixels.shape[2:]
-        labels = self.test.labels.view(-1, step.batch)[first : first + count] if step.labels_known else None
+        labels = self.labels.view(-1, step.batch)[first : first + count] if step.labels_known else None
         plain = {"size": (height, width), "normalisation": self.test.normalisation if self.test.stored else None}
         plain |= {"first": first, "sent": step.dtype}
         if not informed:
@@ -123,11 +129,17 @@ class _Client:
     def upload(self, number: int, stop: Callable[[], bool] = lambda: False) -> Gradients:
         """What is sent for one batch, of it what is wanted; see `upload_of`."""
         span = slice(number * self.step.batch, (number + 1) * self.step.batch)
-        x, y = self.pixels[span], self.test.labels[span]
+        x, y = self.pixels[span], self.labels[span]
         check_inputs(x, y)
         ids = torch.arange(span.start, span.stop, device=x.device)
-        found = upload_of(self.method, Batch(x, ids, {"label": y}), self.step, self.case.defence, stop)
-        return {name: g for name, g in found.items() if self.wanted is None or name in self.wanted}
+        with recorded(self.case.backbone, self.stem) as inputs:
+            sent = upload_of(self.method, Batch(x, ids, {"label": y}), self.step, self.case.defence, stop)
+        # A method that shuffles patches by itself is compared as its setting says.
+        shuffled = self.method.hidden_share is not None or self.case.trained_on != "x"
+        fed = None if shuffled else pictures_fed(self.case.backbone, self.stem, inputs, x)
+        if fed is not None:
+            self.fed |= dict(zip(ids.tolist(), denormalise(fed, *self.test.normalisation), strict=True))
+        return {name: g for name, g in sent.items() if self.wanted is None or name in self.wanted}
 
     @property
     def size(self) -> int:
@@ -143,7 +155,7 @@ class _Trial:
     """
 
     cases: list[Case]
-    client: _Client
+    client: Client
     ready: Ready
     lpips: Lpips | None
     at: int = 0
@@ -191,11 +203,19 @@ class _Trial:
         self.noise = min(self.noise, known.noise_beyond_rounding(sent, self.ready.reads))
         self.at, self.partial = first + len(found.facts), found.partial or self.partial
         here = slice(first * batch, self.at * batch)
-        self.facts += facts_of(found, test.labels[here], batch)
+        self.facts += facts_of(found, self.client.labels[here], batch)
         for number, case in enumerate(self.cases):
             real = test.real(case.compared_with)
-            pictures = pictures_of(found, real[here], batch, test.normalisation).nan_to_num(0.0)
+            pictures = pictures_of(found, real[here], batch, test.normalisation).nan_to_num(0.0, 0.0, 0.0)
             made = measure(pictures, real, case.backbone, self.lpips, here.start)
+            if fed := {
+                number: each for number, each in self.client.fed.items() if number in range(*here.indices(len(real)))
+            }:
+                shown = real.clone()
+                shown[list(fed)] = torch.stack(list(fed.values()))
+                pictures = pictures_of(found, shown[here], batch, test.normalisation).nan_to_num(0.0, 0.0, 0.0)
+                made = closer(made, measure(pictures, shown, case.backbone, self.lpips, here.start))
+            pictures = pictures.clamp(0, 1)
             if case.trained_on != "x" and test.mask is not None:
                 made |= measure_parts(pictures, real[here], test.mask[here], case.backbone)
             extend(self.scores.setdefault(number, {}), made)
@@ -233,7 +253,7 @@ class _Trial:
         if self.control is None:
             case, step = self.cases[0], replace(self.client.asked, dtype=torch.float32)
             quiet = replace(case, defence=case.defence.quiet)
-            client = _Client(quiet, self.client.test, step, self.client.wanted)
+            client = Client(quiet, self.client.test, step, self.client.wanted)
             # Bytes are not read: it is about the equations.
             known = replace(client.known(case.informed), normalisation=None)
             self.control = case.attack.recover(case.backbone, [known.read(client.upload(0))], known).facts
@@ -242,7 +262,7 @@ class _Trial:
 
 def _prepared(cases: Sequence[Case], test: TestSet, step: Step, lpips: Lpips | None) -> Iterator[Outcome | _Trial]:
     """Refusals, and trials of all else: cases that share a recovery are one. Clients note what will be read of them."""
-    clients: list[_Client] = []
+    clients: list[Client] = []
     trials: list[_Trial] = []
     for case in cases:
         shared = [trial for trial in trials if case.same_recovery(trial.cases[0])]
@@ -263,7 +283,7 @@ def _prepared(cases: Sequence[Case], test: TestSet, step: Step, lpips: Lpips | N
                 yield Outcome(case, "refused", reason=f"{said}, so that nothing is sent")
             continue
         if client is None:
-            clients.append(client := _Client(case, test, step))
+            clients.append(client := Client(case, test, step))
         closed = (trial.cases[0].attack.closed_form for trial in trials if trial.client is client)
         if case.by_itself and any(closed):
             continue

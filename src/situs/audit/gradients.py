@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 from situs.audit.attacks.base import Attack
 from situs.audit.attacks.matching.attack import Matching
 from situs.audit.attacks.matching.search import MatchingConfig
+from situs.audit.bound import consult
 from situs.audit.cases import Case, Outcome, TestSet
 from situs.audit.collect import Leak, collect
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Step
 from situs.audit.engine import SHOWN
-from situs.audit.judge.gate import Limit, Ruling, judge, parse_limit
+from situs.audit.judge.gate import BLIND, Limit, Ruling, judge, parse_limit
 from situs.audit.judge.record import audit_numbers
 from situs.audit.remedies.result import Remedies
 from situs.audit.scores.metrics import mean_of
@@ -43,8 +44,8 @@ FALLBACK = Fallback()
 
 @dataclass(frozen=True)
 class Audit(Leak):
-    """Attacks × defences, by defence. baselines: scores of who saw nothing. about: what each defence is. limit: what a
-    gate allows, None without one. remedies: what a search for defences found, for the page.
+    """Attacks × defences, by defence. baselines: scores of who saw nothing. about: what each defence is. gated: whether
+    a gate is asked for, limit: its further wish. remedies: what a search for defences found, for the page.
     """
 
     file: ClassVar[str] = "gradients"
@@ -53,20 +54,21 @@ class Audit(Leak):
     step: Step
     baselines: dict[str, Scores]
     about: dict[str, str]
-    limit: Limit | None = field(default=None, kw_only=True)
+    gated: bool = field(default=False, kw_only=True)
+    limit: Limit = field(default=BLIND, kw_only=True)
     remedies: Remedies | None = field(default=None, kw_only=True)
 
     def judge(self, **limit: float) -> Ruling:
-        """Whether no image came back closer than a limit on one metric, as `judge(psnr=20)`: see `gate`."""
-        if len(limit) != 1:
+        """Whether no image came back closer than blind guesses do, nor than a further limit, as `judge(psnr=20)`: see
+        `gate`."""
+        if len(limit) > 1:
             raise SitusError(field="limit", value=limit, allowed="one metric with its bound, as psnr=20")
-        [(metric, bound)] = limit.items()
-        return judge(self, parse_limit(f"{metric}={bound}"))
+        return judge(self, *(parse_limit(f"{metric}={bound}") for metric, bound in limit.items()))
 
     @property
     def ruling(self) -> Ruling | None:
         """What the gate says; None without one."""
-        return None if self.limit is None else judge(self, self.limit)
+        return judge(self, self.limit) if self.gated else None
 
     @property
     def tone(self) -> Tone:
@@ -121,14 +123,16 @@ def attack_gradients(
     lpips: Lpips | None = None,
     deadline: Deadline | None = None,
     keep: Callable[[Audit], None] | None = None,
+    bounded: bool = False,
     **fields: Any,
 ) -> Audit:
     """Every attack on what a model's step sends under every defence; deadline and keep: see `collect`.
 
     model: a backbone, trained as each defence says, or a run's own method. search: how matching searches where no
-    closed form applies; None for no such search. fields: of the `Audit`.
+    closed form applies; None for no such search. bounded: whether what a gate needs to pass is tried too (`consult`).
+    fields: of the `Audit`.
     """
-    step = step or Step()
+    step, deadline = step or Step(), deadline or Deadline()
     test.whole_batches(step.batch)
     backbone = model if isinstance(model, Backbone) else model.backbone
     about = {defence.label: defence.described for defence in defences}
@@ -141,7 +145,19 @@ def attack_gradients(
         return Audit(*shown, backbone.name, step, guesses, about, stopped=stopped, **fields)
 
     cases = _cases(model, len(test), attacks, defences, step, search)
-    return collect(cases, test, make, step=step, deadline=deadline or Deadline(), lpips=lpips, keep=keep)
+    audit = collect(cases, test, make, step=step, deadline=deadline, lpips=lpips, keep=keep)
+    if not bounded or deadline.spent():
+        return audit
+    deadline.closed = False
+    try:
+        audit = replace(audit, outcomes=consult(model, test, audit.outcomes, audit.baselines, step, deadline))
+    except KeyboardInterrupt:  # without the bound nothing passes
+        deadline.interrupt()
+        audit = replace(audit, stopped=audit.stopped or "Ctrl-C, before the oracle was asked")
+    deadline.closed = True
+    if keep is not None:
+        keep(audit)
+    return audit
 
 
 def _cases(
@@ -155,7 +171,7 @@ def _cases(
     """All attacks against a defence, then against the next; behind them the search that is made where none applies."""
     cases = []
     for defence in defences:
-        cases += [Case("", model, defence, attack) for attack in attacks]
+        cases += [Case("", model, defence, attack, batch=step.batch) for attack in attacks]
         if search is not None:
             few = min(count, max(step.batch, FALLBACK.images // step.batch * step.batch))
             matching = Matching(replace(search, iterations=FALLBACK.iterations))
@@ -163,7 +179,7 @@ def _cases(
                 f"no closed form applies, so {matching.name} is run by itself on {few} of {counted(count, 'images')} "
                 f"({FALLBACK.iterations} iterations, at most {FALLBACK.seconds:g} s)"
             )
-            limits = {"images": few, "seconds": FALLBACK.seconds}
+            limits = {"images": few, "seconds": FALLBACK.seconds, "batch": step.batch}
             cases.append(Case("", model, defence, matching, by_itself=said, **limits))
     return cases
 

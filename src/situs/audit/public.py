@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields, replace
@@ -9,24 +10,26 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from situs.audit.attacks import create_attack
 from situs.audit.attacks.adaptive.attack import AdaptiveConfig
 from situs.audit.attacks.base import Attack
 from situs.audit.attacks.matching.search import MatchingConfig
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.cases import SETTINGS, TestSet
-from situs.audit.client import DTYPES
+from situs.audit.client import DTYPES, least_likely, victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence, Step, create_defence
+from situs.audit.defences import Defence, NoDefence, Step, create_defence, method_of
 from situs.audit.gradients import Audit, attack_gradients
-from situs.audit.judge.gate import parse_limit
+from situs.audit.judge.gate import BLIND, parse_limit
 from situs.audit.judge.record import evidence
 from situs.audit.left import what_is_left
 from situs.audit.scores.lpips import Lpips
 from situs.audit.settings import RATIO, Comparison, compare_settings, contestants, with_informed
 from situs.audit.victim import Victim, load_test_set, open_predictor, open_victim
 from situs.config import Checked
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.limits import Count, Positive
 from situs.methods.base import Method
 from situs.results import Provenance
@@ -90,8 +93,8 @@ class AuditConfig(Checked):
     """LPIPS weights (AlexNet); without them there is no LPIPS."""
 
     fail_above: str | None = None
-    """A gate, as psnr=20. Exit status 0: a closed form solved all images and none is above; 3: some image is above;
-    4: not judged, which is no pass."""
+    """A gate: blind (no image closer than blind guesses come), or that and a limit of yours, as psnr=20. Exit status 0:
+    passed; 3: an image is above; 4: inconclusive (not a pass)."""
 
     seed: int = 0
     """Of random weights and of noise."""
@@ -122,16 +125,16 @@ def audit_gradients(
     given the audit now and then while it grows, and at its end. facts: more of them for its files.
     """
     config, asked = config_from(options)
-    limit = None if config.fail_above is None else parse_limit(config.fail_above)
-    auto = tuple(defences) == AUTO
+    gated, auto = config.fail_above is not None, tuple(defences) == AUTO
+    limit = parse_limit(config.fail_above or str(BLIND))
     if auto:
-        defences = DEFENDED if limit is None else AS_IT_IS
+        defences = AS_IT_IS if gated else DEFENDED
     defended = [create_defence(each) for each in _each("defences", defences)]
     opened = open_audit(model, data, attacks, config, asked)
     victim, test = opened.victim, opened.test
     if auto and (own := victim.own_defence) is not None:  # a gate judges what would be sent
-        defended = [own] if limit is not None else [own, *defended]
-    if limit is not None and limit.metric == "reidentified" and len(test) < 2:
+        defended = [own] if gated else [own, *defended]
+    if limit.metric == "reidentified" and len(test) < 2:
         said = f"fail_above={limit}: one image is always the nearest; give two or more"
         raise SitusError(said, field=("fail_above", "count"))
     searched = any(attack.name == "matching" for attack in opened.attacks)
@@ -149,12 +152,14 @@ def audit_gradients(
         opened.attacks,
         defended,
         step=step_of(config, victim),
-        search=None if limit is None or searched else opened.search,
+        search=opened.search if gated and not searched else None,
         lpips=opened.lpips,
         deadline=deadline,
         keep=keep,
+        bounded=True,
+        gated=gated,
         limit=limit,
-        notes={**victim.notes, **test.notes},
+        notes={**victim.notes, **test.notes, **size_of_gradients(victim, test)},
         provenance=Provenance(origin, left_out=test.left_out, things=test.things),
     )
 
@@ -204,6 +209,22 @@ def audit_settings(
             {**opened.origin, "model": name, **facts}, left_out=opened.test.left_out, things=opened.test.things
         ),
     )
+
+
+def size_of_gradients(victim: Victim, test: TestSet, count: int = 4) -> dict[str, str]:
+    """For a reader: loss and size of the gradient of the first images, by their own labels and by the least likely."""
+    method, x = method_of(NoDefence(), victim.trains), test.pixels[:count]
+    if "label" not in method.needs_targets:
+        return {}
+    told = []
+    for name, labels in (("own labels", test.labels[:count]), ("least likely labels", least_likely(method, x))):
+        with torch.no_grad():
+            losses = torch.nn.functional.cross_entropy(method.backbone(x).float(), labels)
+        sent = [victim_gradients(victim.trains, x[i : i + 1], labels[i : i + 1]) for i in range(len(x))]
+        norms = [math.sqrt(sum(float(g.double().square().sum()) for g in each.values())) for each in sent]
+        told.append(f"{name}: cross entropy {float(losses):.3g}, norm {sum(norms) / len(norms):.3g}")
+    shown = counted(len(x), test.things)
+    return {"gradient": f"of the first {shown}, on average; {'; '.join(told)}. A small gradient hides in less noise"}
 
 
 class Opened(NamedTuple):

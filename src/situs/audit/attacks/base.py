@@ -165,6 +165,9 @@ class Attack(ABC):
     separates_hidden: ClassVar[bool] = False
     """Whether it separates patches whose places are hidden from the others, so that its figure is no lower bound."""
 
+    is_bound: ClassVar[bool] = False
+    """Whether it is told the images: no attack, but a bound on attacks."""
+
     slow: ClassVar[bool] = False
     """Whether it takes long enough to tell of its progress."""
 

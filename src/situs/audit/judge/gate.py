@@ -1,15 +1,21 @@
-"""The gate of an audit: a limit on one metric, and for each defence whether what was found stays below it.
+"""The gate of an audit: for each defence, whether what came back of any image is more than a blind guess has.
 
-The worst image decides, not the mean. `PASSED`: a closed form ran on all images to the end, its equations hold and fit
-(`doubt_of`), nothing was stopped, and no image is above the limit. `ABOVE`: some image is, also in a stopped audit.
-`NOT_JUDGED`: everything else. What was stopped, does not apply or does not fit is no pass, and a search that finds
-nothing proves nothing: it can fail a gate and never pass it.
+Four metrics are looked at together: PSNR up to gain, offset, flips, shifts and two levels, SSIM, the order of patches,
+and how many images are found again among the others. Each is held against guesses that saw no gradient (`MARGINS`);
+a limit on one metric, as psnr=20, is a further wish. The most exposed image decides, not the mean.
+
+`PASSED`: there is noise in what is sent, a closed form ran on all images to the end, its equations hold and fit
+(`doubt_of`), nothing was stopped, no image is above, not even under the labels with the largest gradient, and neither is
+the oracle. `ABOVE`: some image is, also in a stopped audit. `NOT_JUDGED`: everything else. What was stopped, does not
+apply or does not fit is no pass, and a search that finds nothing proves nothing. Without noise there is no pass:
+equations that fit and have one solution then give the image, and if its picture differs from the reference, the
+reference is wrong.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -17,6 +23,7 @@ from situs.audit.attacks.base import Fact
 from situs.audit.attacks.patchembed.equations import FIT
 from situs.audit.cases import Outcome
 from situs.audit.scores.metrics import BEST_PSNR, HIGHER_IS_CLOSER, LOWER_IS_CLOSER
+from situs.audit.scores.scoring import Scores
 from situs.errors import SitusError, counted, unknown_name
 from situs.results import Tone
 
@@ -33,10 +40,27 @@ PASSED, ABOVE, NOT_JUDGED = 0, 3, 4
 STATUS: dict[Answer, int] = {"above": ABOVE, "incomplete": NOT_JUDGED, "nothing_applied": NOT_JUDGED, "passed": PASSED}
 """The worst first: an audit's answer is the worst of its defences'."""
 
-OUTCOMES = {PASSED: "passed", NOT_JUDGED: "not judged", ABOVE: "above"}
+OUTCOMES = {PASSED: "passed", NOT_JUDGED: "inconclusive", ABOVE: "above"}
 """The same in words."""
 
 TONES: dict[int, Tone] = {PASSED: "good", NOT_JUDGED: "unsure", ABOVE: "bad"}
+
+
+MARGINS = {"aligned_psnr": 3.0, "ssim": 0.15}
+"""By how much an image may come back closer than the best blind guess at it: half the squared error, in dB; SSIM."""
+
+SLACK = 2
+"""The oracle, which is told the image, may come closer by so many times the margins: it knows a few numbers of any
+image under any noise."""
+
+WISHED = {"psnr": 1.0, "aligned_psnr": 1.0, "patch_psnr": 1.0}
+"""What is above a wished limit must also be better than the best blind guess by this: a grey image is near any grey."""
+
+CHANCE = 0.01
+"""Images are found again more often than by chance where chance alone finds so many with less than this probability."""
+
+SCOPE = "for an honest server, these weights, these labels and one step"
+"""What a verdict is about, in every sentence that gives one."""
 
 
 class Limit(NamedTuple):
@@ -46,15 +70,28 @@ class Limit(NamedTuple):
     bound: float
 
     def __str__(self) -> str:
-        return f"{self.metric}={self.bound:g}"
+        return f"{self.metric}={self.bound:g}" if math.isfinite(self.bound) else "blind"
+
+
+BLIND = Limit("aligned_psnr", math.inf)
+"""The gate without a further wish: what blind guesses get is the limit."""
 
 
 class Worst(NamedTuple):
-    """The image that came back best by the limit's metric."""
+    """The most exposed image. limit: what its metric may reach, blind: what the best blind guess at it has."""
 
     attack: str
     image: str
     value: float
+    metric: str = "psnr"
+    limit: float | None = None
+    blind: float | None = None
+
+    def __str__(self) -> str:
+        beside = [f"limit {self.limit:.4g}"] if self.limit is not None else []
+        beside += [f"a blind guess {self.blind:.4g}"] if self.blind is not None else []
+        shown = f" ({', '.join(beside)})" if beside else ""
+        return f"{self.image} has {self.metric} {self.value:.4g} by {self.attack}{shown}"
 
 
 class Judgement(NamedTuple):
@@ -80,7 +117,7 @@ class Judgement(NamedTuple):
 
 @dataclass(frozen=True)
 class Ruling:
-    """What the gate says of each defence that was judged."""
+    """What the gate says of each defence that was judged. limit: the further wish, or `BLIND`."""
 
     limit: Limit
     judgements: Sequence[Judgement]
@@ -110,13 +147,15 @@ class Ruling:
     @property
     def sentence(self) -> str:
         """For a reader: passed or not, and by what."""
-        opened = {PASSED: "passed", ABOVE: "not passed", NOT_JUDGED: "not judged, which is no pass"}[self.status]
-        said = "; ".join(f"{judged.defence}, {judged.outcome}: {judged.said}" for judged in self.judgements)
-        return f"The gate {self.limit} is {opened}. {said or 'There was no defence to judge'}."
+        opened = {PASSED: "passed", ABOVE: "not passed", NOT_JUDGED: "inconclusive (not a pass)"}[self.status]
+        reasons = "; ".join(f"{judged.defence}, {judged.outcome}: {judged.said}" for judged in self.judgements)
+        return f"The gate {self.limit} is {opened}, {SCOPE}. {reasons or 'There was no defence to judge'}."
 
     def to_json(self) -> dict[str, Any]:
         return {
             "limit": str(self.limit),
+            "scope": SCOPE,
+            "margins": MARGINS,
             "status": self.status,
             "outcome": OUTCOMES[self.status],
             "answer": self.answer,
@@ -126,7 +165,9 @@ class Ruling:
 
 
 def parse_limit(text: str, asked: str = "fail_above") -> Limit:
-    """ "psnr=20" as a limit. asked: the field that holds it."""
+    """ "psnr=20" or "blind" as a limit. asked: the field that holds it."""
+    if text == str(BLIND):
+        return BLIND
     name, _, number = text.partition("=")
     if name in LOWER_IS_CLOSER:
         rising = ", ".join(sorted(HIGHER_IS_CLOSER))
@@ -137,7 +178,7 @@ def parse_limit(text: str, asked: str = "fail_above") -> Limit:
         )
     if name not in HIGHER_IS_CLOSER and not number:
         metrics = ", ".join(sorted(HIGHER_IS_CLOSER))
-        raise SitusError(field=asked, value=text, allowed=f"METRIC=NUMBER, as psnr=20; metrics: {metrics}")
+        raise SitusError(field=asked, value=text, allowed=f"METRIC=NUMBER, as psnr=20, or {BLIND}; metrics: {metrics}")
     if name not in HIGHER_IS_CLOSER:
         raise unknown_name("metric of a gate", name, HIGHER_IS_CLOSER, field=asked)
     try:
@@ -155,49 +196,138 @@ def parse_limit(text: str, asked: str = "fail_above") -> Limit:
     return Limit(name, bound)
 
 
-def judge(audit: Audit, limit: Limit) -> Ruling:
-    """Every defence of the audit against the limit."""
+def judge(audit: Audit, limit: Limit = BLIND) -> Ruling:
+    """Every defence of the audit: against blind guesses, and against a further limit where there is one."""
     return Ruling(limit, [_judge(audit, defence, limit) for defence in audit.about])
 
 
 def _judge(audit: Audit, defence: str, limit: Limit) -> Judgement:
     pairs = [pair for pair in audit.pairs if pair.defence == defence]
-    found = [
-        (number, value, pair.attack)
-        for pair in pairs
-        for number, value in enumerate(pair.scores.get(limit.metric) or ())
-        if math.isfinite(value)
-    ]
-    worst, shown = None, ""
-    if found:
-        number, value, attack = max(found, key=lambda one: one[1])
-        worst = Worst(attack, audit.names[number], value)
-        shown = f"the worst, {worst.image}, has {limit.metric} {value:.4g} by {attack}"
-        if over := {number for number, value, _ in found if value > limit.bound}:
-            said = f"{len(over)} of {counted(len(audit.names), 'images')} above {limit.bound:g}; {shown}"
-            return Judgement(defence, "above", said, worst)
+    tried = [pair for pair in pairs if not pair.is_bound]
+    above = [one for pair in tried for one in exposed(pair, audit.baselines, audit.names, limit)]
+    scores = [one for pair in tried for one in _scored(pair, audit.baselines, audit.names, limit)]
+    worst = max(above or scores, key=_excess, default=None)
+    if above:
+        images = {one.image for one in above}
+        reason = f"{len(images)} of {counted(len(audit.names), 'images')} above; the most exposed, {worst}"
+        return Judgement(defence, "above", reason, worst)
+    shown = [] if worst is None else [f"the most exposed, {worst}"]
     proofs = [pair.attack for pair in pairs if _proves(pair, audit)]
     gaps = _gaps(audit, defence, pairs, limit) + ([] if proofs else _lacking(audit, pairs))
+    gaps += [] if gaps else _unbounded(audit, pairs, limit)
     if gaps or not proofs:
         applied = any(each.status != "refused" for each in audit.outcomes if each.defence == defence)
         answer: Answer = "incomplete" if applied else "nothing_applied"
-        return Judgement(defence, answer, "; ".join([*gaps, *([shown] if shown else [])]), worst)
-    said = f"{' and '.join(proofs)} solved all {counted(len(audit.names), 'images')} and the equations fit; {shown}"
-    return Judgement(defence, "passed", said + _margin(limit, worst), worst)
+        return Judgement(defence, answer, "; ".join([*gaps, *shown]), worst)
+    names = " and ".join(dict.fromkeys(proofs))
+    reason = f"{names} solved all {counted(len(audit.names), 'images')} and the equations fit; {'; '.join(shown)}"
+    return Judgement(defence, "passed", reason + _margin(limit, worst), worst)
 
 
 def _margin(limit: Limit, worst: Worst | None) -> str:
-    """A caution where the worst image stays below a limit in dB by less than one; else ""."""
-    if worst is None or not limit.metric.endswith("psnr") or (left := limit.bound - worst.value) >= 1:
+    """A caution where the most exposed image stays below a limit in dB by less than one; else ""."""
+    if worst is None or worst.limit is None or not worst.metric.endswith("psnr"):
+        return ""
+    if limit == BLIND or (left := worst.limit - worst.value) >= 1:
         return ""
     below = "less than 0.1" if left < 0.1 else f"only {left:.1f}"
-    return f"; that is {below} dB below the limit of {limit.bound:g}, and other images may come back above it"
+    return f"; that is {below} dB below the limit of {worst.limit:.4g}, and other images may come back above it"
+
+
+# --- what is more than a blind guess has ----------------------------------------------------------------------------
+
+
+Blind = Mapping[str, Scores]
+"""Scores of guesses that saw no gradient, by name."""
+
+
+def exposed(pair: Outcome, blind: Blind, names: Sequence[str], limit: Limit = BLIND) -> list[Worst]:
+    """The images of a pair that are above: closer than any blind guess by a margin, or above a further limit."""
+    above = [one for one in _scored(pair, blind, names, limit) if one.limit is not None and one.value > one.limit]
+    return above if pair.is_bound else above + _found_again(pair, names)
+
+
+def _excess(one: Worst) -> float:
+    """By how much an image is above its limit, or below it, in units of the metric's margin."""
+    limit = one.value if one.limit is None else one.limit
+    return (one.value - limit) / (MARGINS.get(one.metric) or WISHED.get(one.metric) or 0.1)
+
+
+def _scored(pair: Outcome, blind: Blind, names: Sequence[str], limit: Limit) -> list[Worst]:
+    """Every image of a pair under every metric that has a limit."""
+    scored = []
+    for metric in dict.fromkeys([*MARGINS, "order_accuracy", limit.metric]):
+        if metric == "reidentified" and pair.count and pair.scores.get(metric):
+            share = sum(pair.scores[metric] or ()) / pair.count  # one image is found again or not
+            scored.append(Worst(pair.attack, "a share of them", share, metric, limit.bound))
+            continue
+        for place, value in enumerate(pair.scores.get(metric) or ()):
+            if not math.isfinite(value):
+                continue
+            number = pair.numbers[place] if pair.numbers else place
+            guess = _blind_at(blind, metric, number)
+            bounds = [] if guess is None else _bounds(metric, guess, pair)
+            if metric == limit.metric:
+                bounds.append(max(limit.bound, -math.inf if guess is None else guess + WISHED.get(metric, 0.0)))
+            scored.append(Worst(pair.attack, names[number], value, metric, min(bounds, default=None), guess))
+    return scored
+
+
+def _bounds(metric: str, guess: float, pair: Outcome) -> list[float]:
+    """The limit that a blind guess sets: none for a metric that is no part of the gate by itself."""
+    slack = SLACK if pair.is_bound else 1
+    if metric == "order_accuracy":  # four deviations of as many throws of a coin as there are patches
+        return [guess + slack * 2 / math.sqrt(max(1, pair.case.patches))]
+    return [guess + slack * MARGINS[metric]] if metric in MARGINS else []
+
+
+def _blind_at(blind: Blind, metric: str, number: int) -> float | None:
+    """The best blind guess at one image."""
+    values = [scores[metric] for scores in blind.values() if scores.get(metric) is not None]
+    return max((each[number] for each in values if each is not None and number < len(each)), default=None)
+
+
+def _found_again(pair: Outcome, names: Sequence[str]) -> list[Worst]:
+    """The images that are found again among the others, where those are more than chance finds."""
+    again = pair.scores.get("reidentified")
+    if not again:
+        return []
+    chance = min(1.0, pair.case.batch / len(names))
+    if _tail(round(sum(again)), len(again), chance) >= CHANCE:
+        return []
+    at = [pair.numbers[place] if pair.numbers else place for place, value in enumerate(again) if value > 0]
+    shown = f"{len(at)} of {len(again)} by {pair.attack}"
+    return [Worst(shown, names[number], 1.0, "reidentified", None, chance) for number in at]
+
+
+def _tail(successes: int, trials: int, chance: float) -> float:
+    """The probability of so many successes or more."""
+    from scipy.special import bdtrc
+
+    return 1.0 if successes <= 0 or chance >= 1 else float(bdtrc(successes - 1, trials, chance))
+
+
+def _unbounded(audit: Audit, pairs: Sequence[Outcome], limit: Limit) -> list[str]:
+    """What else keeps a gate from being passed where no attack is above: too few images, and the bound."""
+    count = len(audit.names)
+    if _tail(count, count, min(1.0, audit.step.batch / count)) >= CHANCE:
+        return [f"{counted(count, 'images')} are too few to tell finding them again from chance: give more"]
+    if not audit.baselines or any(s.get("aligned_psnr") is None for s in audit.baselines.values()):
+        return ["no blind guess was measured to hold it against"]
+    bounds = [pair for pair in pairs if pair.is_bound]
+    if not bounds:
+        return ["the oracle, which a pass needs, was not asked"]
+    over = [one for pair in bounds for one in exposed(pair, audit.baselines, audit.names, limit)]
+    if over:
+        worst = max(over, key=_excess)
+        return [f"no attack is above, but the oracle is: an attacker who knew where to look could have more: {worst}"]
+    return []
 
 
 def _proves(pair: Outcome, audit: Audit) -> bool:
     """Whether a pair alone could pass a gate: a closed form, all images, to the end, without a doubt."""
     whole = pair.reason is None and pair.partial is None and pair.count == len(audit.names)
-    return pair.closed and whole and pair.doubt is None
+    return pair.closed and whole and pair.doubt is None and not pair.case.hardest
 
 
 def _gaps(audit: Audit, defence: str, pairs: Sequence[Outcome], limit: Limit) -> list[str]:
@@ -207,17 +337,18 @@ def _gaps(audit: Audit, defence: str, pairs: Sequence[Outcome], limit: Limit) ->
     for pair in pairs:
         if broken := sum(fact.get("broken") is True for fact in pair.facts):
             gaps.append(f"{pair.attack} gave back NaN for {broken} of {counted(len(pair.facts), 'images')}")
-        values = pair.scores.get(limit.metric)
-        if pair.reason is None and values is None:
-            gaps.append(f"{limit.metric} is not defined for images so few or so small")
-        elif not all(math.isfinite(value) for value in values or ()):
-            gaps.append(f"{pair.attack} has an image whose {limit.metric} is no number")
-    return gaps
+        for metric in dict.fromkeys([*MARGINS, limit.metric]):
+            values = pair.scores.get(metric)
+            if pair.reason is None and values is None:
+                gaps.append(f"{metric} is not defined for images so few or so small")
+            elif not all(math.isfinite(value) for value in values or ()):
+                gaps.append(f"{pair.attack} has an image whose {metric} is no number")
+    return list(dict.fromkeys(gaps))
 
 
 def _lacking(audit: Audit, pairs: Sequence[Outcome]) -> list[str]:
     """Why none of the pairs proves anything."""
-    tried = [pair for pair in pairs if pair.reason is None]
+    tried = [pair for pair in pairs if pair.reason is None and not pair.is_bound]
     closed = [pair for pair in tried if pair.closed]
     few = [pair for pair in closed if pair.doubt is None and pair.count < len(audit.names)]
     found = [f"{pair.attack} proves nothing: {pair.doubt}" for pair in closed if pair.doubt is not None]
@@ -238,6 +369,13 @@ def _lacking(audit: Audit, pairs: Sequence[Outcome]) -> list[str]:
 
 
 Facts = Sequence[dict[str, Fact]]
+
+NO_NOISE = (
+    "there is no noise in what is sent, and its equations fit and have one solution: what its layer was fed is known. A "
+    "picture unlike the reference means that the reference is another one (augmentation, mixing, a factor between "
+    "gradients)"
+)
+"""Why a solution without noise is never a pass."""
 
 
 def doubt_of(caveat: str | None, facts: Facts, noise: float, control: Callable[[], Facts] | None) -> str | None:
@@ -262,7 +400,7 @@ def doubt_of(caveat: str | None, facts: Facts, noise: float, control: Callable[[
         )
     if noise == 0 and (loose := [fact for fact in facts if not _is_unique(fact)]):
         return f"its equations have more than one solution for {len(loose)} of {counted(len(facts), 'images')}"
-    return None
+    return NO_NOISE if noise == 0 else None
 
 
 def _is_unique(fact: dict[str, Fact]) -> bool:

@@ -64,8 +64,10 @@ class Search:
 
     def _judge(self, rung: Rung, test: TestSet, attacks: Sequence[Attack]) -> Judgement:
         self.deadline.closed = False  # an audit closes it at its end, and there is another behind it
-        given = {"step": rung.step, "deadline": self.deadline, "limit": self.limit}
-        audit = attack_gradients(self.victim, test, attacks, [rung.defence], **given)
+        given = {"step": rung.step, "deadline": self.deadline, "gated": True, "limit": self.limit}
+        audit = attack_gradients(
+            self.victim, test, attacks, [rung.defence], bounded=len(test) > rung.step.batch, **given
+        )
         assert audit.ruling is not None
         [judged] = audit.ruling.judgements
         # An attack's own time may be over: it is not judged. An image that is above is, however it ends.

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from situs.audit.scores.alignment import aligned_psnr
 from situs.core.tokens import Size, patchify
 from situs.errors import SitusError
 
@@ -22,7 +23,7 @@ BEST_PSNR = 200.0
 """What PSNR says of equal images, in dB: a mean over images must stay a number."""
 
 LOWER_IS_CLOSER = ("mse", "fft2d", "lpips")
-HIGHER_IS_CLOSER = ("psnr", "ssim", "patch_psnr", "order_accuracy", "reidentified")
+HIGHER_IS_CLOSER = ("psnr", "aligned_psnr", "ssim", "patch_psnr", "order_accuracy", "reidentified")
 """The metrics by the direction in which they tell of a leak."""
 
 
@@ -34,11 +35,12 @@ class Mean(NamedTuple):
     high: float | None
 
 
-def denormalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Normalised [n, C, H, W] -> float64 in [0, 1]; what an attack found outside is cut off, as in any picture."""
+def denormalise(images: Tensor, mean: Sequence[float], std: Sequence[float], clip: bool = True) -> Tensor:
+    """Normalised [n, C, H, W] -> float64 in [0, 1]; clip: what an attack found outside is cut off, as in any picture."""
     shape = (1, -1, 1, 1)
     m, s = (torch.tensor(part, dtype=torch.float64, device=images.device).view(shape) for part in (mean, std))
-    return (images.double() * s + m).clamp(0.0, 1.0)
+    pictures = images.double() * s + m
+    return pictures.clamp(0.0, 1.0) if clip else pictures
 
 
 def check_pictures(images: Tensor, what: str) -> None:
@@ -113,13 +115,15 @@ def match_patches(found: Tensor, real: Tensor, patch_size: Size) -> Matched:
     """Recovered patches matched to the original ones so that the squared error is least.
 
     A patch counts as in order if no swap explains it better: its own place is as good as the place it was matched to.
+    Where several recovered patches are as good for different originals, it counts for its share of them: a picture of
+    one grey says nothing of any place.
     """
     found, real = patchify(found.double(), patch_size), patchify(real.double(), patch_size)
     scores, orders = [], []
     for f, r in zip(found, real, strict=True):
         error, columns = assign(f, r)
         scores.append(_decibels(error.gather(1, columns.unsqueeze(1)).squeeze(1)).mean())
-        orders.append(in_order(error, columns).double().mean())
+        orders.append((in_order(error, columns) / _ties(error, r)).mean())
     return Matched(torch.stack(scores), torch.stack(orders))
 
 
@@ -137,6 +141,12 @@ def assign(found: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
 def in_order(error: Tensor, columns: Tensor) -> Tensor:
     """Which patches are at their place, [N]: as good there as where they were matched to."""
     return error.diagonal() <= error.gather(1, columns.unsqueeze(1)).squeeze(1) + 1e-12
+
+
+def _ties(error: Tensor, real: Tensor) -> Tensor:
+    """How many places a patch could stand at as well as at its own, [N], those whose originals are equal aside."""
+    same = torch.cdist(real, real, compute_mode="donot_use_mm_for_euclid_dist").square() / real.shape[-1] <= 1e-12
+    return ((error <= error.diagonal().unsqueeze(1) + 1e-12) & ~same).sum(dim=1) + 1
 
 
 def reidentify(found: Tensor, gallery: Tensor, index: Tensor) -> Tensor:
@@ -157,8 +167,9 @@ def measure_all(
     patch_size: Size,
     lpips: Callable[[Tensor, Tensor], Tensor] | None = None,
     first: int = 0,
+    raw: Tensor | None = None,
 ) -> dict[str, list[float] | None]:
-    """Every metric per image: found[i] against gallery[first + i].
+    """Every metric per image: found[i] against gallery[first + i]. raw: the found ones before they were clipped.
 
     Re-identification looks through the whole gallery; in one of a single image whatever is found is its nearest, so
     that None is reported; and so it is for the SSIM of images below 6 pixels. lpips: a verified network, or None.
@@ -172,6 +183,7 @@ def measure_all(
     values = {
         "mse": mse(found, real),
         "psnr": psnr(found, real),
+        "aligned_psnr": aligned_psnr(found if raw is None else raw, real, BEST_PSNR),
         "ssim": ssim(found, real) if min(found.shape[-2:]) > 5 else None,  # half of its window
         "fft2d": fft2d(found, real),
         "lpips": None if lpips is None else lpips(found, real),
@@ -185,17 +197,17 @@ def measure_all(
 
 
 def baselines(real: Tensor, span: slice = slice(None)) -> dict[str, Tensor]:
-    """What an attacker has who saw no gradient: the mean of the other images, and another image of the set.
+    """What an attacker has who saw no gradient: one grey, the mean of the other images, and another image of the set.
 
     span: of the images for which that is asked.
     """
     check_pictures(real[span], "original images")
-    count = real.shape[0]
+    count, grey = real.shape[0], torch.full_like(real[span], 0.5)
     if count == 1:
-        return {"mean image": torch.full_like(real, 0.5)}
+        return {"grey": grey}
     others = (real.sum(dim=0, keepdim=True) - real[span]) / (count - 1)
     before = torch.arange(count, device=real.device)[span] - 1
-    return {"mean image": others.clamp(0.0, 1.0), "random pair": real[before]}
+    return {"grey": grey, "mean image": others.clamp(0.0, 1.0), "random pair": real[before]}
 
 
 def mean_of(values: Sequence[float], *, share: bool = False) -> Mean:
@@ -220,7 +232,7 @@ def mean_of(values: Sequence[float], *, share: bool = False) -> Mean:
 def means_of(scores: Mapping[str, Sequence[float] | None]) -> dict[str, Mean | None]:
     """Each metric's mean over the images with its 95 % interval, which ends where the metric does."""
     means = {name: None if v is None else mean_of(v, share=name == "reidentified") for name, v in scores.items()}
-    ends = {"ssim": 1.0, "order_accuracy": 1.0, "psnr": BEST_PSNR, "patch_psnr": BEST_PSNR}
+    ends = {"ssim": 1.0, "order_accuracy": 1.0, **dict.fromkeys(("psnr", "aligned_psnr", "patch_psnr"), BEST_PSNR)}
     for name, end in ends.items():
         mean = means.get(name)
         if mean is not None and mean.high is not None:

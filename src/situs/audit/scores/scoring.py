@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from situs.audit.attacks.base import Fact, Normalisation, Recovery
-from situs.audit.scores.metrics import assign, baselines, denormalise, in_order, measure_all, psnr
+from situs.audit.scores.metrics import (
+    LOWER_IS_CLOSER,
+    assign,
+    baselines,
+    denormalise,
+    in_order,
+    measure_all,
+    psnr,
+)
 from situs.backbones.base import Backbone
 from situs.core.tokens import patchify
 
@@ -22,13 +30,14 @@ Scores = dict[str, list[float] | None]
 
 
 def pictures_of(found: Recovery, real: Tensor, batch: int, normalisation: Normalisation) -> Tensor:
-    """The recovered pictures in the order of the originals, [uploads · batch, C, H, W] in [0, 1]."""
-    uploads, pictures = len(found.facts), denormalise(found.images, *normalisation)
+    """The recovered pictures in the order of the originals, [uploads · batch, C, H, W]: black is 0 and white 1, and
+    what lies beyond is not cut off."""
+    uploads, pictures = len(found.facts), denormalise(found.images, *normalisation, clip=False)
     if pictures.shape[0] == uploads and batch > 1:  # one solution, which stands for each image of its batch
         return pictures.repeat_interleave(batch, dim=0)
     assert pictures.shape[0] == uploads * batch, "an attack gives one image an upload, or all"
     parts = zip(pictures.split(batch), real.split(batch), strict=False)  # fewer, where it was stopped
-    return torch.cat([part[assign(part.flatten(1), truth.flatten(1))[1]] for part, truth in parts])
+    return torch.cat([part[assign(part.clamp(0, 1).flatten(1), truth.flatten(1))[1]] for part, truth in parts])
 
 
 def facts_of(found: Recovery, labels: Tensor, batch: int) -> list[dict[str, Fact]]:
@@ -50,9 +59,23 @@ def facts_of(found: Recovery, labels: Tensor, batch: int) -> list[dict[str, Fact
 
 
 def measure(pictures: Tensor, real: Tensor, backbone: Backbone, lpips: Lpips | None, first: int = 0) -> Scores:
-    """Every metric per image, against those of `real` from number `first` on; all of `real` are the gallery."""
+    """Every metric per image, against those of `real` from number `first` on; all of `real` are the gallery.
+
+    pictures: need not lie in [0, 1].
+    """
     height, width = real.shape[2:]
-    return measure_all(pictures, real, patch_size_of(backbone, (height, width)), lpips, first)
+    size = patch_size_of(backbone, (height, width))
+    return measure_all(pictures.clamp(0, 1), real, size, lpips, first, raw=pictures)
+
+
+def closer(scores: Scores, others: Scores) -> Scores:
+    """Of two scores of the same pictures, against two references, for each image and metric the one that tells more."""
+    best: Scores = {}
+    for name, values in scores.items():
+        more, pick = others.get(name), min if name in LOWER_IS_CLOSER else max
+        both = values is not None and more is not None
+        best[name] = [pick(pair) for pair in zip(values, more, strict=True)] if both else values
+    return best
 
 
 def measure_guesses(real: Tensor, backbone: Backbone, lpips: Lpips | None) -> dict[str, Scores]:

@@ -62,7 +62,7 @@ class _Watcher(TorchFunctionMode):
             return None
         if func is F.linear:
             return Product(name, "matrix", _rows(inputs))
-        return Product(name, "unfolded", _unfold(inputs, given)) if inputs.dim() == 4 else None
+        return Product(name, "unfolded", unfold(inputs, given)) if inputs.dim() == 4 else None
 
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
@@ -77,7 +77,7 @@ def _rows(inputs: Tensor) -> Tensor:
     return inputs.reshape(len(inputs), -1, inputs.shape[-1])
 
 
-def _unfold(inputs: Tensor, given: dict[str, Any]) -> Tensor:
+def unfold(inputs: Tensor, given: dict[str, Any]) -> Tensor:
     """What a convolution multiplies: [B, C, H, W] -> [B, N, C · P_h · P_w]."""
     kernel, dilation = tuple(given["weight"].shape[2:]), given.get("dilation", 1)
     padding = given.get("padding", 0)

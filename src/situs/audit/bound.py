@@ -1,0 +1,96 @@
+"""What a pass needs beside the attacks that were asked for: the labels with the largest gradient, and the oracle.
+
+Both are tried only where no attack is above what a blind guess has: they cost more than the attacks, and could not
+change any other verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from situs.audit.cases import Case, Outcome, TestSet
+from situs.audit.deadline import Deadline
+from situs.audit.defences import Step
+from situs.audit.engine import Client, run
+from situs.audit.judge.gate import Blind, exposed
+from situs.audit.oracle import Oracle, estimate
+from situs.audit.scores.metrics import denormalise
+from situs.audit.scores.scoring import Scores, extend, measure
+from situs.backbones.base import Backbone
+from situs.errors import counted
+from situs.methods.base import Batch, Method
+
+IMAGES = 4
+"""The oracle is asked about so many images, those that came back best."""
+
+
+def consult(
+    model: Backbone | Method,
+    test: TestSet,
+    outcomes: Sequence[Outcome],
+    blind: Blind,
+    step: Step,
+    deadline: Deadline,
+) -> list[Outcome]:
+    """The outcomes with what a pass needs beside them, for each defence with noise under which nothing is above."""
+    every = list(outcomes)
+    for defence in dict.fromkeys(each.case.defence for each in outcomes):
+        pairs = [each for each in outcomes if each.case.defence == defence and each.attacked]
+        proved = any(each.closed and each.doubt is None for each in pairs)  # else nothing could pass
+        if not proved or any(exposed(each, blind, test.names) for each in pairs) or deadline.spent():
+            continue
+        harder = [Case("", model, defence, each.case.attack, hardest=True, batch=step.batch) for each in pairs]
+        tried = {each.case: each for each in run(harder, test, step, deadline)}
+        every += tried.values()
+        if any(exposed(each, blind, test.names) for each in tried.values()):
+            continue
+        for hardest in (False, True):
+            case = Case("", model, defence, Oracle(), hardest=hardest, batch=step.batch)
+            every.append(_ask(case, test, [*pairs, *tried.values()], blind, step, deadline))
+            if exposed(every[-1], blind, test.names):
+                break
+    return every
+
+
+def _ask(case: Case, test: TestSet, pairs: Sequence[Outcome], blind: Blind, step: Step, deadline: Deadline) -> Outcome:
+    """What the oracle has of the images that came back best."""
+    client, size = Client(case, test, step, None), case.defence.step(step).batch
+    best = torch.full((len(test),), -torch.inf)
+    for pair in pairs:
+        values = torch.tensor(pair.scores.get("aligned_psnr") or [-torch.inf] * len(test))
+        best[: len(values)] = torch.maximum(best[: len(values)], values)
+    uploads = best.view(-1, size).amax(dim=1).argsort(descending=True)[: max(1, IMAGES // size)].tolist()
+    numbers: list[int] = []
+    scores: Scores = {}
+    ended = True
+    for at, upload in enumerate(uploads):
+        deadline.say(f"{case.defence.label}: the oracle, upload {at + 1} of {len(uploads)}")
+        deadline.begin(len(uploads) - at)
+        here = slice(upload * size, (upload + 1) * size)
+
+        def scored(images: Tensor, here: slice = here) -> Scores:
+            pictures = denormalise(images, *test.normalisation, clip=False)
+            return measure(pictures, test.real(), case.backbone, None, here.start)
+
+        def enough(images: Tensor, here: slice = here, scored: Callable[[Tensor], Scores] = scored) -> bool:
+            values = scored(images)
+            part = Outcome(case, "done", values | {"reidentified": None}, numbers=tuple(range(here.start, here.stop)))
+            return bool(exposed(part, blind, test.names))
+
+        x, y = client.pixels[here], client.labels[here]
+        batch = Batch(x, torch.arange(here.start, here.stop, device=x.device), {"label": y})
+        draws = client.method.draw(batch, seed=client.step.seed, epoch=client.step.epoch)
+        known = replace(client.known(True, upload), labels=None)
+        result = estimate(client.method, client.upload(upload), x, y, draws, known, enough, deadline.over)
+        numbers += range(here.start, here.stop)
+        extend(scores, scored(result.images))
+        ended = ended and result.ended
+        if deadline.spent():
+            break
+    whole = ended and len(numbers) == len(uploads) * size
+    partial = None if whole else f"{len(numbers)} of {counted(len(uploads) * size, test.things)}, or before its end"
+    return Outcome(case, "done" if whole else "stopped", scores, partial=partial, numbers=tuple(numbers))

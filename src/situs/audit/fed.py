@@ -1,0 +1,80 @@
+"""What the patch embedding was really fed in a step, and that as pictures: the reference of a score.
+
+A module may flip, crop, shift, colour or mix its images before its first layer. An attacker reads what that layer was
+fed; held against the images as they were given, an exact recovery would look like a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from situs.audit.stem import Stem, find_embedding, find_stem, patches_of, to_images
+from situs.audit.stem.products import unfold
+from situs.backbones.base import Backbone
+
+SAME = 1e-3
+"""Relative: a layer that is fed what the images say differs by rounding alone."""
+
+
+def reading_stem(backbone: Backbone) -> Stem | None:
+    """The layer whose input is recorded: the patch embedding, with or without a table behind it."""
+    stem = find_stem(backbone)
+    stem = find_embedding(backbone) if isinstance(stem, str) else stem
+    return None if isinstance(stem, str) else stem
+
+
+@contextmanager
+def recorded(backbone: nn.Module, stem: Stem | None) -> Iterator[list[Tensor]]:
+    """The inputs [B, N, K] of the patch embedding, forward pass after forward pass; none where its weight is not that of
+    a convolution or linear layer. They are recorded on copies of the model too."""
+    inputs: list[Tensor] = []
+    layer = None if stem is None else _layer(backbone, stem.weight)
+    if stem is None or layer is None:
+        yield inputs
+        return
+    handle = layer.register_forward_pre_hook(lambda part, args: inputs.append(_rows(part, args[0].detach(), stem)))
+    try:
+        yield inputs
+    finally:
+        handle.remove()
+
+
+def _layer(backbone: nn.Module, weight: str) -> nn.Conv2d | nn.Linear | None:
+    """The layer that a weight belongs to, by the weight's name."""
+    name, _, last = weight.rpartition(".")
+    layer = dict(backbone.named_modules()).get(name)
+    plain = isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
+    return layer if plain and last == "weight" else None
+
+
+def _rows(layer: nn.Module, inputs: Tensor, stem: Stem) -> Tensor:
+    """What a layer multiplies with its weight, in the order that the stem's equations have, [B, N, K]."""
+    if isinstance(layer, nn.Linear):
+        return inputs.reshape(len(inputs), -1, inputs.shape[-1])
+    assert isinstance(layer, nn.Conv2d)
+    rows = unfold(
+        inputs,
+        {"weight": layer.weight, "stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation},
+    )
+    if stem.layout != "patches":
+        return rows
+    return rows.unflatten(-1, (inputs.shape[1], -1)).mT.flatten(-2)  # the channels of a pixel beside one another
+
+
+@torch.no_grad()
+def pictures_fed(backbone: Backbone, stem: Stem | None, inputs: list[Tensor], images: Tensor) -> Tensor | None:
+    """The normalised images [B, C, H, W] that the layer was fed; None where it was fed `images`, or nothing tells.
+
+    inputs: as recorded. Of several passes over as many images the first counts.
+    """
+    rows = torch.cat(inputs)[: len(images)] if inputs and len({each.shape[1:] for each in inputs}) == 1 else None
+    if stem is None or rows is None or len(rows) < len(images):
+        return None
+    usual = patches_of(images, backbone, stem)
+    if usual.shape == rows.shape and float((usual - rows).norm()) <= SAME * float(usual.norm()):
+        return None
+    return to_images(rows.double(), backbone, stem).to(images.dtype)
