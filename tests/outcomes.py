@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from situs.audit import ATTACKS
@@ -24,7 +25,7 @@ class Named(Defence):
 
 
 def outcome(
-    attack: str = "patchembed",
+    attack: str | Attack = "patchembed",
     defence: str = "none",
     reason: str | None = None,
     caveat: str | None = None,
@@ -34,11 +35,13 @@ def outcome(
     *,
     status: Any = None,
     by_itself: str = "",
+    hardest: bool = False,
     **fields: Any,
 ) -> Outcome:
     """What came of an attack against a defence; its status follows from the rest."""
-    model: Any = None
-    case = Case("m", model, Named(defence), ATTACKS[attack](), by_itself=by_itself)
+    model: Any = SimpleNamespace(backbone=SimpleNamespace(num_tokens=16))
+    made = ATTACKS[attack]() if isinstance(attack, str) else attack
+    case = Case("m", model, Named(defence), made, by_itself=by_itself, hardest=hardest)
     partial = fields.get("partial")
     status = status or ("refused" if reason is not None else "done" if partial is None else "stopped")
     return Outcome(case, status, scores or {}, list(facts), pictures, reason, caveat, **fields)

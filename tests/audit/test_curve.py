@@ -87,7 +87,9 @@ def test_a_patch_is_found_where_its_error_is_below_half_a_grey_level() -> None:
 
 
 def _pair(attack: str, psnr: list[float], partial: str | None = None) -> Any:
-    case: Any = SimpleNamespace(attack=SimpleNamespace(name=attack, closed_form=True), defence=NoDefence(), name="")
+    case: Any = SimpleNamespace(
+        attack=SimpleNamespace(name=attack, closed_form=True), defence=NoDefence(), name="", hardest=False
+    )
     status = "done" if partial is None else "stopped"
     return Outcome(case, status, {"psnr": psnr}, [{} for _ in psnr], None, partial=partial)
 

@@ -19,6 +19,7 @@ from situs.audit.cases import Case, Outcome, TestSet
 from situs.audit.client import upload_of, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import NoDefence, Noise, NoPositionGradient, Step
+from situs.audit.judge.gate import NO_NOISE
 from situs.audit.scores.metrics import psnr
 from situs.audit.scores.scoring import measure
 from situs.errors import SitusError
@@ -251,12 +252,12 @@ def test_what_a_defence_changes_of_the_step_is_told_and_never_passes_for_proof()
     cases = [Case("m", model, create_defence(name), attack) for name in named for attack in attacks]
     found = {(each.case.defence.name, each.attack): each for each in run(cases, images(2)).values()}
     solved = ("dropout", "drop-path", "fedavg", "clip-batch")
-    assert all(found[name, "patchembed"].exact == 2 and not found[name, "patchembed"].doubt for name in solved)
+    assert all(found[name, "patchembed"].exact == 2 and found[name, "patchembed"].doubt == NO_NOISE for name in solved)
     for name in ("int8", "fedavg-adam"):
         assert all(found[name, attack.name].doubt and not found[name, attack.name].exact for attack in attacks)
     assert "dropout of 0.1" in str(found["dropout", "tokens"].doubt)
     for each in (found["drop-path", "tokens"], found["clip-batch", "tokens"]):  # rounding decides: 53 to 71 dB
-        assert each.doubt is None and min(each.scores["psnr"] or [0.0]) > 45
+        assert each.doubt == NO_NOISE and min(each.scores["psnr"] or [0.0]) > 45
     two, three = (Case("m", model, create_defence(f"accumulate={m}"), attacks[0]) for m in (2, 3))
     summed = run([two, three], images(2))
     assert summed[two].count == 2 and "a batch of 2" in str(summed[two].caveat)

@@ -20,18 +20,18 @@ def test_one_call_from_a_name_to_a_judgement(monkeypatch: pytest.MonkeyPatch) ->
     """What Python users write: a model by name, images by place, defences by name."""
     monkeypatch.setattr("situs.audit.collect.KEEP_EVERY", 0.0)
     kept: list[Audit] = []
-    fields = {"count": 2, "img_size": (32, 32), "keep": kept.append}
-    found = audit_gradients("test_vit", "samples", attacks=["patchembed"], defences=["none", "noise=1"], **fields)
-    assert found.names == ["samples (train) 0", "samples (train) 1"] and found.stopped is None
+    fields = {"count": 5, "img_size": (32, 32), "keep": kept.append}
+    found = audit_gradients("test_vit", "samples", attacks=["patchembed"], defences=["none", "noise=1e3"], **fields)
+    assert found.names == [f"samples (train) {i}" for i in range(5)] and found.stopped is None
     judged = found.judge(psnr=20)
     assert (judged.answer, judged.passed, judged.status) == ("above", False, 3)
     assert [each.answer for each in judged.judgements] == ["above", "passed"]
-    assert [len(each.attacked) for each in kept] == [1, 2, 2]  # as it goes, and what is left says so
+    assert [len(each.attacked) for each in kept] == [1, 2, 2, 5]  # as it goes, and what is left says so
     assert kept[0].stopped == "the end of its process, with 1 of 2 attacks finished" and kept[-1] is found
     assert [each.answer for each in kept[0].judge(psnr=20).judgements] == ["above", "incomplete"]
     assert found.limit is None and found.numbers()["gate"] is None
     facts = found.to_json()
-    assert facts["images"] == "2 of samples, 32 × 32 pixels" and len(facts["weights_sha256"]) == 64
+    assert facts["images"] == "5 of samples, 32 × 32 pixels" and len(facts["weights_sha256"]) == 64
 
 
 class Net(nn.Module):

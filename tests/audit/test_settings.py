@@ -179,6 +179,7 @@ def test_files_and_page(outline: Any, whole: Comparison) -> None:
     assert len(last["images"]) == 3 and last["images"][0]["hidden"] == 3
     assert last["mean"]["shown_psnr"]["low"] is not None
     assert {b["name"] for b in told["baselines"] if b["setting"] == "c"} == {
+        "grey",
         "mean image",
         "random pair",
         "x̃ itself, order not solved",
@@ -189,9 +190,9 @@ def test_files_and_page(outline: Any, whole: Comparison) -> None:
     assert outline(text) == [
         "First screen, 1 figure",
         "Threat model, 1 fold, facts",
-        "Verdict, 3 texts, 9 rows",
+        "Verdict, 3 texts, 10 rows",
         "Pictures, 1 figure",
-        "The table, 1 text, 43 rows, 1 fold",
+        "The table, 1 text, 46 rows, 1 fold",
         "Shown and hidden patches apart, 12 rows, 1 fold",
         "What the paper reports, 5 rows",
         "How this page was made, facts",

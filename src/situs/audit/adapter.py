@@ -60,8 +60,10 @@ def adapt(
     if frozen:
         backbone.stem = f"{frozen[0]} is frozen, so its gradient is neither computed nor sent"
         return backbone
-    backbone.stem = found = search_stem(backbone, images, *names)
+    stems = search_stems(backbone, images, *names)
+    backbone.stem = found = stems if isinstance(stems, str) else stems[0]
     if isinstance(found, Stem):
+        backbone.others = tuple(stems[1:])
         backbone.dim, backbone.num_prefix = parameters[found.table].shape[found.channels], found.first
         backbone.grid = (h, w) = grid_of(found.count, size)
         backbone.input = backbone.input._replace(patch=(size[0] // h, size[1] // w) if h else None)
@@ -85,8 +87,9 @@ EQUAL = 1e-6
 """Relative: in float64 an equation that holds is off by less, and one that does not by far more."""
 
 
-def search_stem(backbone: StemBackbone, images: Tensor, weight: str | None, table: str | None) -> Stem | str:
-    """The stem among all trained parameters, or among those named; else the reason. images: [1, C, H, W], any."""
+def search_stems(backbone: StemBackbone, images: Tensor, weight: str | None, table: str | None) -> list[Stem] | str:
+    """The stems among all trained parameters, or among those named, the one with the most patches first: images may
+    take several paths, in any order. Where there is none, the reason. images: [1, C, H, W], any."""
     model = precise(backbone)
     images = images.to(next(model.parameters()).device).double()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -105,6 +108,7 @@ def search_stem(backbone: StemBackbone, images: Tensor, weight: str | None, tabl
         found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     gradients = {name: g for name, g in zip(trained, found, strict=True) if g is not None}
     tables = [name for name in gradients if table in (None, name)]
+    stems: list[Stem] = []
     for number, product in enumerate(products):
         if not seeing[number] or product.name not in gradients or weight not in (None, product.name):
             continue
@@ -116,8 +120,10 @@ def search_stem(backbone: StemBackbone, images: Tensor, weight: str | None, tabl
                 count = product.inputs.shape[1]
                 channels, first = place
                 fields = (product.kind, number, channels, count)
-                return Stem(product.name, bias if bias in trained else None, name, first, (1, 1), *fields)
-    return _reason(weight, table, any(seeing))
+                stems.append(Stem(product.name, bias if bias in trained else None, name, first, (1, 1), *fields))
+                break
+    stems.sort(key=lambda stem: (-stem.count, stem.weight))
+    return stems or _reason(weight, table, any(seeing))
 
 
 def _sees_enough(inputs: Tensor, model: nn.Module, number: int, images: Tensor) -> bool:

@@ -66,7 +66,7 @@ def _ask(case: Case, test: TestSet, pairs: Sequence[Outcome], blind: Blind, step
     uploads = best.view(-1, size).amax(dim=1).argsort(descending=True)[: max(1, IMAGES // size)].tolist()
     numbers: list[int] = []
     scores: Scores = {}
-    ended = True
+    ended, over = True, False
     for at, upload in enumerate(uploads):
         deadline.say(f"{case.defence.label}: the oracle, upload {at + 1} of {len(uploads)}")
         deadline.begin(len(uploads) - at)
@@ -89,8 +89,9 @@ def _ask(case: Case, test: TestSet, pairs: Sequence[Outcome], blind: Blind, step
         numbers += range(here.start, here.stop)
         extend(scores, scored(result.images))
         ended = ended and result.ended
-        if deadline.spent():
+        over = bool(exposed(Outcome(case, "done", scores, numbers=tuple(numbers)), blind, test.names))
+        if over or not ended or deadline.spent():
             break
-    whole = ended and len(numbers) == len(uploads) * size
+    whole = ended and (over or len(numbers) == len(uploads) * size)
     partial = None if whole else f"{len(numbers)} of {counted(len(uploads) * size, test.things)}, or before its end"
     return Outcome(case, "done" if whole else "stopped", scores, partial=partial, numbers=tuple(numbers))

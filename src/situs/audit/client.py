@@ -148,8 +148,8 @@ class LeftOut(nn.Module):
 
 @torch.no_grad()
 def least_likely(method: Method, images: Tensor) -> Tensor:
-    """The class that the model gives each image the least probability, [n]: of all labels the one with the largest loss,
-    and so with about the largest gradient."""
+    """The class to which the model gives the least probability, [n]: the label with the largest loss, and so
+    with about the largest gradient."""
     return torch.cat([method.backbone(part).argmin(dim=-1) for part in images.split(8)])
 
 

@@ -29,8 +29,8 @@ def reading_stem(backbone: Backbone) -> Stem | None:
 
 @contextmanager
 def recorded(backbone: nn.Module, stem: Stem | None) -> Iterator[list[Tensor]]:
-    """The inputs [B, N, K] of the patch embedding, forward pass after forward pass; none where its weight is not that of
-    a convolution or linear layer. They are recorded on copies of the model too."""
+    """The inputs [B, N, K] of the patch embedding, forward pass after forward pass; none where its weight is not that
+    of a convolution or linear layer. They are recorded on copies of the model too."""
     inputs: list[Tensor] = []
     layer = None if stem is None else _layer(backbone, stem.weight)
     if stem is None or layer is None:

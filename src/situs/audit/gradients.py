@@ -15,7 +15,7 @@ from situs.audit.collect import Leak, collect
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Step
 from situs.audit.engine import SHOWN
-from situs.audit.judge.gate import BLIND, Limit, Ruling, judge, parse_limit
+from situs.audit.judge.gate import Limit, Ruling, judge, parse_limit
 from situs.audit.judge.record import audit_numbers
 from situs.audit.remedies.result import Remedies
 from situs.audit.scores.metrics import mean_of
@@ -44,8 +44,8 @@ FALLBACK = Fallback()
 
 @dataclass(frozen=True)
 class Audit(Leak):
-    """Attacks × defences, by defence. baselines: scores of who saw nothing. about: what each defence is. gated: whether
-    a gate is asked for, limit: its further wish. remedies: what a search for defences found, for the page.
+    """Attacks × defences, by defence. baselines: scores of who saw nothing. about: what each defence is. limit: of the
+    gate, None without one. remedies: what a search for defences found, for the page.
     """
 
     file: ClassVar[str] = "gradients"
@@ -54,8 +54,7 @@ class Audit(Leak):
     step: Step
     baselines: dict[str, Scores]
     about: dict[str, str]
-    gated: bool = field(default=False, kw_only=True)
-    limit: Limit = field(default=BLIND, kw_only=True)
+    limit: Limit | None = field(default=None, kw_only=True)
     remedies: Remedies | None = field(default=None, kw_only=True)
 
     def judge(self, **limit: float) -> Ruling:
@@ -68,7 +67,7 @@ class Audit(Leak):
     @property
     def ruling(self) -> Ruling | None:
         """What the gate says; None without one."""
-        return judge(self, self.limit) if self.gated else None
+        return None if self.limit is None else judge(self, self.limit)
 
     @property
     def tone(self) -> Tone:

@@ -1,8 +1,8 @@
 """The oracle: what an attacker could have who is told where to look. A bound that a pass must respect, and no attack.
 
 Noise hides an image from the attacks that are tried here; others may come closer, through other layers, another path
-from the pixels to the logits or a better prior. So a gate asks an oracle before it passes anything. It knows the image x
-and linearises the whole upload g there, every tensor that is sent, with all that the training does:
+from the pixels to the logits or a better prior. So a gate asks an oracle before it passes anything. It knows the image
+x and linearises the whole upload g there, every tensor that is sent, with all that the training does:
 
     x̂ = argmin |upload - g(x) - J (x̂ - x)|² / σ² + x̂ᵀ Λ⁻¹ x̂,     J = ∂g/∂x
 
@@ -63,6 +63,7 @@ class Oracle(Attack):
         known: Knowledge | None = None,
         deadline: Deadline | None = None,
     ) -> Recovery:
+        del backbone, uploads, known, deadline
         raise AssertionError("the oracle is told the images: see `estimate`")
 
 
@@ -100,7 +101,7 @@ def estimate(
             gradients = run(at, labels, draws)
             return torch.cat([gradients[name].flatten() for name in names])
 
-        here, back = torch.func.vjp(flat, x)
+        here, back, *_ = torch.func.vjp(flat, x)
 
         def along(v: Tensor) -> Tensor:
             h = STEP * float(x.norm()) / max(float(v.norm()), 1e-30)

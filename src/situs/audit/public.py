@@ -22,7 +22,7 @@ from situs.audit.client import DTYPES, least_likely, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, NoDefence, Step, create_defence, method_of
 from situs.audit.gradients import Audit, attack_gradients
-from situs.audit.judge.gate import BLIND, parse_limit
+from situs.audit.judge.gate import parse_limit
 from situs.audit.judge.record import evidence
 from situs.audit.left import what_is_left
 from situs.audit.scores.lpips import Lpips
@@ -125,16 +125,16 @@ def audit_gradients(
     given the audit now and then while it grows, and at its end. facts: more of them for its files.
     """
     config, asked = config_from(options)
-    gated, auto = config.fail_above is not None, tuple(defences) == AUTO
-    limit = parse_limit(config.fail_above or str(BLIND))
+    limit = None if config.fail_above is None else parse_limit(config.fail_above)
+    auto = tuple(defences) == AUTO
     if auto:
-        defences = AS_IT_IS if gated else DEFENDED
+        defences = DEFENDED if limit is None else AS_IT_IS
     defended = [create_defence(each) for each in _each("defences", defences)]
     opened = open_audit(model, data, attacks, config, asked)
     victim, test = opened.victim, opened.test
     if auto and (own := victim.own_defence) is not None:  # a gate judges what would be sent
-        defended = [own] if gated else [own, *defended]
-    if limit.metric == "reidentified" and len(test) < 2:
+        defended = [own] if limit is not None else [own, *defended]
+    if limit is not None and limit.metric == "reidentified" and len(test) < 2:
         said = f"fail_above={limit}: one image is always the nearest; give two or more"
         raise SitusError(said, field=("fail_above", "count"))
     searched = any(attack.name == "matching" for attack in opened.attacks)
@@ -152,12 +152,11 @@ def audit_gradients(
         opened.attacks,
         defended,
         step=step_of(config, victim),
-        search=opened.search if gated and not searched else None,
+        search=None if limit is None or searched else opened.search,
         lpips=opened.lpips,
         deadline=deadline,
         keep=keep,
         bounded=True,
-        gated=gated,
         limit=limit,
         notes={**victim.notes, **test.notes, **size_of_gradients(victim, test)},
         provenance=Provenance(origin, left_out=test.left_out, things=test.things),

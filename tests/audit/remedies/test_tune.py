@@ -129,9 +129,9 @@ def test_a_stop_and_labels_that_do_not_fit(victim: Victim, tuning: Tuning, tmp_p
 def test_the_table_says_the_accuracy_or_that_it_was_not_measured(
     victim: Victim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rungs = {"noise": [Rung("drop", Noise(1e-9), Step()), Rung("flood", Noise(10.0), Step())]}
+    rungs = {"noise": [Rung("drop", Noise(1e-9), Step()), Rung("flood", Noise(1e3), Step())]}
     monkeypatch.setattr("situs.audit.remedies.find.ladders", lambda *_: rungs)
-    asked = {"attacks": ["patchembed"], "count": 2, "tune_images": 8, "tune_test": 40}
+    asked = {"attacks": ["patchembed"], "count": 5, "tune_images": 8, "tune_test": 40}
     found = find_defences(victim.model, "samples", "psnr=20", tune_data="samples", **asked)
     [each] = found.found
     assert each.named == "flood" and isinstance(each.tuned, Tuned) and each.tuned.judged == 40

@@ -158,7 +158,8 @@ def test_baselines_do_not_see_the_image_itself() -> None:
     found = baselines(real)
     torch.testing.assert_close(found["mean image"][0], real[1:].mean(dim=0))
     assert all(not torch.equal(a, b) for a, b in zip(found["random pair"], real, strict=True))
-    assert set(baselines(real[:1])) == {"mean image"}
+    assert set(baselines(real[:1])) == {"grey"}
+    assert set(found) == {"grey", "mean image", "random pair"} and found["grey"].unique().tolist() == [0.5]
 
 
 def test_intervals_against_scipy() -> None:

@@ -5,9 +5,9 @@ and how many images are found again among the others. Each is held against guess
 a limit on one metric, as psnr=20, is a further wish. The most exposed image decides, not the mean.
 
 `PASSED`: there is noise in what is sent, a closed form ran on all images to the end, its equations hold and fit
-(`doubt_of`), nothing was stopped, no image is above, not even under the labels with the largest gradient, and neither is
-the oracle. `ABOVE`: some image is, also in a stopped audit. `NOT_JUDGED`: everything else. What was stopped, does not
-apply or does not fit is no pass, and a search that finds nothing proves nothing. Without noise there is no pass:
+(`doubt_of`), nothing was stopped, no image is above, not even under the labels with the largest gradient, and neither
+is the oracle. `ABOVE`: some image is, also in a stopped audit. `NOT_JUDGED`: everything else. What was stopped, does
+not apply or does not fit is no pass, and a search that finds nothing proves nothing. Without noise there is no pass:
 equations that fit and have one solution then give the image, and if its picture differs from the reference, the
 reference is wrong.
 """
@@ -56,7 +56,7 @@ image under any noise."""
 WISHED = {"psnr": 1.0, "aligned_psnr": 1.0, "patch_psnr": 1.0}
 """What is above a wished limit must also be better than the best blind guess by this: a grey image is near any grey."""
 
-CHANCE = 0.01
+CHANCE = 1e-3
 """Images are found again more often than by chance where chance alone finds so many with less than this probability."""
 
 SCOPE = "for an honest server, these weights, these labels and one step"
@@ -371,8 +371,8 @@ def _lacking(audit: Audit, pairs: Sequence[Outcome]) -> list[str]:
 Facts = Sequence[dict[str, Fact]]
 
 NO_NOISE = (
-    "there is no noise in what is sent, and its equations fit and have one solution: what its layer was fed is known. A "
-    "picture unlike the reference means that the reference is another one (augmentation, mixing, a factor between "
+    "there is no noise in what is sent, and its equations fit and have one solution: what its layer was fed is known. "
+    "A picture unlike the reference means that the reference is another one (augmentation, mixing, a factor between "
     "gradients)"
 )
 """Why a solution without noise is never a pass."""

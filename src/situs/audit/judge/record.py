@@ -126,6 +126,7 @@ def _pair(pair: Outcome, names: Sequence[str]) -> dict[str, Any]:
         "applies": True,
         "closed_form": pair.closed,
         "by_itself": bool(pair.case.by_itself),
+        "bound": pair.is_bound,
         "caveat": pair.caveat,
         "doubt": pair.doubt,
         "lower_bound": pair.lower_bound,
@@ -137,7 +138,7 @@ def _pair(pair: Outcome, names: Sequence[str]) -> dict[str, Any]:
             for name, values in pair.scores.items()
         },
         "mean": _means(pair.scores),
-        "images": _images(pair.scores, names, pair.facts),
+        "images": _images(pair.scores, [names[i] for i in pair.numbers] or names, pair.facts or None),
     }
 
 
@@ -149,7 +150,7 @@ def _images(
     scores: Scores, names: Sequence[str], facts: Sequence[Mapping[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
     """Each image's scores and facts; of an attack that was stopped, those it came to."""
-    facts = [{}] * len(names) if facts is None else facts
+    facts = [{}] * len(scores.get("psnr") or ()) if facts is None else facts
     return [
         {"image": image, **{name: None if values is None else values[i] for name, values in scores.items()}, **fact}
         for i, (image, fact) in enumerate(zip(names, facts, strict=False))

@@ -64,7 +64,7 @@ class Search:
 
     def _judge(self, rung: Rung, test: TestSet, attacks: Sequence[Attack]) -> Judgement:
         self.deadline.closed = False  # an audit closes it at its end, and there is another behind it
-        given = {"step": rung.step, "deadline": self.deadline, "gated": True, "limit": self.limit}
+        given = {"step": rung.step, "deadline": self.deadline, "limit": self.limit}
         audit = attack_gradients(
             self.victim, test, attacks, [rung.defence], bounded=len(test) > rung.step.batch, **given
         )

@@ -21,7 +21,7 @@ from situs.train.private.accounting import epsilon_of
 A_DECADE = 4
 """Rungs for a factor of ten in the noise."""
 
-WEAK, STRONG = -8, 3
+WEAK, STRONG = -8, 5
 """The decades of noise that are searched, in units of the gradient's own size."""
 
 LEAST_NOISE = 0.3

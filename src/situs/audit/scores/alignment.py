@@ -33,21 +33,25 @@ def _errors(picture: Tensor, real: Tensor) -> Iterator[float]:
         turned = picture.flip(dims) if dims else picture
         for shift in {(0, 0), _shift(turned, real)}:
             part, truth = _overlap(turned, real, shift)
-            yield _fitted(part, truth)
-            yield _fitted(two_levels(part), truth)
+            yield _error(part, truth, real)
+            yield _error(two_levels(part), truth, real)
 
 
-def _fitted(picture: Tensor, real: Tensor) -> float:
-    """The mean squared error of [C, H, W] under the gain and offset of each channel that make it least."""
-    x, y = picture.flatten(1), real.flatten(1)
-    x, middle = x - x.mean(dim=1, keepdim=True), y - y.mean(dim=1, keepdim=True)
+def _error(picture: Tensor, part: Tensor, real: Tensor) -> float:
+    """The mean squared error over `real` [C, H, W] of a picture of one part of it [C, h, w], under the gain and offset
+    of each channel that make it least there; the rest is taken as the channel's mean."""
+    x, y = picture.flatten(1), part.flatten(1)
+    x, y = x - x.mean(dim=1, keepdim=True), y - y.mean(dim=1, keepdim=True)
     size = x.square().sum(dim=1)
-    gain = torch.where(size > 0, (x * middle).sum(dim=1) / size.clamp(min=1e-300), 0.0)
-    return float((middle - gain.unsqueeze(1) * x).square().mean())
+    gain = torch.where(size > 0, (x * y).sum(dim=1) / size.clamp(min=1e-300), 0.0)
+    explained = y.square().sum() - (y - gain.unsqueeze(1) * x).square().sum()
+    whole = (real - real.mean(dim=(1, 2), keepdim=True)).square().sum()
+    inside = (y - gain.unsqueeze(1) * x).square().sum()
+    return float(inside if part.shape == real.shape else whole - explained) / real.numel()
 
 
 def _shift(picture: Tensor, real: Tensor) -> tuple[int, int]:
-    """Rows and columns by which the picture is moved to be most like the original, at most `REACH`-th parts of a side."""
+    """Rows and columns by which the picture is moved to be most like the original, up to `REACH`-th parts of a side."""
     x, y = (each.mean(dim=0) - each.mean() for each in (picture, real))
     height, width = x.shape
     alike = torch.fft.irfft2(torch.fft.rfft2(y) * torch.fft.rfft2(x).conj(), s=(height, width))
@@ -67,7 +71,7 @@ def _overlap(picture: Tensor, real: Tensor, shift: tuple[int, int]) -> tuple[Ten
 
 
 def two_levels(picture: Tensor) -> Tensor:
-    """[C, H, W] as 0 and 1 by one threshold on its mean over the channels: the one that splits its values best (Otsu)."""
+    """[C, H, W] as 0 and 1 by one threshold on its mean over channels, the one that splits its values best (Otsu)."""
     grey = picture.mean(dim=0)
     values = grey.flatten().sort().values
     count = torch.arange(1, len(values), dtype=values.dtype, device=values.device)

@@ -36,7 +36,7 @@ class Mean(NamedTuple):
 
 
 def denormalise(images: Tensor, mean: Sequence[float], std: Sequence[float], clip: bool = True) -> Tensor:
-    """Normalised [n, C, H, W] -> float64 in [0, 1]; clip: what an attack found outside is cut off, as in any picture."""
+    """Normalised [n, C, H, W] -> float64 in [0, 1]; clip: what an attack gave outside is cut off, as in any picture."""
     shape = (1, -1, 1, 1)
     m, s = (torch.tensor(part, dtype=torch.float64, device=images.device).view(shape) for part in (mean, std))
     pictures = images.double() * s + m

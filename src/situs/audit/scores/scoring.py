@@ -73,8 +73,10 @@ def closer(scores: Scores, others: Scores) -> Scores:
     best: Scores = {}
     for name, values in scores.items():
         more, pick = others.get(name), min if name in LOWER_IS_CLOSER else max
-        both = values is not None and more is not None
-        best[name] = [pick(pair) for pair in zip(values, more, strict=True)] if both else values
+        if values is None or more is None:
+            best[name] = values
+        else:
+            best[name] = [pick(pair) for pair in zip(values, more, strict=True)]
     return best
 
 

@@ -44,10 +44,12 @@ class Stem:
 class StemBackbone(OwnModule):
     """A user's own module that names its stem itself, or the reason why it has none.
 
-    table: the parameter that its user calls the position table, whether or not the stem is one.
+    others: further stems, where images take several paths. table: the parameter that its user calls the position table,
+    whether or not the stem is one.
     """
 
     stem: Stem | str = "its patch embedding and position table were not looked for"
+    others: tuple[Stem, ...] = ()
     table: str | None = None
 
 
@@ -115,6 +117,12 @@ def find_stem(backbone: Backbone) -> Stem | str:
     if not _is_additive(backbone):
         return "its position table is not simply added to the patch tokens"
     return replace(found, table=table[0], first=table[1])
+
+
+def find_stems(backbone: Backbone) -> list[Stem]:
+    """Every layer that is fed the image with a table behind it; none where pixels cannot be solved for."""
+    stem = find_stem(backbone)
+    return [] if isinstance(stem, str) else [stem, *(backbone.others if isinstance(backbone, StemBackbone) else ())]
 
 
 def find_embedding(backbone: Backbone) -> Stem | str:

@@ -36,7 +36,17 @@ from situs.audit.attacks.patchembed.through import System, solve_patches, solve_
 from situs.audit.client import known_gradient
 from situs.audit.deadline import Deadline
 from situs.audit.defences import UNKNOWN, Gradients
-from situs.audit.stem import Stem, find_stem, flat_weight, patch_count, require_stem, table_rows, to_images, view_of
+from situs.audit.stem import (
+    Stem,
+    find_stem,
+    find_stems,
+    flat_weight,
+    patch_count,
+    require_stem,
+    table_rows,
+    to_images,
+    view_of,
+)
 from situs.backbones.base import Backbone
 from situs.methods.base import Method
 
@@ -97,10 +107,12 @@ class PatchEmbedding(Attack):
         if isinstance(stem, str):
             return Refused(stem)
         bias = () if stem.bias is None else (stem.bias,)
-        view = view_of(backbone, stem)
-        limit = None if view is None or view.affine else THROUGH
-        ready = Ready((stem.weight, stem.table, *bias, UNKNOWN), _caveat(backbone, stem, known), limit)
-        return absent(sent, (stem.weight, stem.table)) or ready
+        stems = [each for each in find_stems(backbone) if absent(sent, (each.weight, each.table)) is None]
+        views = [view_of(backbone, each) for each in stems]
+        limit = None if all(view is None or view.affine for view in views) else THROUGH
+        reads = tuple(dict.fromkeys(name for each in stems for name in (each.weight, each.table)))
+        ready = Ready((*reads, *bias, UNKNOWN), _caveat(backbone, stem, known), limit)
+        return ready if stems else absent(sent, (stem.weight, stem.table)) or ready
 
     def recover(
         self,
@@ -116,19 +128,41 @@ class PatchEmbedding(Attack):
         for group in groups:
             if parts and parts[-1].partial is not None:
                 break
-            parts.append(self.recover_shown(backbone, group, known, deadline))
+            parts.append(self._by_every_path(backbone, group, known, deadline))
         found = joined(parts)
         if known.trained(backbone).hidden_share:
             for fact in found.facts:  # hidden patches are no part of these equations, whatever noise explains
                 fact.update(fits=False, verdict=FAILED)
         return found
 
+    def _by_every_path(
+        self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline | None
+    ) -> Recovery:
+        """The same by each layer that is fed the image: of each upload the solution that fits, and of those the one
+        that noise leaves least open."""
+        stems = [each for each in find_stems(backbone) if absent(uploads[0], (each.weight, each.table)) is None]
+        if len(stems) < 2:
+            return self.recover_shown(backbone, uploads, known, deadline, *stems)
+        paths = [self.recover_shown(backbone, uploads, known, deadline, stem) for stem in stems]
+        cut = next((path.partial for path in paths if path.partial is not None), None)
+        images, facts = [], []
+        for number in range(min(len(path.facts) for path in paths)):
+            at = min(range(len(paths)), key=lambda at: _off(paths[at].facts[number]))
+            images.append(paths[at].images[number])
+            facts.append(paths[at].facts[number] | {"layer": stems[at].weight})
+        return Recovery(torch.stack(images), facts, partial=cut)
+
     def recover_shown(
-        self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge, deadline: Deadline | None = None
+        self,
+        backbone: Backbone,
+        uploads: Sequence[Gradients],
+        known: Knowledge,
+        deadline: Deadline | None = None,
+        stem: Stem | None = None,
     ) -> Recovery:
         """The images behind uploads none of whose patches is hidden; of the first where the deadline is over while it
-        is undone what the model does before its patch embedding."""
-        stem, trained = require_stem(backbone), known.trained(backbone)
+        is undone what the model does before its patch embedding. stem: by which of the model's layers."""
+        stem, trained = require_stem(backbone) if stem is None else stem, known.trained(backbone)
         table = torch.stack([patch_rows(trained, stem, upload, known) for upload in uploads])
         weight = flat_weight(stack(uploads, stem.weight), stem)
         sent, sigma = _errors(uploads[0], stem, known, table.shape[1])
@@ -155,6 +189,12 @@ class PatchEmbedding(Attack):
         return Recovery(images.float(), told, partial=cut if view is not None and view.stopped else None)
 
 
+def _off(fact: dict[str, Fact]) -> tuple[bool, bool, float]:
+    """By what solutions of one upload are compared: that they fit, that nothing speaks against them, what is open."""
+    share = fact.get("open")
+    return fact["fits"] is not True, fact.get("verdict") is not None, share if isinstance(share, float) else 1.0
+
+
 def _errors(upload: Gradients, stem: Stem, known: Knowledge, patches: int) -> tuple[torch.dtype, float]:
     """The type of what was sent, and the deviation of even errors on it.
 
@@ -173,6 +213,7 @@ def facts_of(found: Solution, index: int, unknowns: int) -> dict[str, Fact]:
         "residual": float(found.residual[index]),
         "expected_residual": float(found.expected[index]),
         "fits": bool(found.fits[index]),
+        "open": float(found.open[index]),
     }
 
 

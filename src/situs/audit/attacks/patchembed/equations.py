@@ -25,7 +25,8 @@ OWN = 1e-11
 
 
 class Solution(NamedTuple):
-    """patches [B, N, K]; rank [B] and condition [B] (infinite below rank N) of G.
+    """patches [B, N, K]; rank [B] and condition [B] (infinite below rank N) of G. open [B]: the share of a pixel's
+    variance that rounding and noise leave open, on average.
 
     residual [B]: the share of the whitened right sides that is left over; expected [B]: the share that rounding and
     noise leave. fits [B]: whether one is the other, and there are equations that can tell.
@@ -37,6 +38,7 @@ class Solution(NamedTuple):
     residual: Tensor
     expected: Tensor
     fits: Tensor
+    open: Tensor
 
 
 class Fit(NamedTuple):
@@ -93,7 +95,9 @@ def _by_columns(weight: Tensor, table: Tensor, errs: Tensor, sent: torch.dtype, 
     rank, condition = (torch.stack([getattr(p, name) for p in parts]) for name in ("rank", "condition"))
     fits = torch.stack([part.fits for part in parts]).all(dim=0)
     share = total.clamp(min=1e-300)
-    return Solution(patches, rank.amin(0), condition.amax(0), (left / share).sqrt(), (allowed / share).sqrt(), fits)
+    uncertain = torch.stack([part.open for part in parts]).amax(dim=0)
+    worst = (rank.amin(0), condition.amax(0))
+    return Solution(patches, *worst, (left / share).sqrt(), (allowed / share).sqrt(), fits, uncertain)
 
 
 def _solve(weight: Tensor, table: Tensor, sent: torch.dtype, sigma: float, errs: Tensor | None) -> Solution:
@@ -103,7 +107,8 @@ def _solve(weight: Tensor, table: Tensor, sent: torch.dtype, sigma: float, errs:
     rank = (values > (1 + (d / n) ** 0.5) ** 2).sum(dim=-1)
     plain = torch.linalg.eigvalsh(_smaller_square(torch.where(white != 0, table, 0.0)))
     condition = torch.where(rank == n, (plain[:, -1] / plain[:, 0].clamp(min=0)).sqrt(), torch.inf)
-    return Solution(patches, rank, condition, *judge(white, right, patches, sent, values))
+    known = (values.clamp(min=0) / (1 + values.clamp(min=0))).sum(dim=-1)
+    return Solution(patches, rank, condition, *judge(white, right, patches, sent, values), 1 - known / n)
 
 
 def whiten(
