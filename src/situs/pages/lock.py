@@ -30,8 +30,11 @@ def audit_page(found: LockAudit) -> Page:
             first = f"No attacker {tried if found.attacks else 'was tried'}, which is no proof."
         page.lead = f"{first} {said.sentence}"
         page.judge("unsure", "No strength can be given" if strength is None else "Not opened by these attackers")
-    by = ", ".join(each.attacker for each in found.attacks if each.bits is not None) or "nobody"
-    page.number("no strength" if strength is None else f"{strength:.0f} of 256", f"bits left at most, by {by}")
+    by = "; ".join(each.attacker for each in found.attacks if each.bits is not None)
+    if strength is None:
+        page.number("no strength", "inconclusive, which is no pass")
+    else:
+        page.number(f"{strength:.0f} of 256", f"bits left at most, by {by}")
     page.number(", ".join(found.untried) or "none", "attackers not tried")
     if found.judged:
         page.opening.bars(_accuracies(found), "%", "Accuracy: with the key, without it, and after each attack.")

@@ -104,8 +104,8 @@ class LockAudit(Result):
 
     @property
     def strength(self) -> float | None:
-        """min(256, best attack) in bits, at most; None where nobody attacked or was judged, and where one who decides did
-        not attack or had too little."""
+        """min(256, best attack) in bits, at most; None where nobody attacked or was judged, and where one who decides
+        did not attack or had too little."""
         return strength_bits(self.attacks, self.lacking)
 
     @property
@@ -121,7 +121,7 @@ class LockAudit(Result):
     @property
     def verdict(self) -> str:
         """The strength in a line or two, what it means, and who was not tried."""
-        said = [verdict(self.attacks, self.lacking), *self.idle.values()]
+        said = [verdict(self.attacks, self.lacking, self.idle), *self.idle.values()]
         if self.published and {"public-base", "drifted-base"} <= {*self.untried}:
             said.append(
                 f"Weights of {self.published} are public, and this lock was not held against them: "
@@ -135,7 +135,8 @@ class LockAudit(Result):
         header = ("attacker", "key recovered", "bits left, at most", *scores, "seconds", "what it took")
         cover = f", {self.inner} inner groups as cover" if self.inner else ""
         title = f"{self.model}: {' + '.join(map(str, self.sizes))} residual channels{cover}{self.kept}"
-        rows = [_row(each, self.judged) for each in self.attacks]
+        sure = self.strength is not None
+        rows = [_row(each, self.judged, sure or each.got_far) for each in self.attacks]
         for name in self.untried:
             why = "has nothing to start from" if name in self.idle else f"needs {NEEDS[name]}"
             rows.append([name, "not tried", *[None] * (len(header) - 3), why])
@@ -150,10 +151,10 @@ class LockAudit(Result):
         return said | {"not_tried": {name: NEEDS[name] for name in self.untried}, "public_weights": self.published}
 
 
-def _row(result: KeyRecovery, judged: bool) -> list[str | None]:
+def _row(result: KeyRecovery, judged: bool, sure: bool) -> list[str | None]:
     share = "not judged" if result.share is None else f"{percent(result.share)} ({result.right} of {result.size})"
     bits = "not judged" if result.right is None else "inconclusive"
-    if result.bits is not None:
+    if sure and result.bits is not None:
         bits = f"{min(float(SEED_BITS), result.bits):.0f}"
     scores = [None if value is None else percent(value) for value in (result.before, result.after, result.owner)]
     if result.control is not None:

@@ -67,8 +67,8 @@ class KeyRecovery:
     before, after, owner: accuracy of the locked model as it is, after the attack, and with the key; None without data.
     tested: the samples that it was measured on.
     control: the same attack's accuracy where the locked blocks are replaced by random ones, so that they helped by
-    after - control. agreement, failed: J of the attacker `images`, and the largest from random hints. doubt: why it says
-    nothing of the lock that this attack failed; empty where it does. bits: what is left, see `bits_left`.
+    after - control. agreement, failed: J of the attacker `images`, and the largest from random hints. doubt: why it
+    says nothing of the lock that this attack failed; empty where it does. bits: what is left, see `bits_left`.
     """
 
     attacker: str
@@ -158,16 +158,17 @@ def untried(results: Sequence[KeyRecovery]) -> list[str]:
     return [name for name in ATTACKERS if name not in ran]
 
 
-def verdict(results: Sequence[KeyRecovery], lacking: Collection[str] = ()) -> str:
+def verdict(results: Sequence[KeyRecovery], lacking: Collection[str] = (), idle: Collection[str] = ()) -> str:
     """The strength in a line or two, by whom, and who was not tried; bits only where those who decide did and were
-    judged."""
-    left = "; ".join(f"{name} ({NEEDS[name]})" for name in untried(results))
+    judged. idle: attackers that have nothing to start from, which others say."""
+    strength, said = strength_bits(results, lacking), list[str]()
+    elsewhere = {*idle, *(lacking if strength is None else ())}
+    left = "; ".join(f"{name} ({NEEDS[name]})" for name in untried(results) if name not in elsewhere)
     not_tried = [f"Attackers not tried: {left}."] if left else []
     if not results:
         return " ".join(["Not attacked: no strength can be given.", *not_tried])
-    strength, said = strength_bits(results, lacking), list[str]()
     if strength is not None:
-        tried = ", ".join(result.attacker for result in results if result.bits is not None)
+        tried = "; ".join(result.attacker for result in results if result.bits is not None)
         said.append(f"Strength at most, by the attackers tried ({tried}): min(256, best attack) = {strength:.0f} bits.")
         if strength == 0:
             said.append("The lock is open to them: it hides a model only from those who lack what they had.")
@@ -175,7 +176,10 @@ def verdict(results: Sequence[KeyRecovery], lacking: Collection[str] = ()) -> st
             said.append("An upper bound: a better attack may exist. A lock is obfuscation, not encryption.")
     if unjudged := ", ".join(result.attacker for result in results if result.right is None and result.bits is None):
         said.append(f"Not judged, because the true key was not given: {unjudged}.")
-    said += [f"Inconclusive, {result.attacker}: {result.doubt}." for result in results if result.doubt]
+    said += [f"Inconclusive, {each.attacker}: {each.doubt}." for each in results if each.doubt and not each.got_far]
+    based = [each for each in results if each.attacker.startswith(("public-base", "drifted-base"))]
+    if based and strength is not None and not any(each.got_far for each in based):
+        said.append("The base that was tried gave nothing away: this says nothing of another one.")
     if blurred := [each for each in results if each.tested and each.owner is not None and not each.told]:
         owner, locked = (percent(value or 0.0) for value in (blurred[0].owner, blurred[0].before))
         few = counted(blurred[0].tested or 0, "samples")
@@ -183,7 +187,8 @@ def verdict(results: Sequence[KeyRecovery], lacking: Collection[str] = ()) -> st
         said.append("that only the channels were judged.")
     if lacking and strength is None:
         named = ", ".join(f"{name} ({NEEDS[name]})" for name in sorted(lacking))
-        said.append(f"Not run, though {'they decide' if 'public-base' in lacking else 'anybody could'}: {named}.")
+        why = "a strength without it says nothing" if "public-base" in lacking else "anybody could"
+        said.append(f"Not run, though {why}: {named}.")
     if strength is None:
         said.insert(0, "No strength can be given. That is inconclusive, and no pass.")
     return " ".join([*said, *not_tried])

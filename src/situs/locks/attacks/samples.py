@@ -28,7 +28,7 @@ LONGEST_TEXT = 128
 
 @dataclass(frozen=True)
 class Samples:
-    """each: images [1, C, H, W] or token ids [1, N]. had: what they are, in words. variety: which count. patch: of images."""
+    """each: images [1, C, H, W] or token ids [1, N]. had: what they are, in words. variety: which of them count."""
 
     each: tuple[Tensor, ...]
     had: str

@@ -26,8 +26,9 @@ CONTRAST, DETAILED = 0.02, 0.2
 """Flat: less than this share of the cells of a 16 × 16 grid deviates by so much of the range of pixels. Photographs
 have .29 at least."""
 
-UNEVEN = 0.45
-"""Noise: the log variance of the cells deviates by less. Photographs have .51 at least, noise of every grain .42."""
+UNEVEN, CELLS = 0.45, 36
+"""Noise: the log variance of the cells deviates by less. Photographs have .51 at least, noise of every grain .42 at
+most. Fewer cells, as pictures of less than 24 pixels have, do not tell."""
 
 ALIKE = 0.97
 """Copies: thumbnails of 16 × 16 that correlate so, mirrored or not. Different photographs reach .94."""
@@ -95,7 +96,8 @@ def look_at(images: Tensor, pixels: Tensor, names: Sequence[str]) -> Variety:
     cells = _cells(pixels)  # [B, C, n, L]
     spread = (cells - cells.mean(dim=2, keepdim=True)).square().mean(dim=(1, 2))  # [B, L]
     flat = (spread.sqrt() > CONTRAST).float().mean(dim=1) < DETAILED
-    noise = ~flat & ((spread + 1e-6).log().std(dim=1) < UNEVEN)
+    uneven = (spread + 1e-6).log().std(dim=1, correction=0)
+    noise = ~flat & (uneven < UNEVEN) if spread.shape[1] >= CELLS else torch.zeros_like(flat)
     copies = _copies(pixels)
     kept = tuple((~(flat | noise | copies)).nonzero()[:, 0].tolist())
 
