@@ -7,6 +7,7 @@ import torch
 from builders import small_hf
 
 from situs.backbones import create_backbone
+from situs.backbones.timm.create import published_name
 from situs.errors import SitusError
 from situs.locks.attacks import LockAudit, LockAuditConfig, audit, audit_lock
 from situs.locks.attacks.adapter import Labelled
@@ -69,9 +70,22 @@ def test_where_images_tell_nothing_the_locked_file_alone_must_have_been_attacked
     config = LockAuditConfig(drift=(1000.0,))
     given = {"key": KEY, "base": clear, "config": config}
     audit = audit_lock(place / "less", attacker=["drifted-base"], **given)
-    assert audit.attacks[0].bits and audit.strength is None
+    assert audit.attacks[0].bits is audit.strength is None
     assert "Not run, though anybody could: no-base (the locked file alone)" in audit.verdict
-    assert audit_lock(place / "less", attacker=["drifted-base", "no-base"], **given).strength
+    both = audit_lock(place / "less", attacker=["drifted-base", "no-base"], **given)
+    assert both.strength is None and "this one gave nothing away" in both.verdict and "256" not in both.verdict
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_base_that_is_another_model_proves_nothing_of_the_right_one(folders, seed):
+    clear, place = folders
+    other = create_backbone(clear).model
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.normal_()
+    less = audit_lock(place / "less", base=other, key=KEY)
+    assert less.attacks[1].right < 12 and less.attacks[1].bits is None and less.strength is None
 
 
 @pytest.mark.parametrize("withhold", [("embedding",), ("embedding", "blocks=1")])
@@ -114,10 +128,12 @@ def test_the_command_that_holds_a_lock_against_public_weights_is_named() -> None
 def test_public_weights_are_known_by_the_name_of_a_whole_architecture(name, fields, published):
     if fields is None:
         pytest.importorskip("transformers")
-        backbone = small_hf("BertModel", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+        backbone = small_hf(
+            "BertModel", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
+        )
     else:
         backbone = create_backbone(name, **fields)
-    assert audit._published(backbone) == published
+    assert published_name(backbone) == published
 
 
 def test_of_several_stages_the_first_is_no_whole_lock(model_folder, tmp_path, monkeypatch):

@@ -54,6 +54,11 @@ from situs.progress import tracked
 from situs.results import Result, Summary, Table, Tone, percent, show
 from situs.train import distributed
 
+WRONG_BASE = (
+    "with the embedding withheld a base is all that there is to attack with, and this one gave nothing away; is it the "
+    "model that was locked, or was tuned and then locked"
+)
+
 
 @dataclass(frozen=True)
 class LockAuditConfig(Checked):
@@ -185,6 +190,8 @@ def audit_lock(
 
     >>> print(situs.audit_lock("locked", base="exported", key="owner.key"))
     """
+    from situs.backbones.timm.create import published_name  # timm takes a second to import
+
     config, key = config or LockAuditConfig(), None if key is None else as_key(key)
     samples = {name: Path(path) for name, path in (("images", images), ("texts", texts)) if path is not None}
     names = _chosen(
@@ -207,7 +214,7 @@ def audit_lock(
         lacking=frozenset(lacking),
         kept=target.kept,
         judged=target.test is not None,
-        published=_published(target.backbone),
+        published=published_name(target.backbone),
     )
 
 
@@ -304,16 +311,6 @@ def _target(
     return _Target(backbone, groups, state, theirs, truth, learned, test, seen, idle, kept, score, owner)
 
 
-def _published(backbone: Backbone) -> str:
-    """The timm name under which weights of this architecture are published; empty where none is known."""
-    if backbone.source["library"] != "timm" or {"embed_dim", "depth", "depths"} & {*backbone.source["model_args"]}:
-        return ""
-    import timm
-
-    name = str(backbone.source["architecture"])
-    return name if timm.is_model_pretrained(name) else ""
-
-
 def _labelled(
     folder: Path, data: str | None, config: LockAuditConfig, gone: frozenset[str], device: torch.device
 ) -> tuple[Labelled | None, Labelled | None]:
@@ -375,7 +372,8 @@ def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[KeyReco
         for amount in config.drift if name == "drifted-base" else (None,):
             base = target.base if amount is None else drift(target.base, amount, config.seed)
             label = name if amount is None else f"{name}, {amount:g} ×"
-            found.append(recover_with_base(target.state, base, target.groups, truth=truth, attacker=label))
+            got = recover_with_base(target.state, base, target.groups, truth=truth, attacker=label)
+            found.append(replace(got, doubt=WRONG_BASE) if "images" in target.idle else got)
     if score is None or target.test is None:
         return found
     more = (score, owner, len(target.test.labels))

@@ -177,8 +177,13 @@ def verdict(results: Sequence[KeyRecovery], lacking: Collection[str] = (), idle:
     if unjudged := ", ".join(result.attacker for result in results if result.right is None and result.bits is None):
         said.append(f"Not judged, because the true key was not given: {unjudged}.")
     said += [f"Inconclusive, {each.attacker}: {each.doubt}." for each in results if each.doubt and not each.got_far]
+    said += [
+        f"With more it may get further, {each.attacker}: {each.doubt}."
+        for each in results
+        if each.doubt and each.got_far and each.bits
+    ]
     based = [each for each in results if each.attacker.startswith(("public-base", "drifted-base"))]
-    if based and strength is not None and not any(each.got_far for each in based):
+    if based and strength is not None and not any(each.got_far or each.doubt for each in based):
         said.append("The base that was tried gave nothing away: this says nothing of another one.")
     if blurred := [each for each in results if each.tested and each.owner is not None and not each.told]:
         owner, locked = (percent(value or 0.0) for value in (blurred[0].owner, blurred[0].before))

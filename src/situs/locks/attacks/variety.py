@@ -104,8 +104,8 @@ def look_at(images: Tensor, pixels: Tensor, names: Sequence[str]) -> Variety:
     def named(which: Tensor) -> tuple[str, ...]:
         return tuple(name for name, chosen in zip(names, which.tolist(), strict=True) if chosen)
 
-    sorts = (named(each) for each in (copies & ~flat & ~noise, flat, noise))
-    return Variety(kept, "images", *sorts, _strange(images[list(kept)]) if kept else "")
+    strange = _strange(images[list(kept)]) if kept else ""
+    return Variety(kept, "images", named(copies & ~flat & ~noise), named(flat), named(noise), strange)
 
 
 def unlike(samples: Sequence[Tensor], names: Sequence[str], things: str) -> Variety:
@@ -128,8 +128,8 @@ def told_by(halves: Sequence[Tensor]) -> tuple[int, float]:
 
 def _cells(pixels: Tensor) -> Tensor:
     """[B, C, n, L]: the n pixels of each of the L cells of a 16 × 16 grid, of 4 × 4 pixels at least."""
-    size = [max(4, side // 16) for side in pixels.shape[-2:]]
-    size = [min(part, side) for part, side in zip(size, pixels.shape[-2:], strict=True)]
+    height, width = (min(side, max(4, side // 16)) for side in pixels.shape[-2:])
+    size = (height, width)
     return F.unfold(pixels, size, stride=size).unflatten(1, (pixels.shape[1], -1))
 
 
