@@ -13,6 +13,7 @@ from situs.locks.attacks import LockAudit, LockAuditConfig, audit, audit_lock
 from situs.locks.attacks.adapter import Labelled
 from situs.locks.attacks.graph import Schedule, patient
 from situs.locks.attacks.recovery import KeyRecovery
+from situs.locks.folder import write_model
 from situs.locks.key import Key
 from situs.locks.locking import lock
 from situs.train.distributed import Ranks
@@ -255,3 +256,18 @@ def test_a_gpu_finds_what_the_cpu_finds(folders):
     ours, theirs = (audit_lock(place / "locked", device=device, **given) for device in ("cuda", "cpu"))
     for one, two in zip(ours.attacks, theirs.attacks, strict=True):
         assert abs(one.right - two.right) <= 4, one.attacker  # random weights: rounding may move what is a guess
+
+
+@pytest.mark.slow
+@pytest.mark.shared_data
+def test_the_blocks_of_dinov2_alone_give_the_key_to_who_has_it(shared_data, tmp_path):
+    """Its embedding withheld and its inner groups moved; the attacker has the public file, and one 30 % away."""
+    weights = str(shared_data / "weights" / "vit_small_patch14_dinov2_fp16.safetensors")
+    (tmp_path / "clear").mkdir()
+    write_model(create_backbone("vit_small_patch14_dinov2", weights=weights, img_size=56), tmp_path / "clear")
+    lock(tmp_path / "clear", KEY, tmp_path / "less", withhold=("embedding",), cover=True)
+    alone = audit_lock(tmp_path / "less", key=KEY)
+    assert alone.strength is None and alone.published == "vit_small_patch14_dinov2"
+    given = {"key": KEY, "base": "vit_small_patch14_dinov2", "weights": weights}
+    found = audit_lock(tmp_path / "less", attacker=["no-base", "public-base", "drifted-base"], **given)
+    assert [each.right for each in found.attacks[1:]] == [384, 384] and found.strength == 0

@@ -141,6 +141,8 @@ def test_only_what_counts_is_attacked_with(backbone: Any) -> None:
     good = samples(leaves(20, 32))
     mixed = samples(torch.cat([leaves(20, 32), slopes(9, 32), grain(3, 32, 1)]))
     assert all(map(torch.equal, good.batches, mixed.batches))
+    twice = samples(torch.cat([leaves(2, 32), leaves(2, 32)]))
+    assert next(iter(twice.batches)).shape[0] == 4 and len(twice.variety.kept) == 2  # seen from more places
     none = samples(slopes(9, 32))
     assert next(iter(none.batches)).shape[0] == 9  # nothing counts, and so all are tried
 

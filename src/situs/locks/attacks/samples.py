@@ -37,8 +37,11 @@ class Samples:
 
     @property
     def batches(self) -> Iterable[Tensor]:
-        """Images [B, C, H, W], shifted and mirrored, or token ids [1, N]; only those that count, unless none does."""
-        return self._batched(self._kept or self.each)
+        """Images [B, C, H, W], shifted and mirrored, or token ids [1, N].
+
+        Those that count and their copies, unless none does."""
+        chosen = sorted((*self.variety.kept, *self.variety.again))
+        return self._batched([self.each[number] for number in chosen] or self.each)
 
     @property
     def _kept(self) -> list[Tensor]:
@@ -56,9 +59,9 @@ class Samples:
 
 
 def _samples(each: Sequence[Tensor], variety: Variety, patch: tuple[int, int] | None = None) -> Samples:
-    count, kept = len(each), variety.kept
-    of = f" of {count}" if 0 < len(kept) < count else ""
-    had = f"{len(kept) or count} unlabelled {variety.things}{of}"
+    count, kept = len(each), len(variety.kept) + len(variety.again)
+    of = f" of {count}" if 0 < kept < count else ""
+    had = f"{kept or count} unlabelled {variety.things}{of}"
     return Samples(tuple(each), had, variety, patch)
 
 
