@@ -4,7 +4,7 @@ An attack that was given next to nothing fails on every lock, so its failure say
 flat, or noise, tell nothing of how channels go together, and the attacker leaves them out; copies count once. What
 counts must be enough by the attacker's own statistics: as many as `ENOUGH`, a covariance at a place that has directions
 enough to tell channels apart, and that is the same from either half of the samples. The numbers were set on photographs
-(390, of 224 and 32 pixels) and noise, and on small ViTs for CIFAR-100: one trained for a few epochs, and two of 64 and 96
+(390, of 224 and 32 pixels) and noise, and on small ViTs for CIFAR-100: one trained for 12 epochs, two of 64 and 96
 channels whose blocks were made to read what its images make vary together.
 """
 
