@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from situs.backbones import Backbone, create_backbone
 from situs.core.tokens import Size
 from situs.methods import METHODS, create_method
@@ -54,3 +57,17 @@ def small_hf(kind: str, **entries: Any) -> Backbone:
 def small_method(name: str, backbone: Backbone | None = None, classes: int = 0, **config: Any) -> Method:
     """A method by name over `backbone`, or over a small ViT."""
     return create_method(name, backbone or small_vit(), METHODS[name].Config(**config), classes)
+
+
+def leaves(count: int, side: int = 64, seed: int = 0) -> Tensor:
+    """Pictures of leaves that cover one another, [count, 3, side, side] in [0, 1]: even inside, with edges of every
+    length, as photographs are."""
+    generator = torch.Generator().manual_seed(seed)
+    across = torch.arange(2 * side) / (2 * side)
+    pictures = torch.zeros(count, 3, 2 * side, 2 * side)
+    for picture in pictures:
+        for _ in range(80):
+            x, y, chance = torch.rand(3, generator=generator)
+            inside = (across[:, None] - y).square() + (across[None] - x).square() < (0.03 / (0.06 + chance)).square()
+            picture[:, inside] = torch.rand(3, 1, generator=generator)
+    return torch.nn.functional.avg_pool2d(pictures, 2)  # as a lens blurs

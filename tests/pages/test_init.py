@@ -170,7 +170,7 @@ def test_a_verdict_is_no_kinder_than_what_was_tried(result: Result, tone: str, m
 
 
 def test_a_lock_that_nobody_judged_is_not_said_to_hold() -> None:
-    assert make_page(attacked()).headline[0] == "Whether the attackers opened this lock is not known."
+    assert make_page(attacked()).headline[0] == "Whether this lock holds is not known."
     some = replace(attacked(), attacks=(*attacked().attacks, *attacked(1).attacks))
     assert make_page(some).headline[0] == (
         "No attacker opened this lock here, as far as they could be judged, which is no proof."

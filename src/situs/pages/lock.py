@@ -22,15 +22,20 @@ def audit_page(found: LockAudit) -> Page:
         page.lead = f"The lock is open to {' and '.join(opened[:2])}. {said.sentence}"
         page.judge("bad", "Open to these attackers")
     else:
-        unknown = sum(each.bits is None for each in found.attacks)
-        if unknown == len(found.attacks) > 0:
-            first = "Whether the attackers opened this lock is not known."
+        if found.attacks and strength is None:
+            first = "Whether this lock holds is not known."
         else:
+            unknown = any(each.bits is None for each in found.attacks)
             tried = f"opened this lock here{', as far as they could be judged' if unknown else ''}"
             first = f"No attacker {tried if found.attacks else 'was tried'}, which is no proof."
         page.lead = f"{first} {said.sentence}"
         page.judge("unsure", "No strength can be given" if strength is None else "Not opened by these attackers")
-    page.number("not judged" if strength is None else f"{strength:.0f} of 256", "bits left, at most")
+    by = "; ".join(each.attacker for each in found.attacks if each.bits is not None)
+    if strength is None:
+        page.number("no strength", "inconclusive, which is no pass")
+    else:
+        page.number(f"{strength:.0f} of 256", f"bits left at most, by {by}")
+    page.number(", ".join(found.untried) or "none", "attackers not tried")
     if found.judged:
         page.opening.bars(_accuracies(found), "%", "Accuracy: with the key, without it, and after each attack.")
     else:

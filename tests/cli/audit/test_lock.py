@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from builders import leaves
+from PIL import Image
+from torch import Tensor
 
 from situs.cli.main import main
 from situs.locks.attacks.graph import Schedule, patient
@@ -99,7 +103,9 @@ def test_what_nobody_knows_is_not_judged(trained: Any, locked: Locked, capsys: p
     printed = capsys.readouterr().out
     assert "Not judged, because the true key was not given: public-base." in printed
     assert "No strength can be given." in printed
-    assert "256" not in printed  # nobody judged the attack, so it proves no strength
+    assert "256" not in printed.replace(
+        "vit_tiny_patch16_224", ""
+    )  # nobody judged the attack, so it proves no strength
 
 
 def test_without_a_key_no_strength_is_claimed(
@@ -140,28 +146,88 @@ def test_who_runs_the_blocks_reads_the_key_off_the_stream(
     assert "what the server sees is made with the true key (--key)" in capsys.readouterr().err
 
 
-def test_images_without_labels(
-    trained: Any, locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the steps, for tests in which it does not matter how far the search comes."""
     quick = {warmth: Schedule(1.0, patient(warmth).steps[::10]) for warmth in (0.25, 0.5, 1.0)}
-    monkeypatch.setattr("situs.locks.attacks.images.patient", quick.__getitem__)  # how far it comes does not matter
+    monkeypatch.setattr("situs.locks.attacks.images.patient", quick.__getitem__)
+
+
+def pictures(folder: Path, pixels: Tensor) -> Path:
+    folder.mkdir()
+    for number, each in enumerate((255 * pixels).byte()):
+        Image.fromarray(each.permute(1, 2, 0).numpy()).save(folder / f"{number:02}.png")
+    return folder
+
+
+@pytest.mark.usefixtures("hasty")
+def test_images_without_labels(locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photographs = pictures(tmp_path / "photographs", leaves(24))
     for folder in (locked.plain, locked.cover):
         out = tmp_path / folder.name
-        assert audit(folder, "--key", locked.key, "--images", trained.data, "--count", 7, "--out", out) == 0
+        assert audit(folder, "--key", locked.key, "--images", photographs, "--count", 20, "--out", out) == 0
         printed = capsys.readouterr().out
         written = json.loads((out / "audit.json").read_text())
         blind, images = written["attacks"]
         assert (blind["attacker"], images["attacker"]) == ("no-base", "images")
-        assert images["cost"].startswith("the locked file and 7 unlabelled images; J ")
+        assert images["cost"].startswith("the locked file and 20 unlabelled images; J ") and images["doubt"] == ""
         assert images["size"] == 16 and 0 <= images["right"] <= 16
         assert -1 <= images["failed"] <= 1 and -1 <= images["agreement"] <= 1
         assert blind["agreement"] is None
         assert written["strength_bits"] == min(256, blind["bits"], images["bits"])
         assert f"= {written['strength_bits']:.0f} bits" in printed and written["verdict"] in printed
         assert "unlabelled samples" in (out / "audit.html").read_text()
-    assert audit(locked.plain, "--images", trained.data) == 0
-    said = "Not judged, because the true key was not given: no-base, images. No strength"
-    assert said in capsys.readouterr().out
+        for name, words in (("public-base", "the model that it was made from"), ("labels", "labelled samples")):
+            assert written["not_tried"][name] == words and f"{name} ({words})" in written["verdict"]
+            assert f"<td>{name}</td><td>not tried</td>" in (out / "audit.html").read_text().replace("\n", "")
+    assert audit(locked.plain, "--images", photographs) == 0
+    said = (
+        "No strength can be given. That is inconclusive, and no pass. Not judged, because the true key was not given: "
+    )
+    assert said + "no-base, images." in capsys.readouterr().out
+
+
+FLAT = torch.linspace(0.1, 0.9, 24)[:, None, None, None].expand(-1, 3, 32, 32)
+POOR = {
+    "one picture": (leaves(1), "1 varied image, and 16 are needed; give 16 photographs or more"),
+    "two flat pictures": (FLAT[:2], "0 varied images, and 16 are needed (too flat: 00.png, 01.png)"),
+    "flat pictures": (FLAT, "too flat: 00.png, 01.png, 02.png, 03.png, 04.png and 19 more"),
+    "four of many": (torch.cat([leaves(4, 32), FLAT[:20]]), "4 varied images, and 16 are needed (too flat: 04.png"),
+    "copies": (leaves(1).expand(24, -1, -1, -1), "1 varied image, and 16 are needed (copies of others: 01.png"),
+    "black pictures": (torch.zeros(20, 3, 32, 32), "0 varied images"),
+    "seven pictures": (leaves(7), "7 varied images, and 16 are needed"),
+}
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("kind", POOR)
+def test_pictures_that_tell_nothing_prove_no_strength(
+    kind: str, locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pixels, said = POOR[kind]
+    folder = pictures(tmp_path / "pictures", pixels)
+    assert audit(locked.plain, "--key", locked.key, "--images", folder, "--out", tmp_path / "out") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    written = json.loads((tmp_path / "out" / "audit.json").read_text())
+    images = written["attacks"][1]
+    assert images["right"] <= 8  # it got nowhere
+    assert written["strength_bits"] is None and images["bits"] is None and said in images["doubt"]
+    assert "No strength can be given. That is inconclusive, and no pass." in printed and said in printed
+    page = (tmp_path / "out" / "audit.html").read_text()
+    assert "no strength" in page and "of 256<" not in page and "bits." not in printed and "inconclusive" in printed
+
+
+@pytest.mark.parametrize("attack", ["recover_with_samples", "recover_blind", "recover_with_base"])
+def test_an_attack_that_was_stopped_says_nothing(
+    attack: str, locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"situs.locks.attacks.audit.{attack}", stopped)
+    words = ["--images", pictures(tmp_path / "pictures", leaves(3)), "--base", locked.export, "--out", tmp_path / "out"]
+    assert audit(locked.plain, "--key", locked.key, *words, "--attacker", "images,no-base,public-base") != 0
+    assert "bits" not in capsys.readouterr().out and not (tmp_path / "out").exists()
 
 
 def test_what_is_attacked_does_not_drop_out(locked: Locked) -> None:
@@ -206,7 +272,10 @@ def test_what_is_left_is_attacked(
     assert "The attacker `images` has nothing to start from: the embedding is withheld." in printed
     written = json.loads((tmp_path / "2" / "audit.json").read_text())
     assert [a["attacker"] for a in written["attacks"]] == ["no-base"]
-    assert written["strength_bits"] == min(256, written["attacks"][0]["bits"])
+    assert written["strength_bits"] is None  # whoever has the base was not tried, and opens it
+    assert "public-base (the model that it was made from)" in printed and "bits." not in printed
+    assert audit(blind, "--key", locked.key, "--base", locked.export) == 0
+    assert "16 of 16" in (printed := capsys.readouterr().out) and "= 0 bits" in printed
     assert audit(blind, "--key", locked.key, "--images", trained.data, "--attacker", "images") == 0
     printed = capsys.readouterr().out
     assert "Not attacked: no strength can be given." in printed and "bits." not in printed

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders import small_hf
 
 from situs.backbones import create_backbone
+from situs.backbones.timm.create import published_name
 from situs.errors import SitusError
 from situs.locks.attacks import LockAudit, LockAuditConfig, audit, audit_lock
 from situs.locks.attacks.adapter import Labelled
+from situs.locks.attacks.graph import Schedule, patient
 from situs.locks.attacks.recovery import KeyRecovery
+from situs.locks.folder import write_model
 from situs.locks.key import Key
 from situs.locks.locking import lock
 from situs.train.distributed import Ranks
@@ -59,7 +63,7 @@ def test_a_server_without_the_embedding_has_nothing_to_compare_the_stream_with(f
     less = audit_lock(place / "less", key=KEY, attacker=["activations", "no-base"], images="samples")
     assert [each.attacker for each in less.attacks] == ["no-base"]
     assert "The attacker `activations` has nothing to start from" in less.verdict
-    assert "activations" not in audit_lock(place / "less", key=KEY).verdict
+    assert "`activations`" not in audit_lock(place / "less", key=KEY).verdict
 
 
 def test_where_images_tell_nothing_the_locked_file_alone_must_have_been_attacked(folders):
@@ -67,9 +71,78 @@ def test_where_images_tell_nothing_the_locked_file_alone_must_have_been_attacked
     config = LockAuditConfig(drift=(1000.0,))
     given = {"key": KEY, "base": clear, "config": config}
     audit = audit_lock(place / "less", attacker=["drifted-base"], **given)
-    assert audit.attacks[0].bits and audit.strength is None
+    assert audit.attacks[0].bits is audit.strength is None
     assert "Not run, though anybody could: no-base (the locked file alone)" in audit.verdict
-    assert audit_lock(place / "less", attacker=["drifted-base", "no-base"], **given).strength
+    both = audit_lock(place / "less", attacker=["drifted-base", "no-base"], **given)
+    assert both.strength is None and "this one gave nothing away" in both.verdict and "256" not in both.verdict
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_base_that_is_another_model_proves_nothing_of_the_right_one(folders, seed):
+    clear, place = folders
+    other = create_backbone(clear).model
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.normal_()
+    less = audit_lock(place / "less", base=other, key=KEY)
+    assert less.attacks[1].right < 12 and less.attacks[1].bits is None and less.strength is None
+
+
+@pytest.mark.parametrize("withhold", [("embedding",), ("embedding", "blocks=1")])
+@pytest.mark.parametrize("cover", [False, True])
+def test_with_the_embedding_withheld_who_has_a_base_decides(folders, tmp_path, withhold, cover):
+    """The locked file alone says nothing then; its blocks still give the key to who has the model, drifted too."""
+    clear, _ = folders
+    lock(clear, KEY, tmp_path / "less", withhold=withhold, cover=cover)
+    alone = audit_lock(tmp_path / "less", key=KEY)
+    assert alone.strength is None and alone.lacking == {"public-base"}
+    assert alone.untried == ("images", "activations", "public-base", "drifted-base", "labels")
+    assert "Not run, though a strength without it says nothing: public-base" in alone.verdict
+    [table] = alone.summary().tables
+    assert table.rows[0][2] == "inconclusive" and "256" not in str(table.rows)
+    assert alone.to_json()["not_tried"].keys() == set(alone.untried)
+    config = LockAuditConfig(drift=(0.1,))
+    names = ["no-base", "public-base", "drifted-base"]
+    based = audit_lock(tmp_path / "less", key=KEY, base=clear, attacker=names, config=config)
+    assert [each.right for each in based.attacks[1:]] == [24, 24] and based.strength == 0
+    assert "public-base" not in based.untried
+
+
+def test_the_command_that_holds_a_lock_against_public_weights_is_named() -> None:
+    attacks = (KeyRecovery("no-base", 384, 2, residual_sizes=((384, 2),)),)
+    said = LockAudit("m", (384,), 0, attacks, published="vit_small_patch14_dinov2").verdict
+    assert "situs audit lock LOCKED --key FILE --base vit_small_patch14_dinov2 --weights FILE" in said
+    assert "--base" not in LockAudit("m", (384,), 0, attacks).verdict
+    both = (*attacks, KeyRecovery("public-base", 384, 2, residual_sizes=((384, 2),)))
+    assert "--base" not in LockAudit("m", (384,), 0, both, published="vit_small_patch14_dinov2").verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "published"),
+    [
+        ("vit_tiny_patch16_224", {"img_size": 32}, "vit_tiny_patch16_224"),
+        ("vit_tiny_patch16_224", {"img_size": 32, "model_args": {"depth": 2}}, ""),  # an architecture of its own
+        ("bert", None, ""),
+    ],
+)
+def test_public_weights_are_known_by_the_name_of_a_whole_architecture(name, fields, published):
+    if fields is None:
+        pytest.importorskip("transformers")
+        backbone = small_hf(
+            "BertModel", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
+        )
+    else:
+        backbone = create_backbone(name, **fields)
+    assert published_name(backbone) == published
+
+
+def test_of_several_stages_the_first_is_no_whole_lock(model_folder, tmp_path, monkeypatch):
+    quick = {warmth: Schedule(1.0, patient(warmth).steps[::10]) for warmth in (0.25, 0.5, 1.0)}
+    monkeypatch.setattr("situs.locks.attacks.images.patient", quick.__getitem__)
+    lock(model_folder("swin"), KEY, tmp_path / "locked")
+    found = audit_lock(tmp_path / "locked", key=KEY, images="samples")
+    assert found.strength is None and "this attacker seeks the first alone" in found.verdict
 
 
 def test_drifts_are_attacked_one_by_one_and_the_same_every_time(folders):
@@ -91,7 +164,9 @@ def test_accuracies_stand_in_their_columns_and_the_control_beside_what_it_is_hel
         KeyRecovery("labels", 8, None, 1.0, "labels", before=0.1, after=0.5, owner=0.8, control=0.3),
     )
     [table] = LockAudit("m", (8,), 2, attacks, judged=True).summary().tables
-    first, second = (dict(zip(table.header, row, strict=True)) for row in table.rows)
+    first, second, *others = (dict(zip(table.header, row, strict=True)) for row in table.rows)
+    assert {row["attacker"] for row in others} == {"no-base", "images", "activations", "drifted-base"}
+    assert {row["key recovered"] for row in others} == {"not tried"}
     assert (first["locked"], first["after attack"], first["with the key"]) == ("10.0 %", "70.0 %", "80.0 %")
     assert second["after attack"] == "50.0 % (random blocks 30.0 %)"
     assert (second["locked"], second["with the key"], second["key recovered"]) == ("10.0 %", "80.0 %", "not judged")
@@ -156,6 +231,7 @@ def test_all_that_is_run_or_trained_is_on_the_device(folders, monkeypatch):
 
     names = {"recover_with_labels": "labels", "recover_with_samples": "images"}
     names |= {"recover_with_activations": "activations", "recover_blind": "no-base"}
+    monkeypatch.setattr("situs.locks.attacks.samples.Samples.doubt", lambda _, each, *__: noting("doubt")(each) and "")
     for function, name in names.items():
         monkeypatch.setattr(audit, function, noting(name))
     monkeypatch.setattr(audit, "_labelled", labelled)
@@ -168,7 +244,7 @@ def test_all_that_is_run_or_trained_is_on_the_device(folders, monkeypatch):
     monkeypatch.setattr(audit.distributed, "start", lambda device: Ranks(0, 1, torch.device(device)))
     given = {"base": clear, "key": KEY, "images": "samples", "data": "samples", "device": "meta"}
     found = audit_lock(place / "locked", attacker=[*names.values(), "public-base"], **given)
-    assert where == dict.fromkeys([*names.values(), "labelled samples", "accuracy"], "meta")
+    assert where == dict.fromkeys([*names.values(), "labelled samples", "accuracy", "doubt"], "meta")
     assert found.attacks[-1].right == 24
 
 
@@ -180,3 +256,18 @@ def test_a_gpu_finds_what_the_cpu_finds(folders):
     ours, theirs = (audit_lock(place / "locked", device=device, **given) for device in ("cuda", "cpu"))
     for one, two in zip(ours.attacks, theirs.attacks, strict=True):
         assert abs(one.right - two.right) <= 4, one.attacker  # random weights: rounding may move what is a guess
+
+
+@pytest.mark.slow
+@pytest.mark.shared_data
+def test_the_blocks_of_dinov2_alone_give_the_key_to_who_has_it(shared_data, tmp_path):
+    """Its embedding withheld and its inner groups moved; the attacker has the public file, and one 30 % away."""
+    weights = str(shared_data / "weights" / "vit_small_patch14_dinov2_fp16.safetensors")
+    (tmp_path / "clear").mkdir()
+    write_model(create_backbone("vit_small_patch14_dinov2", weights=weights, img_size=56), tmp_path / "clear")
+    lock(tmp_path / "clear", KEY, tmp_path / "less", withhold=("embedding",), cover=True)
+    alone = audit_lock(tmp_path / "less", key=KEY)
+    assert alone.strength is None and alone.published == "vit_small_patch14_dinov2"
+    given = {"key": KEY, "base": "vit_small_patch14_dinov2", "weights": weights}
+    found = audit_lock(tmp_path / "less", attacker=["no-base", "public-base", "drifted-base"], **given)
+    assert [each.right for each in found.attacks[1:]] == [384, 384] and found.strength == 0

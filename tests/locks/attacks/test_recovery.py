@@ -31,6 +31,7 @@ from situs.locks.attacks.audit import _joined
 from situs.locks.attacks.blind import graph_match
 from situs.locks.attacks.match import assign, channels, fit_error, match_keys
 from situs.locks.attacks.recovery import (
+    ATTACKERS,
     KeyRecovery,
     bits_left,
     check_finite,
@@ -330,14 +331,15 @@ def test_chance_in_a_small_test_is_no_open_lock_and_the_verdict_says_so() -> Non
 
 OPEN, BOUND = "The lock is open to them", "An upper bound: a better attack may exist"
 UNJUDGED = "Not judged, because the true key was not given: x"
+NO_PASS = "No strength can be given. That is inconclusive, and no pass."
 
 
 @pytest.mark.parametrize(
     ("rights", "said", "never"),
     [
         ((), ["Not attacked: no strength can be given."], ["bits", "Not judged", OPEN, BOUND]),
-        ((None,), [f"{UNJUDGED}. No strength can be given."], ["bits", "Not attacked", OPEN, BOUND]),
-        ((None, None), [f"{UNJUDGED}, x. No strength"], ["bits", "Not attacked", OPEN, BOUND]),
+        ((None,), [f"{NO_PASS} {UNJUDGED}."], ["bits", "Not attacked", OPEN, BOUND]),
+        ((None, None), [f"{NO_PASS} {UNJUDGED}, x."], ["bits", "Not attacked", OPEN, BOUND]),
         ((0,), ["= 256 bits.", BOUND], ["Not", OPEN]),
         ((765,), ["= 3 bits.", BOUND], ["Not", OPEN]),
         ((768,), ["= 0 bits.", OPEN], ["Not", BOUND]),
@@ -362,7 +364,7 @@ def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str
         ),
         ((None,), [UNJUDGED, "Not run, though anybody could", "No strength"], ["bits", OPEN, BOUND]),
         ((768,), ["= 0 bits.", OPEN], ["Not", "No strength", BOUND]),
-        ((), ["Not attacked: no strength can be given."], ["bits", "images"]),
+        ((), ["Not attacked: no strength can be given."], ["bits", "Not run"]),
     ],
 )
 def test_the_verdict_where_an_attacker_who_applies_did_not_try(
@@ -371,6 +373,37 @@ def test_the_verdict_where_an_attacker_who_applies_did_not_try(
     sentence = verdict([result(768, right) for right in rights], {"images"})
     assert all(words in sentence for words in said), sentence
     assert not any(words in sentence for words in never), sentence
+
+
+@pytest.mark.parametrize(("size", "right"), [(768, 0), (384, 190), (24, 3), (16, 8)])
+def test_an_attack_that_had_too_little_proves_no_strength_when_it_fails(size: int, right: int) -> None:
+    weak, blind = result(size, right, doubt="2 varied images"), result(size, 0)
+    assert weak.bits is None and strength_bits([weak]) is strength_bits([blind, weak]) is None
+    sentence = verdict([blind, weak])
+    assert sentence.startswith(NO_PASS) and "Inconclusive, x: 2 varied images." in sentence and "bits" not in sentence
+
+
+@pytest.mark.parametrize(("size", "right"), [(768, 768), (384, 375), (24, 13)])
+def test_an_attack_that_got_far_speaks_for_itself_whatever_it_had(size: int, right: int) -> None:
+    weak = result(size, right, doubt="2 varied images")
+    assert weak.bits == strength_bits([weak, result(size, 0)], {"images"}) == bits_left(size, right)
+    assert "Inconclusive" not in verdict([weak])
+    works = result(size, 0, doubt="2 varied images", before=0.1, after=0.9, owner=0.9)
+    assert works.bits == strength_bits([works]) == 0
+
+
+@pytest.mark.parametrize(
+    "ran", [["no-base"], ["no-base", "images"], ["images", "public-base"], ["drifted-base, 0.3 ×"]]
+)
+def test_a_strength_names_who_tried_and_who_did_not(ran: list[str]) -> None:
+    results = [KeyRecovery(name, 384, 1, residual_sizes=((384, 1),)) for name in ran]
+    sentence = verdict(results)
+    assert f"Strength at most, by the attackers tried ({'; '.join(ran)}): min(256, best attack) = 256 bits." in sentence
+    _, rest = sentence.split("Attackers not tried: ")
+    names = {name.partition(",")[0] for name in ran}
+    for name in ATTACKERS:
+        assert (f"{name} (" in rest) == (name not in names)
+    assert ("says nothing of another one" in sentence) == bool({"public-base", "drifted-base"} & names)
 
 
 def test_what_is_withheld_is_no_part_of_any_group() -> None:

@@ -219,6 +219,14 @@ def _swin_with_table(backbone: SwinBackbone, kind: PositionKind) -> Backbone:
     return SwinBackbone(backbone.model, backbone.name, table, learned=kind != "sincos")
 
 
+def published_name(backbone: Backbone) -> str:
+    """The name under which timm publishes weights of this very architecture; empty where it is not known to."""
+    entries = backbone.source
+    if entries["library"] != "timm" or {"embed_dim", "depth", "depths"} & {*entries["model_args"]}:
+        return ""
+    return entries["architecture"] if timm.is_model_pretrained(entries["architecture"]) else ""
+
+
 def pretrained_state(name: str, field: str = "init") -> dict[str, Tensor]:
     """The weights that timm publishes under a model's name; needs the network, or timm's cache.
 

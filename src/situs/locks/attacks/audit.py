@@ -25,6 +25,7 @@ from situs.locks.attacks.images import recover_with_samples
 from situs.locks.attacks.match import State
 from situs.locks.attacks.recovery import (
     ATTACKERS,
+    NEEDS,
     SEED_BITS,
     KeyRecovery,
     Score,
@@ -36,10 +37,11 @@ from situs.locks.attacks.recovery import (
     recover_with_base,
     scored,
     strength_bits,
+    untried,
     verdict,
 )
 from situs.locks.attacks.samples import Samples, read_samples
-from situs.locks.groups import within
+from situs.locks.groups import residual_only, within
 from situs.locks.key import AnyKey, Key, as_key
 from situs.locks.locking import readable
 from situs.locks.manifest import permutations_of, read_manifest
@@ -51,6 +53,11 @@ from situs.models.data import AnyModel, check_classes, load_any
 from situs.progress import tracked
 from situs.results import Result, Summary, Table, Tone, percent, show
 from situs.train import distributed
+
+WRONG_BASE = (
+    "with the embedding withheld a base is all that there is to attack with, and this one gave nothing away; is it the "
+    "model that was locked, or was tuned and then locked"
+)
 
 
 @dataclass(frozen=True)
@@ -83,9 +90,9 @@ class LockAuditConfig(Checked):
 class LockAudit(Result):
     """What every attacker got, and what that leaves of the lock.
 
-    idle: attackers that had nothing to start from -> a sentence that says why. lacking: attackers that apply and were
+    idle: attackers that had nothing to start from -> a sentence that says why. lacking: attackers that decide and were
     not run, so that no strength is given. kept: what the owner kept back, in words. judged: whether accuracy was
-    measured.
+    measured. published: the name under which weights of this architecture are public; empty where none is known.
     """
 
     file: ClassVar[str] = "audit"
@@ -98,10 +105,12 @@ class LockAudit(Result):
     lacking: frozenset[str] = frozenset()
     kept: str = ""
     judged: bool = False
+    published: str = ""
 
     @property
     def strength(self) -> float | None:
-        """min(256, best attack) in bits; None where nobody attacked, was judged, or where one who could did not."""
+        """min(256, best attack) in bits, at most; None where nobody attacked or was judged, and where one who decides
+        did not attack or had too little."""
         return strength_bits(self.attacks, self.lacking)
 
     @property
@@ -110,29 +119,48 @@ class LockAudit(Result):
         return "bad" if any(each.bits == 0 for each in self.attacks) else "unsure"
 
     @property
+    def untried(self) -> tuple[str, ...]:
+        """The attackers that were not run."""
+        return tuple(untried(self.attacks))
+
+    @property
     def verdict(self) -> str:
-        """The strength in a line or two, and what it means."""
-        return " ".join([verdict(self.attacks, self.lacking), *self.idle.values()])
+        """The strength in a line or two, what it means, and who was not tried."""
+        said = [verdict(self.attacks, self.lacking, self.idle), *self.idle.values()]
+        if self.published and {"public-base", "drifted-base"} <= {*self.untried}:
+            said.append(
+                f"Weights of {self.published} are public, and this lock was not held against them: "
+                f"situs audit lock LOCKED --key FILE --base {self.published} --weights FILE."
+            )
+        return " ".join(said)
 
     def summary(self) -> Summary:
         """The verdict, and a row an attacker; accuracies only where there is data."""
         scores = ("locked", "after attack", "with the key") if self.judged else ()
-        header = ("attacker", "key recovered", "bits left", *scores, "seconds", "what it took")
+        header = ("attacker", "key recovered", "bits left, at most", *scores, "seconds", "what it took")
         cover = f", {self.inner} inner groups as cover" if self.inner else ""
         title = f"{self.model}: {' + '.join(map(str, self.sizes))} residual channels{cover}{self.kept}"
-        return Summary(self.verdict, (Table(title, header, [_row(each, self.judged) for each in self.attacks]),))
+        sure = self.strength is not None
+        rows = [_row(each, self.judged, sure or each.got_far) for each in self.attacks]
+        for name in self.untried:
+            why = "has nothing to start from" if name in self.idle else f"needs {NEEDS[name]}"
+            rows.append([name, "not tried", *[None] * (len(header) - 3), why])
+        return Summary(self.verdict, (Table(title, header, rows),))
 
     def numbers(self) -> dict[str, Any]:
         """The figures, without the keys that were found."""
         told = ("attacker", "size", "right", "share", "bits", "seconds", "cost", "agreement", "failed")
-        fields = (*told, "before", "after", "owner", "control", "tested")
+        fields = (*told, "before", "after", "owner", "control", "tested", "doubt")
         held = [{name: getattr(result, name) for name in fields} for result in self.attacks]
-        return {"model": self.model, "strength_bits": self.strength, "verdict": self.verdict, "attacks": held}
+        said = {"model": self.model, "strength_bits": self.strength, "verdict": self.verdict, "attacks": held}
+        return said | {"not_tried": {name: NEEDS[name] for name in self.untried}, "public_weights": self.published}
 
 
-def _row(result: KeyRecovery, judged: bool) -> list[str | None]:
+def _row(result: KeyRecovery, judged: bool, sure: bool) -> list[str | None]:
     share = "not judged" if result.share is None else f"{percent(result.share)} ({result.right} of {result.size})"
-    bits = "not judged" if result.bits is None else f"{min(float(SEED_BITS), result.bits):.0f}"
+    bits = "not judged" if result.right is None else "inconclusive"
+    if sure and result.bits is not None:
+        bits = f"{min(float(SEED_BITS), result.bits):.0f}"
     scores = [None if value is None else percent(value) for value in (result.before, result.after, result.owner)]
     if result.control is not None:
         scores[1] = f"{show(scores[1])} (random blocks {percent(result.control)})"
@@ -162,6 +190,8 @@ def audit_lock(
 
     >>> print(situs.audit_lock("locked", base="exported", key="owner.key"))
     """
+    from situs.backbones.timm.create import published_name  # timm takes a second to import
+
     config, key = config or LockAuditConfig(), None if key is None else as_key(key)
     samples = {name: Path(path) for name, path in (("images", images), ("texts", texts)) if path is not None}
     names = _chosen(
@@ -171,8 +201,10 @@ def audit_lock(
     target = _target(Path(locked), base, weights, key, samples, labelled, config, where)
     able = [name for name in names if name not in target.idle]
     results = [result for name in tracked(able, "attackers") for result in _attack(name, target, config)]
-    anyone = "no-base" if "images" in target.idle else "images"
-    lacking = {anyone} - {*names} if results else set[str]()
+    deciding = {"images"}
+    if "images" in target.idle:  # what is clear says next to nothing of the key: who has a base decides
+        deciding = {"no-base"} if {"public-base", "drifted-base"} & {*names} else {"no-base", "public-base"}
+    lacking = deciding - {*names} if results else set[str]()
     return LockAudit(
         model=target.backbone.name,
         sizes=tuple(group.size for group in target.groups if group.kind == "residual"),
@@ -182,6 +214,7 @@ def audit_lock(
         lacking=frozenset(lacking),
         kept=target.kept,
         judged=target.test is not None,
+        published=published_name(target.backbone),
     )
 
 
@@ -325,7 +358,11 @@ def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[KeyReco
     elif name == "images":
         assert target.seen is not None
         seen, known = target.seen, {"truth": truth, "seed": config.seed}
-        found = [recover_with_samples(target.backbone, target.groups, seen.batches, had=seen.had, **known)]
+        doubt = seen.doubt(target.backbone, target.groups)
+        if (stages := len(residual_only(target.groups))) > 1:
+            doubt = doubt or f"of the keys of {stages} stages this attacker seeks the first alone"
+        got = recover_with_samples(target.backbone, target.groups, seen.batches, had=seen.had, **known)
+        found = [replace(got, doubt=doubt)]
     elif name == "activations":
         assert target.seen is not None
         found = [recover_with_activations(target.backbone, target.groups, target.seen.each, truth=truth)]
@@ -335,7 +372,8 @@ def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[KeyReco
         for amount in config.drift if name == "drifted-base" else (None,):
             base = target.base if amount is None else drift(target.base, amount, config.seed)
             label = name if amount is None else f"{name}, {amount:g} ×"
-            found.append(recover_with_base(target.state, base, target.groups, truth=truth, attacker=label))
+            got = recover_with_base(target.state, base, target.groups, truth=truth, attacker=label)
+            found.append(replace(got, doubt=WRONG_BASE) if "images" in target.idle else got)
     if score is None or target.test is None:
         return found
     more = (score, owner, len(target.test.labels))

@@ -79,9 +79,7 @@ class LockedSide:
 def clear_side(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Tensor]) -> ClearSide:
     """What the embedding says of its channels. inputs: batches of images, or of token ids."""
     state = {name: value.detach().cpu() for name, value in backbone.model.state_dict().items()}
-    moments = _Moments(backbone.dim)
-    for batch in inputs:
-        moments.add(_read(backbone, state, groups, batch))
+    moments = _moments(backbone, state, groups, inputs)
     whole, place = moments.covariances()
     if not bool(whole.any()):
         raise SitusError(f"{backbone.name}: its embedding says nothing of the samples, so they tell nothing of the key")
@@ -98,6 +96,21 @@ def clear_side(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Ten
     grams = {name: gram.float() for name, gram in grams.items() if bool(gram.any())}
     first = moments.sums[0] / moments.counts[0]
     return ClearSide(grams, moments.mean().float(), whole.diagonal().clamp_min(0).sqrt().float(), first.float())
+
+
+def at_places(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Tensor]) -> Tensor:
+    """[D, D]: the covariance of the stream at a place, which is what samples show beside where they show it."""
+    whole, place = _moments(backbone, backbone.model.state_dict(), groups, inputs).covariances()
+    return whole - place
+
+
+def _moments(
+    backbone: Backbone, state: Mapping[str, Tensor], groups: Sequence[Group], inputs: Iterable[Tensor]
+) -> _Moments:
+    moments = _Moments(backbone.dim)
+    for batch in inputs:
+        moments.add(_read(backbone, state, groups, batch))
+    return moments
 
 
 class _Moments:

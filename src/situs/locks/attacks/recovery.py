@@ -45,8 +45,15 @@ ATTACKERS: dict[str, str] = {
 }
 """attacker -> who that is."""
 
-NEEDS = {"images": "a few unlabelled images or texts", "no-base": "the locked file alone"}
-"""attackers who need nothing but what anybody has -> what that is."""
+NEEDS: dict[str, str] = {
+    "no-base": "the locked file alone",
+    "images": "a few unlabelled images or texts",
+    "activations": "what passes through the blocks",
+    "public-base": "the model that it was made from",
+    "drifted-base": "a relative of that model",
+    "labels": "labelled samples",
+}
+"""attacker -> what it needs."""
 
 Score = Callable[[State], float]
 """The accuracy in [0, 1] of the model with these weights."""
@@ -60,8 +67,8 @@ class KeyRecovery:
     before, after, owner: accuracy of the locked model as it is, after the attack, and with the key; None without data.
     tested: the samples that it was measured on.
     control: the same attack's accuracy where the locked blocks are replaced by random ones, so that they helped by
-    after - control. agreement, failed: J of the attacker `images`, and the largest from random hints. bits: what is
-    left, see `bits_left`.
+    after - control. agreement, failed: J of the attacker `images`, and the largest from random hints. doubt: why it
+    says nothing of the lock that this attack failed; empty where it does. bits: what is left, see `bits_left`.
     """
 
     attacker: str
@@ -76,6 +83,7 @@ class KeyRecovery:
     tested: int | None = None
     agreement: float | None = None
     failed: float | None = None
+    doubt: str = ""
     residual_sizes: tuple[tuple[int, int], ...] = ()
     keys: Keys = field(default_factory=dict, repr=False, compare=False)
 
@@ -100,11 +108,19 @@ class KeyRecovery:
         return self.after - self.before >= BROKEN * (self.owner - self.before)
 
     @property
+    def got_far(self) -> bool:
+        """Whether the attack speaks for itself, whatever it had: most channels are right, or the model works again."""
+        return self.broken or (self.right is not None and 2 * self.right > self.size)
+
+    @property
     def bits(self) -> float | None:
-        """log2 of the keys that are left to try; 0 where the model works again. None: nobody knows the true key."""
+        """log2 of the keys that are left to try; 0 where the model works again. None: nobody knows the true key, or the
+        attack failed and had too little for that to say anything (`doubt`)."""
         if self.broken:
             return 0.0
-        return None if self.right is None else sum(bits_left(size, right) for size, right in self.residual_sizes)
+        if self.right is None or (self.doubt and not self.got_far):
+            return None
+        return sum(bits_left(size, right) for size, right in self.residual_sizes)
 
 
 def bits_left(size: int, right: int) -> float:
@@ -125,29 +141,50 @@ def bits_left(size: int, right: int) -> float:
 def strength_bits(results: Sequence[KeyRecovery], lacking: Collection[str] = ()) -> float | None:
     """min(256, the best attack that was judged): the strength of a lock in bits, the only figure ever printed as such.
 
-    None where no attack was run, where none could be compared with the true key, or where attackers that apply were not
-    run (`lacking`), unless the lock is open anyway: what nobody tried proves nothing. It is an upper bound, for better
-    attacks may exist.
+    None where no attack was run, where none could be compared with the true key, and where attackers that decide were
+    not run (`lacking`) or had too little (`KeyRecovery.doubt`), unless an attack got far anyway: what nobody tried
+    proves nothing. It is an upper bound, for better attacks may exist.
     """
-    judged = [bits for result in results if (bits := result.bits) is not None]
-    best = min(float(SEED_BITS), *judged) if judged else None
-    return None if lacking and best != 0 else best
+    known = [bits for result in results if (bits := result.bits) is not None]
+    untested = bool(lacking) or any(result.doubt for result in results)
+    if not known or (untested and not any(result.got_far for result in results)):
+        return None
+    return min(float(SEED_BITS), *known)
 
 
-def verdict(results: Sequence[KeyRecovery], lacking: Collection[str] = ()) -> str:
-    """The strength in a line or two, and what it means; bits only where those who can attack did and were judged."""
+def untried(results: Sequence[KeyRecovery]) -> list[str]:
+    """The attackers that were not run."""
+    ran = {result.attacker.partition(",")[0] for result in results}
+    return [name for name in ATTACKERS if name not in ran]
+
+
+def verdict(results: Sequence[KeyRecovery], lacking: Collection[str] = (), idle: Collection[str] = ()) -> str:
+    """The strength in a line or two, by whom, and who was not tried; bits only where those who decide did and were
+    judged. idle: attackers that have nothing to start from, which others say."""
+    strength, said = strength_bits(results, lacking), list[str]()
+    elsewhere = {*idle, *(lacking if strength is None else ())}
+    left = "; ".join(f"{name} ({NEEDS[name]})" for name in untried(results) if name not in elsewhere)
+    not_tried = [f"Attackers not tried: {left}."] if left else []
     if not results:
-        return "Not attacked: no strength can be given."
-    strength = strength_bits(results, lacking)
-    said = []
+        return " ".join(["Not attacked: no strength can be given.", *not_tried])
     if strength is not None:
-        said.append(f"Strength against these attackers: min(256, best attack) = {strength:.0f} bits.")
+        tried = "; ".join(result.attacker for result in results if result.bits is not None)
+        said.append(f"Strength at most, by the attackers tried ({tried}): min(256, best attack) = {strength:.0f} bits.")
         if strength == 0:
             said.append("The lock is open to them: it hides a model only from those who lack what they had.")
         else:
             said.append("An upper bound: a better attack may exist. A lock is obfuscation, not encryption.")
-    if unjudged := ", ".join(result.attacker for result in results if result.bits is None):
+    if unjudged := ", ".join(result.attacker for result in results if result.right is None and result.bits is None):
         said.append(f"Not judged, because the true key was not given: {unjudged}.")
+    said += [f"Inconclusive, {each.attacker}: {each.doubt}." for each in results if each.doubt and not each.got_far]
+    said += [
+        f"With more it may get further, {each.attacker}: {each.doubt}."
+        for each in results
+        if each.doubt and each.got_far and each.bits
+    ]
+    based = [each for each in results if each.attacker.startswith(("public-base", "drifted-base"))]
+    if based and strength is not None and not any(each.got_far or each.doubt for each in based):
+        said.append("The base that was tried gave nothing away: this says nothing of another one.")
     if blurred := [each for each in results if each.tested and each.owner is not None and not each.told]:
         owner, locked = (percent(value or 0.0) for value in (blurred[0].owner, blurred[0].before))
         few = counted(blurred[0].tested or 0, "samples")
@@ -155,10 +192,11 @@ def verdict(results: Sequence[KeyRecovery], lacking: Collection[str] = ()) -> st
         said.append("that only the channels were judged.")
     if lacking and strength is None:
         named = ", ".join(f"{name} ({NEEDS[name]})" for name in sorted(lacking))
-        said.append(f"Not run, though anybody could: {named}.")
+        why = "a strength without it says nothing" if "public-base" in lacking else "anybody could"
+        said.append(f"Not run, though {why}: {named}.")
     if strength is None:
-        said.append("No strength can be given.")
-    return " ".join(said)
+        said.insert(0, "No strength can be given. That is inconclusive, and no pass.")
+    return " ".join([*said, *not_tried])
 
 
 def judged(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from situs.backbones.base import Backbone
+from situs.backbones.layout import Group
 from situs.core.tokens import pair
 from situs.data.loader import make_loader
 from situs.data.sampler import epoch_order
@@ -17,7 +18,8 @@ from situs.data.sources import open_source
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError
 from situs.files import read_lines
-from situs.locks.attacks.grams import shifted
+from situs.locks.attacks.grams import at_places, shifted
+from situs.locks.attacks.variety import ENOUGH, Variety, look_at, told_by, unlike
 from situs.models.prepared import described, images_for
 
 LONGEST_TEXT = 128
@@ -26,14 +28,41 @@ LONGEST_TEXT = 128
 
 @dataclass(frozen=True)
 class Samples:
-    """batches: images [B, C, H, W], shifted and mirrored, or token ids [1, N]. each: one by one, as they are.
+    """each: images [1, C, H, W] or token ids [1, N]. had: what they are, in words. variety: which of them count."""
 
-    had: what they are, in words.
-    """
-
-    batches: Iterable[Tensor]
     each: tuple[Tensor, ...]
     had: str
+    variety: Variety
+    patch: tuple[int, int] | None = None
+
+    @property
+    def batches(self) -> Iterable[Tensor]:
+        """Images [B, C, H, W], shifted and mirrored, or token ids [1, N].
+
+        Those that count and their copies, unless none does."""
+        chosen = sorted((*self.variety.kept, *self.variety.again))
+        return self._batched([self.each[number] for number in chosen] or self.each)
+
+    @property
+    def _kept(self) -> list[Tensor]:
+        return [self.each[number] for number in self.variety.kept]
+
+    def _batched(self, some: Sequence[Tensor]) -> Iterable[Tensor]:
+        return some if self.patch is None else shifted(torch.cat(list(some)), self.patch)
+
+    def doubt(self, backbone: Backbone, groups: Sequence[Group]) -> str:
+        """Why these samples are not enough to judge the attacker `images` by; empty where they are."""
+        if len(self.variety.kept) < ENOUGH:
+            return self.variety.doubt(0, 0.0, backbone.dim)
+        halves = [at_places(backbone, groups, self._batched(self._kept[start::2])) for start in (0, 1)]
+        return self.variety.doubt(*told_by(halves), backbone.dim)
+
+
+def _samples(each: Sequence[Tensor], variety: Variety, patch: tuple[int, int] | None = None) -> Samples:
+    count, kept = len(each), len(variety.kept) + len(variety.again)
+    of = f" of {count}" if 0 < kept < count else ""
+    had = f"{kept or count} unlabelled {variety.things}{of}"
+    return Samples(tuple(each), had, variety, patch)
 
 
 def read_samples(folder: Path, backbone: Backbone, given: Mapping[str, Path], count: int) -> Samples:
@@ -54,8 +83,14 @@ def _images(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples
     if not len(source):
         raise SitusError(f"images={path}: holds no images", field="images")
     data = replace(data, crop_share=1.0, batch=min(count, 64), workers=0)  # all that there is to see
-    whole = torch.cat([batch.inputs for batch in make_loader(data, None, source=source)])
-    return Samples(shifted(whole, pair(backbone.input.patch)), whole.split(1), f"{len(whole)} unlabelled images")
+    batches = list(make_loader(data, None, source=source))
+    whole = torch.cat([batch.inputs for batch in batches])
+    names = [source.key(int(row)) for batch in batches for row in batch.ids]
+    each, patch = whole.split(1), pair(backbone.input.patch)
+    if data.kind == "audio":
+        return _samples(each, unlike(each, names, "clips"), patch)
+    mean, std = (torch.tensor(part)[:, None, None] for part in data.normalisation)
+    return _samples(each, look_at(whole, whole * std + mean, names), patch)
 
 
 def _texts(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
@@ -65,5 +100,6 @@ def _texts(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
     chosen = [lines[row] for row in epoch_order(0, 0, len(lines))[:count].sort().values.tolist()]
     longest = min(LONGEST_TEXT, backbone.num_tokens)
     coded = token_ids(folder, chosen, longest)
-    each = tuple(torch.tensor([ids]) for ids in coded if ids)
-    return Samples(each, each, f"{len(chosen)} unlabelled texts")
+    some = [(torch.tensor([ids]), text) for ids, text in zip(coded, chosen, strict=True) if ids]
+    each = [ids for ids, _ in some]
+    return _samples(each, unlike(each, [repr(text[:40]) for _, text in some], "texts"))
