@@ -57,7 +57,7 @@ class Found(NamedTuple):
 def order(scene: Scene) -> Found:
     """Puts channels, then rows in order, after a batch shuffle with those of their sample; then reads the pixels."""
     found = _undone(scene)
-    return _made(scene, found, found.patches(scene.side))
+    return _made(scene, found, found.patches(scene.side, scene.stage.joint(scene.setting.defence)))
 
 
 def old_embedding(scene: Scene) -> Found:
@@ -207,7 +207,7 @@ def attack(name: str, scene: Scene) -> Reading:
 def _undone(scene: Scene) -> PutBack:
     """What arrived first, put back once for all who begin with it."""
     if "undone" not in scene.held:
-        scene.held["undone"] = put_back(scene, scene.side, scene.view)
+        scene.held["undone"] = put_back(scene, scene.side, scene.view, joint=scene.stage.joint(scene.setting.defence))
     return scene.held["undone"]
 
 

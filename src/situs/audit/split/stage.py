@@ -13,6 +13,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from situs.audit.scores.metrics import denormalise, match_patches, psnr, ssim
 from situs.audit.split.borders import Borders
 from situs.audit.split.decoder import Learned, learn
+from situs.audit.split.joint import TRIED, Joint, joint
 from situs.audit.split.order import PublicSide, public_side
 from situs.audit.split.utility import Kept, cosine, leave_one_out_knn, leave_one_out_probe, neighbours
 from situs.audit.split.view import NONE, PIECE, Setting, View, counted_words, send, streams
@@ -59,6 +60,7 @@ class Stage:
         self.channels = counted_words(seed, 9)("columns", self.z.shape[2]).argsort(stable=True)
         self._known: dict[bool, Tensor] = {}
         self._sides: dict[tuple[str, bool], PublicSide] = {}
+        self._joints: dict[str, Joint] = {}
         self._outs: dict[tuple[str, bool], Tensor] = {}
         self._decoders: dict[str, Learned] = {}
 
@@ -77,6 +79,21 @@ class Stage:
                 self._known[old] = streams(backbone, self.public.split(PIECE))
             self._sides[key] = public_side(backbone, self._known[old], self.patches, defence)
         return self._sides[key]
+
+    def joint(self, defence: Defence) -> Joint:
+        """What the whole image adds under noise, decided on public images that are held out; fitted once."""
+        if (key := str(defence)) not in self._joints:
+            side, held = self.side(defence), min(TRIED, len(self.patches) // 6)
+            if not (held and side.noise):
+                return Joint()
+            part = public_side(self.backbone, side.tokens[held:], self.patches[held:], defence)
+            unseen = side.tokens[:held, len(side.prefix) :]
+            try:
+                part = replace(part, noise=side.noise)
+                self._joints[key] = joint(side, part, unseen, self.patches[:held], self.grid)
+            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]  # images that are all alike
+                self._joints[key] = Joint()
+        return self._joints[key]
 
     def decoder(self, defence: Defence) -> Learned:
         """What a decoder learns on public images under a defence, rows and channels in their order; learned once."""
