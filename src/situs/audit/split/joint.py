@@ -222,10 +222,14 @@ def chosen(belief: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Joint:
-    """What the whole image adds to tokens alone. orders: for rows in any order; reads: for pixels; None: nothing."""
+    """What the whole image adds to tokens alone. orders: for rows in any order; reads: for pixels; None: nothing.
+
+    missing: why this could not be tried.
+    """
 
     orders: Whole | None = None
     reads: Whole | None = None
+    missing: str = ""
 
     def read(self, tokens: Tensor, side: PublicSide) -> Tensor:
         """Patches [n, N, P] behind tokens [n, N, D] at their places."""

@@ -20,6 +20,7 @@ from situs.audit.split.view import NONE, PIECE, Setting, View, counted_words, se
 from situs.backbones.base import Stream
 from situs.core.tokens import patchify
 from situs.data.sampler import epoch_order
+from situs.errors import counted
 from situs.locks.features import Defence, defend
 from situs.methods.supervised import multi_label_loss
 from situs.models import Model
@@ -28,6 +29,9 @@ LOOKED_AT = 24
 """Pictures at most that SSIM and feature similarity are means over: they cost far more than the attack itself."""
 
 SSIM_WINDOW = 11
+
+ENOUGH = 10
+"""Public tokens a channel from which a covariance of tokens is known well enough to be held against an attack."""
 
 DECODING = 1000
 """Steps from here on are those of a decoder that learns on public images."""
@@ -64,6 +68,14 @@ class Stage:
         self._outs: dict[tuple[str, bool], Tensor] = {}
         self._decoders: dict[str, Learned] = {}
 
+    @property
+    def thin(self) -> str | None:
+        """Why the attackers know too little of what tokens are like, or None."""
+        tokens, width = len(self.patches) * self.patches.shape[1], self.z.shape[2]
+        if tokens >= ENOUGH * width:
+            return None
+        return f"{counted(len(self.patches), 'public images')} have {tokens} tokens of {width} channels"
+
     @cached_property
     def borders(self) -> Borders:
         """How public images go on from patch to patch."""
@@ -84,15 +96,17 @@ class Stage:
         """What the whole image adds under noise, decided on public images that are held out; fitted once."""
         if (key := str(defence)) not in self._joints:
             side, held = self.side(defence), min(TRIED, len(self.patches) // 6)
-            if not (held and side.noise):
+            if not side.noise:
                 return Joint()
+            if not held:
+                return Joint(missing=f"{counted(len(self.patches), 'public images')} are too few to learn borders from")
             part = public_side(self.backbone, side.tokens[held:], self.patches[held:], defence)
             unseen = side.tokens[:held, len(side.prefix) :]
             try:
                 part = replace(part, noise=side.noise)
                 self._joints[key] = joint(side, part, unseen, self.patches[:held], self.grid)
             except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]  # images that are all alike
-                self._joints[key] = Joint()
+                self._joints[key] = Joint(missing="what public images say of borders broke down")
         return self._joints[key]
 
     def decoder(self, defence: Defence) -> Learned:

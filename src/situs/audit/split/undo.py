@@ -107,17 +107,22 @@ def _grouped(tokens: Tensor, places: Tensor, batch: Tensor, side: PublicSide, bo
     return torch.empty_like(batch).index_put_((group, places), batch.flatten())
 
 
+def unclustered(count: int, places: int, width: int) -> bool:
+    """Whether so many samples are too few for a covariance within clusters of their tokens."""
+    return (count - 1) * places < width
+
+
 def _clustered(seen: Tensor, side: PublicSide) -> Tensor:
     """The row of the stream that each is, [n, R], clustered by place and then named; too few samples: as they are."""
     prefix = len(side.prefix)
-    if (len(seen) - 1) * (seen.shape[1] - prefix) < seen.shape[2]:  # no covariance within clusters
+    if unclustered(len(seen), seen.shape[1] - prefix, seen.shape[2]):
         return order_rows(seen, side)
     return name_clusters(cluster_rows(seen, prefix), side.places, prefix)
 
 
 def _settled(tokens: list[Tensor], places: list[Tensor], side: PublicSide) -> list[Tensor]:
     """Places of tokens that several samples exchanged, clustered from where an old embedding puts them."""
-    if sum(map(len, tokens)) - len(side.places) < tokens[0].shape[1]:
+    if unclustered(sum(map(len, tokens)) // len(side.places), *side.places.shape):
         return places
     of, centres, within = settle(tokens, places, len(side.places))
     return list(name_clusters(Clusters(torch.cat(of), centres, within), side.places, 0).split([len(x) for x in of]))
