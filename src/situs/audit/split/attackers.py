@@ -63,7 +63,7 @@ class Found(NamedTuple):
 
 
 def order(scene: Scene) -> Found:
-    """Puts channels, then rows in order, after a batch shuffle with those of their sample; then reads the pixels."""
+    """Puts channels, then rows in order, under noise as a whole, after a batch shuffle by sample; reads pixels."""
     found, joint = _undone(scene), scene.stage.joint(scene.setting.defence)
     return _made(scene, found, found.patches(scene.side, joint))._replace(weak=_lacked(scene, found, joint.missing))
 
