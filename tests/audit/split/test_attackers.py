@@ -9,6 +9,7 @@ import torch
 from sent import classifier, stage
 
 from situs.audit.split.attackers import ATTACKS, Reading, attack
+from situs.audit.split.joint import Joint
 from situs.audit.split.stage import Scene, Stage
 from situs.audit.split.view import Setting
 from situs.locks.features import parse_defence
@@ -149,3 +150,24 @@ def test_an_attacker_that_breaks_down_is_not_tried(held: Stage, monkeypatch) -> 
 
 def test_every_attacker_says_what_it_knows() -> None:
     assert all(knows for _, knows in ATTACKS.values())
+
+
+def test_what_an_attacker_lacked_stands_beside_what_it_did() -> None:
+    """Too few samples to cluster, too few public images to learn borders from, images that are all alike."""
+    few = stage(private=2, public=5, old=tuned())
+    assert few.thin == "5 public images have 80 tokens of 24 channels"
+    assert tried(few, "order", "noise=0.5", "rows").reason == "5 public images are too few to learn borders from"
+    assert tried(few, "order", "none", "rows").reason == ""
+    assert tried(few, "old-embedding", "none", "rows").reason == "2 samples are too few to cluster"
+    assert tried(few, "old-embedding", "none").reason == ""
+    enough = stage(private=3)
+    assert enough.thin is None and tried(enough, "order", "noise=0.5", "rows").reason == ""
+
+
+def test_sixteen_sendings_gain_by_neighbours_too(held: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting(parse_defence("noise=4"), rows=True)
+    with monkeypatch.context() as without:
+        without.setattr(Stage, "joint", lambda *_: Joint())
+        before = attack("repeats", Scene.of(held, setting)).scores
+    now = attack("repeats", Scene.of(held, setting)).scores
+    assert now["psnr"] > before["psnr"] + 0.2 and now["places"] >= before["places"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -105,3 +106,24 @@ def test_the_numbers_hold_every_score_and_every_reason() -> None:
     assert result.summary().notes[0] == "Not tried, which is no protection: labels: the images have none (rows)."
     assert (setting["feature_cosine"], setting["knn"]) == (0.9, None)
     assert not result.private
+
+
+def test_an_attacker_that_did_not_come_to_an_end_is_in_the_sentence() -> None:
+    """Another that was tried does not speak for it: rows permuted or not, undone by another or not."""
+    cut = Reading("order", "the embedding", "not tried", reason="stopped by Ctrl-C", cut=True)
+    for rows, other in ((False, "decoder"), (True, "old-embedding"), (True, "decoder")):
+        said = verdict(audit(found(done(other, psnr=8.0), cut, rows=rows)))
+        assert "order did not come to an end, which is no protection" in said
+    assert "come to an end" not in verdict(audit(found(done(psnr=8.0), SKIPPED)))
+
+
+def test_what_an_attacker_lacked_is_said() -> None:
+    weak = replace(done("old-embedding", psnr=8.0), reason="2 samples are too few to cluster")
+    one = audit(found(weak))
+    assert "Weaker than it can be, which is no protection: old-embedding: 2 samples are too few to cluster (rows)." in (
+        one.summary().notes
+    )
+    thin = replace(audit(found(done(psnr=8.0))), thin="2 public images have 32 tokens of 24 channels")
+    assert verdict(thin).startswith("Too few public images (2 public images have 32 tokens of 24 channels): ")
+    assert "what was not found is not hidden by that" in verdict(thin)
+    assert thin.numbers()["too_few_public_images"] == thin.thin and audit().numbers()["too_few_public_images"] is None

@@ -22,7 +22,7 @@ from situs.audit.split.labels import (
 )
 from situs.audit.split.linkage import average, company, found_again, link
 from situs.audit.split.stage import Scene
-from situs.audit.split.undo import PutBack, order_of_channels, put_back
+from situs.audit.split.undo import PutBack, order_of_channels, put_back, unclustered
 from situs.audit.split.view import NONE, View
 from situs.core.tokens import unpatchify
 from situs.errors import SitusError, counted, verb
@@ -32,12 +32,18 @@ SENDINGS = 16
 LAYOUT_NEEDS = 100
 """Samples from which the grid is laid out without an embedding; with 50 it failed on the model it was tried on."""
 
+CHANNELS_NEED = 16
+"""Samples from which channels are told apart without a prefix token, on the model it was tried on."""
+
 OFTEN = f"{SENDINGS} sendings where there is noise or a batch shuffle"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one attacker found. scores: by name, shares in [0, 1] and dB. images: what it made of the samples."""
+    """What one attacker found. scores: by name, shares in [0, 1] and dB. images: what it made of the samples.
+
+    reason: why it was not tried, or why it is weaker than it can be. cut: it was stopped or broke down.
+    """
 
     attack: str
     knows: str
@@ -45,19 +51,21 @@ class Reading:
     scores: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     images: Tensor | None = None
+    cut: bool = False
 
 
 class Found(NamedTuple):
-    """scores: beside those of the pictures [n, C, H, W] that were made, if any were."""
+    """scores: beside those of the pictures [n, C, H, W] that were made, if any were. weak: what it lacked."""
 
     scores: Mapping[str, float]
     pictures: Tensor | None = None
+    weak: str = ""
 
 
 def order(scene: Scene) -> Found:
-    """Puts channels, then rows in order, after a batch shuffle with those of their sample; then reads the pixels."""
-    found = _undone(scene)
-    return _made(scene, found, found.patches(scene.side))
+    """Puts channels, then rows in order, under noise as a whole, after a batch shuffle by sample; reads pixels."""
+    found, joint = _undone(scene), scene.stage.joint(scene.setting.defence)
+    return _made(scene, found, found.patches(scene.side, joint))._replace(weak=_lacked(scene, found, joint.missing))
 
 
 def old_embedding(scene: Scene) -> Found:
@@ -67,7 +75,9 @@ def old_embedding(scene: Scene) -> Found:
     quiet = _quiet(scene)
     assert quiet.old is not None
     found = put_back(quiet, quiet.old, quiet.view, drifted=True)
-    return _made(quiet, found, found.patches(quiet.old))
+    few = unclustered(len(quiet.stage.z), *quiet.old.places.shape) and (scene.setting.rows or scene.exchanging)
+    weak = f"{counted(len(quiet.stage.z), 'samples')} are too few to cluster" if few else ""
+    return _made(quiet, found, found.patches(quiet.old))._replace(weak=_lacked(scene, found, weak))
 
 
 def no_embedding(scene: Scene) -> Found:
@@ -100,7 +110,7 @@ def ordered_decoder(scene: Scene) -> Found:
     """The same decoder, behind what `order` has put back."""
     found = _undone(scene)
     learned = scene.stage.decoder(NONE if scene.exchanging else scene.setting.defence)
-    return _made(scene, found, learned(found.tokens))
+    return _made(scene, found, learned(found.tokens))._replace(weak=_lacked(scene, found))
 
 
 def linkage(scene: Scene) -> Found:
@@ -195,20 +205,27 @@ def attack(name: str, scene: Scene) -> Reading:
     """What an attacker finds of a setting."""
     attacker, knows = ATTACKS[name]
     try:
-        scores, pictures = attacker(scene)
+        scores, pictures, weak = attacker(scene)
     except NotTriedError as why:
         return Reading(name, knows, "not tried", reason=str(why))
     except torch.linalg.LinAlgError as why:  # pyright: ignore[reportPrivateImportUsage]  # images that are all alike
-        return Reading(name, knows, "not tried", reason=f"it broke down: {str(why).splitlines()[0][:80]}")
+        return Reading(name, knows, "not tried", reason=f"it broke down: {str(why).splitlines()[0][:80]}", cut=True)
     seen = {} if pictures is None else scene.stage.scores(pictures)
-    return Reading(name, knows, "done", {**scores, **seen}, images=pictures)
+    return Reading(name, knows, "done", {**scores, **seen}, weak, images=pictures)
 
 
 def _undone(scene: Scene) -> PutBack:
     """What arrived first, put back once for all who begin with it."""
     if "undone" not in scene.held:
-        scene.held["undone"] = put_back(scene, scene.side, scene.view)
+        scene.held["undone"] = put_back(scene, scene.side, scene.view, joint=scene.stage.joint(scene.setting.defence))
     return scene.held["undone"]
+
+
+def _lacked(scene: Scene, found: PutBack, first: str = "") -> str:
+    """Why an attacker is weaker than it can be: what it says first, or channels that few samples did not tell."""
+    count = len(scene.stage.z)
+    few = found.scores.get("channels", 1.0) < 1 and count < CHANNELS_NEED
+    return first or (f"{counted(count, 'samples')} are few to tell channels by" if few else "")
 
 
 def _made(scene: Scene, found: PutBack, patches: Tensor) -> Found:

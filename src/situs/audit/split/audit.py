@@ -106,7 +106,7 @@ def audit_split(
 
     def so_far(stopped: str | None) -> SplitAudit:
         given = stage.model.name, len(stage.z), public, tuple(found), blind, shown
-        return SplitAudit(*given, stopped=stopped, trained=trained, provenance=made)
+        return SplitAudit(*given, stopped=stopped, trained=trained, thin=stage.thin, provenance=made)
 
     begun = _Begun(stage, attacks, pictures)
     try:
@@ -154,7 +154,7 @@ class _Begun:
     def found(self, why: str | None) -> SettingFound:
         """What was found of it; why: what those say who had no turn."""
         left = self.attacks[len(self.readings) :]
-        waiting = [Reading(name, ATTACKS[name][1], "not tried", reason=why or "") for name in left]
+        waiting = [Reading(name, ATTACKS[name][1], "not tried", reason=why or "", cut=True) for name in left]
         found, self.readings = [*self.readings, *waiting], []
         return SettingFound(self.setting, self.kept, tuple(found))
 

@@ -82,11 +82,16 @@ def _places(backbone: Backbone, width: int, count: int) -> Tensor:
 
 def assign_places(tokens: Tensor, side: PublicSide, copies: int = 1) -> Tensor:
     """The place of each token, [M], for tokens [M, D] with M = copies · N: each place is taken `copies` times."""
-    inner = side.whitener()
-    moved, means = tokens @ inner, side.places @ inner
-    cost = (moved * tokens).sum(1)[:, None] - 2 * tokens @ means.T + (means * side.places).sum(1)
-    _, chosen = linear_sum_assignment(cost.repeat(1, copies).numpy())
+    _, chosen = linear_sum_assignment(place_costs(tokens, side).T.repeat(1, copies).numpy())
     return torch.from_numpy(chosen) % len(side.places)
+
+
+def place_costs(tokens: Tensor, side: PublicSide) -> Tensor:
+    """[..., N, M]: the squared Mahalanobis distance of each place to each of the tokens [..., M, D]."""
+    inner = side.whitener()
+    means = side.places @ inner
+    own = (tokens @ inner * tokens).sum(dim=-1)
+    return own[..., None, :] - 2 * means @ tokens.mT + (means * side.places).sum(dim=1)[:, None]
 
 
 def set_apart(rows: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +105,10 @@ def set_apart(rows: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def order_rows(seen: Tensor, side: PublicSide) -> Tensor:
-    """The row of the stream that each row sent is, [n, R], for samples [n, R, D] whose rows may be in any order."""
+    """The row of the stream that each row sent is, [n, R], for samples [n, R, D] whose rows may be in any order.
+
+    Each token for itself; what neighbours tell beside it: `joint`.
+    """
     found = torch.empty(seen.shape[:2], dtype=torch.long)
     for sample, rows in zip(seen, found, strict=True):
         fixed, others = set_apart(sample, side.prefix)

@@ -58,7 +58,7 @@ class SplitAudit(Result):
     """All settings. blind: what guesses without any token come to. pictures: the samples, where the page shows them.
 
     stopped: by what and how far it came, None where it is whole. trained: the defence that a run was trained under, in
-    units of its tokens as they are now.
+    units of its tokens as they are now. thin: why public images are too few, None where not.
     """
 
     file: ClassVar[str] = "split-audit"
@@ -71,6 +71,7 @@ class SplitAudit(Result):
     pictures: Tensor | None = None
     stopped: str | None = None
     trained: Defence | None = None
+    thin: str | None = None
 
     @property
     def private(self) -> bool:
@@ -111,6 +112,16 @@ class SplitAudit(Result):
         return found
 
     @property
+    def weaker(self) -> dict[str, list[str]]:
+        """What an attacker that was tried lacked -> the settings."""
+        found: dict[str, list[str]] = {}
+        for each in self.settings:
+            for reading in each.readings:
+                if reading.status == "done" and reading.reason:
+                    found.setdefault(f"{reading.attack}: {reading.reason}", []).append(str(each.setting))
+        return found
+
+    @property
     def tables(self) -> tuple[Table, ...]:
         """Every attacker; the paper's Table 6; strengths, where there are several."""
         return tables(
@@ -122,6 +133,10 @@ class SplitAudit(Result):
         notes = [] if self.stopped is None else [AGAIN]
         notes += [] if self.trained is None else [self._of_training(self.trained)]
         notes += [f"Not tried, which is no protection: {why} ({self._where(at)})." for why, at in self.skipped.items()]
+        notes += [
+            f"Weaker than it can be, which is no protection: {why} ({self._where(at)})."
+            for why, at in self.weaker.items()
+        ]
         if self.settings and (unasked := [name for name in ATTACKS if name not in self.asked]):
             notes.append(f"Not asked for, which is no protection: {', '.join(unasked)}.")
         return Summary(verdict(self), self.tables, tuple(notes))
@@ -158,6 +173,7 @@ class SplitAudit(Result):
             "stopped": self.stopped,
             "samples": self.samples,
             "public_images": self.public,
+            "too_few_public_images": self.thin,
             "blind_guesses": {name: _plain(scores) for name, scores in self.blind.items()},
             "settings": [
                 {
@@ -187,6 +203,8 @@ def verdict(audit: SplitAudit) -> str:
     for found in audit.settings:
         groups.setdefault(_conclusion(found), []).append(found)
     said = [f"{_named(settings, audit.settings)}: {_said(what, settings)}" for what, settings in groups.items()]
+    if audit.thin is not None:
+        said.insert(0, f"too few public images ({audit.thin}): what was not found is not hidden by that.")
     if audit.stopped is not None:
         said.insert(0, f"a partial result: stopped by {audit.stopped}.")
     for score, what in (
@@ -224,6 +242,8 @@ def _said(what: str, settings: list[SettingFound]) -> str:
         parts.append(f"{linked} of the samples were found again")
     if any(found.hidden and found.pictured() and found.pictured(UNDOING) is None for found in settings):
         parts.append("no attack that puts back what is permuted was tried, which is no protection")
+    if cut := dict.fromkeys(each.attack for found in settings for each in found.readings if each.cut):
+        parts.append(f"{', '.join(cut)} did not come to an end, which is no protection")
     return "; ".join(parts) + "."
 
 

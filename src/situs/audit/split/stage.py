@@ -13,12 +13,14 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from situs.audit.scores.metrics import denormalise, match_patches, psnr, ssim
 from situs.audit.split.borders import Borders
 from situs.audit.split.decoder import Learned, learn
+from situs.audit.split.joint import TRIED, Joint, joint
 from situs.audit.split.order import PublicSide, public_side
 from situs.audit.split.utility import Kept, cosine, leave_one_out_knn, leave_one_out_probe, neighbours
 from situs.audit.split.view import NONE, PIECE, Setting, View, counted_words, send, streams
 from situs.backbones.base import Stream
 from situs.core.tokens import patchify
 from situs.data.sampler import epoch_order
+from situs.errors import counted
 from situs.locks.features import Defence, defend
 from situs.methods.supervised import multi_label_loss
 from situs.models import Model
@@ -27,6 +29,9 @@ LOOKED_AT = 24
 """Pictures at most that SSIM and feature similarity are means over: they cost far more than the attack itself."""
 
 SSIM_WINDOW = 11
+
+ENOUGH = 10
+"""Public tokens a channel from which a covariance of tokens is known well enough to be held against an attack."""
 
 DECODING = 1000
 """Steps from here on are those of a decoder that learns on public images."""
@@ -59,8 +64,17 @@ class Stage:
         self.channels = counted_words(seed, 9)("columns", self.z.shape[2]).argsort(stable=True)
         self._known: dict[bool, Tensor] = {}
         self._sides: dict[tuple[str, bool], PublicSide] = {}
+        self._joints: dict[str, Joint] = {}
         self._outs: dict[tuple[str, bool], Tensor] = {}
         self._decoders: dict[str, Learned] = {}
+
+    @property
+    def thin(self) -> str | None:
+        """Why the attackers know too little of what tokens are like, or None."""
+        tokens, width = len(self.patches) * self.patches.shape[1], self.z.shape[2]
+        if tokens >= ENOUGH * width:
+            return None
+        return f"{counted(len(self.patches), 'public images')} have {tokens} tokens of {width} channels"
 
     @cached_property
     def borders(self) -> Borders:
@@ -77,6 +91,23 @@ class Stage:
                 self._known[old] = streams(backbone, self.public.split(PIECE))
             self._sides[key] = public_side(backbone, self._known[old], self.patches, defence)
         return self._sides[key]
+
+    def joint(self, defence: Defence) -> Joint:
+        """What the whole image adds under noise, decided on public images that are held out; fitted once."""
+        if (key := str(defence)) not in self._joints:
+            side, held = self.side(defence), min(TRIED, len(self.patches) // 6)
+            if not side.noise:
+                return Joint()
+            if not held:
+                return Joint(missing=f"{counted(len(self.patches), 'public images')} are too few to learn borders from")
+            part = public_side(self.backbone, side.tokens[held:], self.patches[held:], defence)
+            unseen = side.tokens[:held, len(side.prefix) :]
+            try:
+                part = replace(part, noise=side.noise)
+                self._joints[key] = joint(side, part, unseen, self.patches[:held], self.grid)
+            except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]  # images that are all alike
+                self._joints[key] = Joint(missing="what public images say of borders broke down")
+        return self._joints[key]
 
     def decoder(self, defence: Defence) -> Learned:
         """What a decoder learns on public images under a defence, rows and channels in their order; learned once."""

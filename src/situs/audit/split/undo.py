@@ -9,35 +9,41 @@ from torch import Tensor
 
 from situs.audit.split.borders import Borders
 from situs.audit.split.cluster import Clusters, cluster_rows, name_clusters, settle
+from situs.audit.split.joint import Joint, Whole, chosen
 from situs.audit.split.labels import share_up_to_names
 from situs.audit.split.order import PublicSide, assign_places, order_rows, read_pixels, set_apart
 from situs.audit.split.stage import Scene
 from situs.audit.split.view import Setting, View, counted_words, send
 from situs.locks.attacks.columns import recover_columns
 
+ALONE = Joint()
+"""Each token for itself."""
+
 
 class PutBack(NamedTuple):
     """tokens: [n, N, D], patch tokens where they are believed to belong. index: [n, N], of which row of all n · R each
-    is. scores: the shares of channels, places and samples that are right, where they were hidden."""
+    is. scores: the shares of channels, places and samples that are right, where they were hidden. expected: [n, N, D],
+    the mean of the tokens that each place may have; of one sure token it is that."""
 
     tokens: Tensor
     index: Tensor
     scores: dict[str, float]
+    expected: Tensor
 
     @property
     def places(self) -> Tensor:
         """[n · N]: the place of each token in turn."""
         return torch.arange(self.index.shape[1]).repeat(len(self.index))
 
-    def patches(self, side: PublicSide) -> Tensor:
-        """Pixels [n, N, P] by regression."""
-        return read_pixels(self.tokens.flatten(0, 1), self.places, side).unflatten(0, self.index.shape)
+    def patches(self, side: PublicSide, joint: Joint = ALONE) -> Tensor:
+        """Pixels [n, N, P] by regression, with what the whole image adds."""
+        return joint.read(self.expected, side)
 
 
-def put_back(scene: Scene, side: PublicSide, view: View, *, drifted: bool = False) -> PutBack:
+def put_back(scene: Scene, side: PublicSide, view: View, *, joint: Joint = ALONE, drifted: bool = False) -> PutBack:
     """Undoes what the client did to a sending. drifted: `side` is of an old embedding, and tokens are clustered first.
 
-    The truth is looked at for the scores alone.
+    joint: what neighbours tell of an order. The truth is looked at for the scores alone.
     """
     seen, truth = view
     scores: dict[str, float] = {}
@@ -45,7 +51,9 @@ def put_back(scene: Scene, side: PublicSide, view: View, *, drifted: bool = Fals
         found = order_of_channels(scene, side, seen)
         scores["channels"] = float((found == truth.channels).double().mean())
         seen = seen[..., found.argsort()]
-    index = _rows(scene, side, seen, drifted)
+    index, expected = _rows(scene, side, seen, drifted), None
+    if scene.setting.rows and joint.orders is not None:
+        index, expected = _together(seen, side, joint.orders)
     count, places = index.shape
     row, sample = (each.flatten()[index] for each in (truth.row, truth.sample))
     if scene.setting.rows or scene.exchanging:
@@ -54,7 +62,8 @@ def put_back(scene: Scene, side: PublicSide, view: View, *, drifted: bool = Fals
         scores["samples"] = share_up_to_names(
             torch.arange(count)[:, None].expand_as(sample).flatten(), sample.flatten()
         )
-    return PutBack(seen.flatten(0, 1)[index], index, scores)
+    tokens = seen.flatten(0, 1)[index]
+    return PutBack(tokens, index, scores, tokens if expected is None else expected)
 
 
 def order_of_channels(scene: Scene, side: PublicSide, seen: Tensor) -> Tensor:
@@ -83,23 +92,37 @@ def _rows(scene: Scene, side: PublicSide, seen: Tensor, drifted: bool) -> Tensor
     return torch.cat([_grouped(each, found, batch, side, scene.stage.borders) for each, found, batch in given])
 
 
+def _together(seen: Tensor, side: PublicSide, whole: Whole) -> tuple[Tensor, Tensor]:
+    """([n, N], which of all n · R rows each place has; [n, N, D], what it may have in the mean), neighbours judged."""
+    rest = torch.stack([set_apart(each, side.prefix)[1] for each in seen])
+    tokens = seen.gather(1, rest[..., None].expand(-1, -1, seen.shape[2]))
+    belief = whole.beliefs(tokens)
+    rows = torch.arange(len(seen))[:, None] * seen.shape[1] + rest
+    return rows.gather(1, chosen(belief)), belief @ tokens
+
+
 def _grouped(tokens: Tensor, places: Tensor, batch: Tensor, side: PublicSide, borders: Borders) -> Tensor:
     """[B, N]: the rows of a batch by sample and place, patches joined whose borders fit."""
     group = borders.group(read_pixels(tokens, places, side), places, len(batch))
     return torch.empty_like(batch).index_put_((group, places), batch.flatten())
 
 
+def unclustered(count: int, places: int, width: int) -> bool:
+    """Whether so many samples are too few for a covariance within clusters of their tokens."""
+    return (count - 1) * places < width
+
+
 def _clustered(seen: Tensor, side: PublicSide) -> Tensor:
     """The row of the stream that each is, [n, R], clustered by place and then named; too few samples: as they are."""
     prefix = len(side.prefix)
-    if (len(seen) - 1) * (seen.shape[1] - prefix) < seen.shape[2]:  # no covariance within clusters
+    if unclustered(len(seen), seen.shape[1] - prefix, seen.shape[2]):
         return order_rows(seen, side)
     return name_clusters(cluster_rows(seen, prefix), side.places, prefix)
 
 
 def _settled(tokens: list[Tensor], places: list[Tensor], side: PublicSide) -> list[Tensor]:
     """Places of tokens that several samples exchanged, clustered from where an old embedding puts them."""
-    if sum(map(len, tokens)) - len(side.places) < tokens[0].shape[1]:
+    if unclustered(sum(map(len, tokens)) // len(side.places), *side.places.shape):
         return places
     of, centres, within = settle(tokens, places, len(side.places))
     return list(name_clusters(Clusters(torch.cat(of), centres, within), side.places, 0).split([len(x) for x in of]))

@@ -1,0 +1,320 @@
+"""The whole image at once: which order of rows is likeliest as a picture, and what the picture then is (SPEC §7).
+
+Under noise a token alone no longer tells its place, but what a picture shows goes on across the borders of patches.
+Public images give a Gaussian of all tokens of an image, noise among them: place by place, a token is regressed on those
+to the left, above, and between. Along the few directions that neighbours share most, an order of the rows then has an
+energy: a cost a token and place, and one a pair of neighbours. Mean field finds how likely each token stands at each
+place: by turns what the neighbours let expect, and beliefs that add up to one a place and a token (Sinkhorn). The pairs
+come in slowly and never whole, for beliefs that are not yet sure count too much. Pixels are the posterior mean.
+
+What of it is used, and how much the pairs count, is decided on public images that were held out and are attacked in the
+same way: where that gains nothing, each token stays alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from situs.audit.split.order import PublicSide, assign_places, place_costs, read_pixels
+
+WIDTHS = (4, 8, 16, 32, 48, 64)
+"""Shared directions; how many are used is decided by the likelihood of public images held out."""
+
+WEIGHTS = (0.3, 0.5, 0.7)
+"""Shares of the pairs' energy that beliefs end with; one is chosen by an attack on public images held out."""
+
+TRIED = 16
+"""Public images at most that are held out and attacked."""
+
+ROUNDS, KEPT, SCALINGS = 38, 0.5, 40
+"""Rounds of mean field, the share of the last beliefs that a round keeps, and Sinkhorn's rounds within each."""
+
+BEFORE = ((0, -1), (-1, 0), (-1, -1))
+"""The places that one is regressed on: left, above, and between."""
+
+AROUND = tuple((y, x) for y in (-1, 0, 1) for x in (-1, 0, 1) if (y, x) != (0, 0))
+"""The places that the regressions tie to one."""
+
+PIECE = 16
+"""Images that are put in order at a time."""
+
+_RIDGE = 1e-10
+
+Window = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Second moments of windows of content [W·k, W·k] by the places of `BEFORE` that there are, summed over `count`."""
+
+    sums: dict[Window, Tensor]
+    counts: dict[Window, int]
+
+    @classmethod
+    def of(cls, content: Tensor, grid: tuple[int, int]) -> Moments:
+        """Of content [m, N, k] on a grid."""
+        placed, (height, width) = content.unflatten(1, grid), grid
+        sums, counts = {}, {}
+        for window in {window_at(place, grid) for place in range(height * width)}:
+            down, right = (max(-offset[axis] for offset in ((0, 0), *window)) for axis in (0, 1))
+            parts = [placed[:, down + y : height + y, right + x : width + x] for y, x in ((0, 0), *window)]
+            rows = torch.cat(parts, dim=-1).flatten(0, 2)
+            sums[window], counts[window] = rows.T @ rows, len(rows)
+        return cls(sums, counts)
+
+    def covariance(self, window: Window, noise: Tensor, width: int) -> Tensor:
+        """Of the first `width` directions, [(w + 1)·k, (w + 1)·k], with noise [K, K] on each place."""
+        total, each = self.sums[window], len(window) + 1
+        first = (torch.arange(each)[:, None] * (len(total) // each) + torch.arange(width)).flatten()
+        return total[first][:, first] / self.counts[window] + torch.block_diag(*[noise[:width, :width]] * each)
+
+
+def window_at(place: int, grid: tuple[int, int]) -> Window:
+    """The offsets of `BEFORE` that stay on the grid."""
+    row, column = divmod(place, grid[1])
+    return tuple((y, x) for y, x in BEFORE if row + y >= 0 and column + x >= 0)
+
+
+@dataclass(frozen=True)
+class Regressed:
+    """For each window: white = (own - before @ weights) @ whiten. weights: [w·k, k], whiten: [k, k]."""
+
+    weights: dict[Window, Tensor]
+    whiten: dict[Window, Tensor]
+    width: int
+
+    @classmethod
+    def of(cls, moments: Moments, noise: Tensor, width: int) -> Regressed:
+        """By least squares, of the first `width` directions with noise [k, k] on them."""
+        weights, whiten = {}, {}
+        for window in moments.sums:
+            cov = moments.covariance(window, noise, width)
+            weights[window] = torch.linalg.solve(cov[width:, width:], cov[width:, :width])
+            left = cov[:width, :width] - cov[:width, width:] @ weights[window]
+            whiten[window] = torch.linalg.inv(torch.linalg.cholesky((left + left.T) / 2)).T
+        return cls(weights, whiten, width)
+
+    def precision(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """([N, k, k], [N, 8, k, k]): the inverse of the covariance of an image, a place with itself and `AROUND`."""
+        count, k = grid[0] * grid[1], self.width
+        inner = torch.zeros(count, k, k, dtype=torch.float64)
+        outer = torch.zeros(count, len(AROUND), k, k, dtype=torch.float64)
+        for place in range(count):
+            window = ((0, 0), *window_at(place, grid))
+            white = self.whitening(window[1:]).view(len(window), k, k)
+            for (y, x), mine in zip(window, white, strict=True):
+                at = place + y * grid[1] + x
+                for (v, u), other in zip(window, white, strict=True):
+                    into = inner[at] if (v, u) == (y, x) else outer[at, AROUND.index((v - y, u - x))]
+                    into += mine @ other.T
+        return inner, outer
+
+    def whitening(self, window: Window) -> Tensor:
+        """[(w + 1)·k, k]: takes content at a place and its window to what is white."""
+        return torch.cat([self.whiten[window], -self.weights[window] @ self.whiten[window]])
+
+    def gain(self, moments: Moments, noise: Tensor, grid: tuple[int, int]) -> float:
+        """Log likelihood a place of images with these moments, above that of places each for itself."""
+        alone, total = self._likelihood(moments, noise, ()), 0.0
+        windows = [window_at(place, grid) for place in range(grid[0] * grid[1])]
+        for window in set(windows):
+            total += windows.count(window) * (self._likelihood(moments, noise, window) - alone)
+        return total / len(windows)
+
+    def _likelihood(self, moments: Moments, noise: Tensor, window: Window) -> float:
+        white = self.whitening(window)
+        spread = (white.T @ moments.covariance(window, noise, self.width) @ white).trace()
+        return float(torch.linalg.slogdet(self.whiten[window]).logabsdet - spread / 2)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The Gaussian of an image's tokens under noise. axes: [D, k], along which a token alone is white.
+
+    inner, outer: its precision along them. weight: how much pairs count in beliefs. side: what a token is alone, and
+    in the other directions.
+    """
+
+    axes: Tensor
+    inner: Tensor
+    outer: Tensor
+    weight: float
+    side: PublicSide
+    grid: tuple[int, int]
+
+    def energy(self, tokens: Tensor, order: Tensor) -> Tensor:
+        """[n]: minus twice the log likelihood, but for a constant, of tokens [n, N, D] where `order` [n, N] has the
+        token of each place."""
+        costs = place_costs(tokens, self.side).gather(2, order[..., None])[..., 0].sum(dim=1)
+        along = (tokens.gather(1, order[..., None].expand_as(tokens)) - self.side.places) @ self.axes
+        return costs + (along * (self._multiplied(along) - along)).sum(dim=(1, 2))
+
+    def alone(self, tokens: Tensor) -> Tensor:
+        """[n, N, N]: what each of the tokens [n, N, D] costs at each place without pairs, place by token."""
+        along, middle = tokens @ self.axes, self.side.places @ self.axes
+        more = [
+            ((along - at) @ (matrix - torch.eye(len(matrix))) * (along - at)).sum(dim=-1)
+            for at, matrix in zip(middle, self.inner, strict=True)
+        ]
+        return place_costs(tokens, self.side) + torch.stack(more, dim=1)
+
+    def outside(self, along: Tensor) -> Tensor:
+        """[n, N, k]: the precision times `along` [n, N, k], a place with others."""
+        padded = torch.cat([along, along.new_zeros(len(along), 1, along.shape[2])], dim=1)
+        near = padded[:, beside(self.grid)].flatten(2).transpose(0, 1)  # [N, n, 8·k]
+        return torch.bmm(near, self.outer.mT.flatten(1, 2)).transpose(0, 1)
+
+    def _multiplied(self, along: Tensor) -> Tensor:
+        return self.outside(along) + torch.einsum("pkl,npl->npk", self.inner, along)
+
+    def beliefs(self, tokens: Tensor) -> Tensor:
+        """[n, N, N]: how likely each place has each of the tokens [n, N, D], which come in any order."""
+        return torch.cat([self._beliefs(each) for each in tokens.split(PIECE)])
+
+    def _beliefs(self, tokens: Tensor) -> Tensor:
+        alone, single = self.alone(tokens), place_costs(tokens, self.side)
+        along, middle = tokens @ self.axes, self.side.places @ self.axes
+        belief = balanced(single / 2)
+        for number in range(ROUNDS):
+            share = self.weight * (number + ROUNDS / 5) / (ROUNDS * 6 / 5 - 1)
+            together = alone + 2 * self.outside(belief @ along - middle) @ along.mT
+            belief = KEPT * belief + (1 - KEPT) * balanced((single + share * (together - single)) / 2)
+        return belief
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Patches [n, N, P], the posterior mean, behind tokens [n, N, D] at their places."""
+        side = self.side
+        along = (tokens - side.places) @ self.axes
+        clear = torch.linalg.solve(side.covariance + _RIDGE * torch.eye(len(side.covariance)).double(), self.axes)
+        return _alone(tokens, side) - side.noise * (self._multiplied(along) - along) @ (side.cross @ clear).T
+
+
+def beside(grid: tuple[int, int]) -> Tensor:
+    """[N, 8]: the places `AROUND` each, N where there is none."""
+    row, column = (
+        (torch.arange(grid[0] * grid[1]) // grid[1])[:, None],
+        (torch.arange(grid[0] * grid[1]) % grid[1])[:, None],
+    )
+    y, x = torch.tensor(AROUND).T
+    there = (row + y >= 0) & (row + y < grid[0]) & (column + x >= 0) & (column + x < grid[1])
+    return torch.where(there, (row + y) * grid[1] + column + x, grid[0] * grid[1])
+
+
+def balanced(costs: Tensor) -> Tensor:
+    """exp(-costs) [n, N, N] scaled so that columns, then rows add up to one."""
+    costs = costs - costs.amin(dim=2, keepdim=True)
+    kernel = (-(costs - costs.amin(dim=1, keepdim=True)).clamp(max=60)).exp()
+    columns = torch.ones_like(kernel[:, :, :1])
+    for _ in range(SCALINGS):
+        columns = 1 / (kernel.mT @ (1 / (kernel @ columns)))
+    belief = kernel * columns.mT
+    return belief / belief.sum(dim=2, keepdim=True)
+
+
+def chosen(belief: Tensor) -> Tensor:
+    """[n, N]: the token at each place with which most are expected to be right, each token once."""
+    return torch.stack([torch.from_numpy(linear_sum_assignment(-each.numpy())[1]) for each in belief])
+
+
+@dataclass(frozen=True)
+class Joint:
+    """What the whole image adds to tokens alone. orders: for rows in any order; reads: for pixels; None: nothing.
+
+    missing: why this could not be tried.
+    """
+
+    orders: Whole | None = None
+    reads: Whole | None = None
+    missing: str = ""
+
+    def read(self, tokens: Tensor, side: PublicSide) -> Tensor:
+        """Patches [n, N, P] behind tokens [n, N, D] at their places."""
+        return _alone(tokens, side) if self.reads is None else self.reads.read(tokens)
+
+
+def _alone(tokens: Tensor, side: PublicSide) -> Tensor:
+    places = torch.arange(tokens.shape[1]).repeat(len(tokens))
+    return read_pixels(tokens.flatten(0, 1), places, side).unflatten(0, tokens.shape[:2])
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Directions by how much neighbours share along them, [D, K], with the moments and the noise [K, K] there."""
+
+    axes: Tensor
+    moments: Moments
+    noise: Tensor
+    side: PublicSide
+    grid: tuple[int, int]
+
+    @classmethod
+    def of(cls, side: PublicSide, grid: tuple[int, int]) -> Fitted:
+        """Of a side's own images."""
+        values, vectors = torch.linalg.eigh(side.covariance)
+        white = vectors * (values.clamp(min=0) + side.noise).rsqrt()
+        placed = _content(side, white).unflatten(1, grid)
+        shared = torch.zeros_like(white)
+        for axis in (1, 2):
+            size = placed.shape[axis] - 1
+            if size:
+                last, first = (placed.narrow(axis, start, size).flatten(0, 2) for start in (0, 1))
+                pair = last.T @ first / len(last)
+                shared += pair @ pair.T + pair.T @ pair
+        axes = white @ torch.linalg.eigh(shared).eigenvectors.flip(1)[:, : max(WIDTHS)]
+        return cls(axes, Moments.of(_content(side, axes), grid), side.noise * axes.T @ axes, side, grid)
+
+    def whole(self, width: int, weight: float) -> Whole:
+        """The Gaussian with so many directions."""
+        inner, outer = Regressed.of(self.moments, self.noise, width).precision(self.grid)
+        return Whole(self.axes[:, :width], inner, outer, weight, self.side, self.grid)
+
+    def width(self, tokens: Tensor) -> int:
+        """How many directions make other images' tokens [t, N, D] likeliest; 0: none more than places alone."""
+        unseen = Moments.of((tokens - self.side.places) @ self.axes, self.grid)
+        widths = [each for each in WIDTHS if each <= self.axes.shape[1]]
+        gains = {k: Regressed.of(self.moments, self.noise, k).gain(unseen, self.noise, self.grid) for k in widths}
+        best = max(gains, key=gains.__getitem__, default=0)
+        return best if best and gains[best] > 0 else 0
+
+
+def _content(side: PublicSide, axes: Tensor) -> Tensor:
+    """[m, N, K]: a side's own tokens, without their places, along axes [D, K]."""
+    return (side.tokens[:, len(side.prefix) :] - side.places) @ axes
+
+
+def joint(side: PublicSide, part: PublicSide, unseen: Tensor, patches: Tensor, grid: tuple[int, int]) -> Joint:
+    """What the whole image adds under the noise of `side`, decided on public images.
+
+    part: the same without the images whose clear tokens are `unseen` [t, N, D] and whose pixels are `patches`
+    [t, N, P]; these are attacked by it.
+    """
+    if not side.noise:
+        return Joint()
+    trial = Fitted.of(part, grid)
+    if not (width := trial.width(unseen)):
+        return Joint()
+    chance = torch.Generator().manual_seed(0)
+    tokens = unseen + side.noise**0.5 * torch.randn(unseen.shape, generator=chance, dtype=unseen.dtype)
+    pixels = patches.double()
+
+    def error(made: Tensor) -> float:
+        return float((made.clamp(0, 1) - pixels).square().mean())
+
+    fitted = Fitted.of(side, grid)
+    reads = error(trial.whole(width, 0.0).read(tokens)) < error(_alone(tokens, part))
+    whole = fitted.whole(width, 0.0) if reads else None
+    right = torch.arange(tokens.shape[1])
+    alone = torch.stack([assign_places(each, part).argsort() for each in tokens])  # the token at each place
+    best, share = None, float((alone == right).double().mean())
+    least = error(_alone(tokens.gather(1, alone[..., None].expand_as(tokens)), part))
+    for weight in WEIGHTS if share < 1 else ():
+        tried = trial.whole(width, weight)
+        belief = tried.beliefs(tokens)
+        found = float((chosen(belief) == right).double().mean())
+        if found > share and error(Joint(reads=tried if reads else None).read(belief @ tokens, part)) <= least:
+            best, share = weight, found
+    return Joint(None if best is None else fitted.whole(width, best), whole)
