@@ -110,7 +110,9 @@ def _joined(found: Found, rows: Matched, batch: int, table: str | None) -> Found
     length = max(len(spans), rows.length)
     before, after = (one + (UNNAMED,) * (length - len(one)) for one in (spans, rows.sentence))
     sentence = tuple(old if old != UNNAMED else new for old, new in zip(before, after, strict=True))
-    said = f"rows placed {len(rows.tokens)} words; {sentence.count(UNNAMED)} of {length} places have none that is likely"
+    said = (
+        f"rows placed {len(rows.tokens)} words; {sentence.count(UNNAMED)} of {length} places have none that is likely"
+    )
     return replace(found, words=words, sentences=(sentence,), facts=facts, reason=_also(found, said))
 
 
