@@ -159,8 +159,9 @@ def cells(row: Row) -> list[Cell]:
     return [row.defence, row.tokens, *(_found(shares[name]) for name in ("words", "tokens")), *counts, seconds]
 
 
-def _found(share: float) -> str:
-    return percent(share) if share else "none found"
+def _found(share: float, none: str = "none found") -> str:
+    """A share; of nothing, that nothing was found, for 0 % would read as if all were safe."""
+    return percent(share) if share else none
 
 
 def reasons(audit: TextAudit) -> list[tuple[str, str]]:
@@ -179,8 +180,8 @@ def verdict(audit: TextAudit) -> str:
         shares = row.shares
         said.append(
             f"{row.defence}: {row.whole} of {counted(len(row.reads), 'sentences')} recovered word for word from one "
-            f"step on {audit.batch}, {percent(shares['tokens'])} of the tokens in their place, "
-            f"{percent(shares['words'])} of them known as words."
+            f"step on {audit.batch}, {_found(shares['tokens'], 'none')} of the tokens in their place, "
+            f"{_found(shares['words'], 'none')} of them known as words."
         )
         if row.picked > row.whole:
             more = f"{row.picked - row.whole} of the others"
