@@ -183,15 +183,13 @@ def noise_series_texts() -> tuple[list[str], dict[str, list[float]]]:
     """The strengths, and what was recovered in percent by line."""
     rows, lines = table_below("defence-noise-texts"), dict[str, list[float]]()
     for _, tokens, sentences, words in rows:
-        places, pairs = {cell.strip() for cell in tokens.split("/")}, [cell.strip() for cell in words.split("/")]
-        assert len(places) == 1, "one line stands for both, as long as they are equal"
-        found, _, of = sentences.partition(" of ")
-        values = {
-            "words, embedding's gradient sent": float(pairs[0].split()[0]),
-            "words, withheld": float(pairs[1].split()[0]),
-            "tokens at their place, either": float(places.pop().split()[0]),
-            "whole sentences, either": 100 * int(found) / int(of),
-        }
+        values = {}
+        for name, cell in (("words", words), ("tokens at their place", tokens)):
+            for beside, share in zip(("embedding's gradient sent", "withheld"), cell.split("/"), strict=True):
+                values[f"{name}, {beside}"] = float(share.split()[0])
+        for beside, count in zip(("sent", "withheld"), sentences.split("/"), strict=True):
+            found, _, of = count.strip().partition(" of ")
+            values[f"whole sentences, {beside}"] = 100 * int(found) / int(of)
         for name, value in values.items():
             lines.setdefault(name, []).append(value)
     return [row[0] for row in rows], lines

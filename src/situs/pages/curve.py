@@ -17,7 +17,7 @@ READ = (
 
 def _leaks(point: Point) -> bool:
     """Whether anything came back: a patch, a word, or an image that can be made out."""
-    shares = (point.values.get(name, 0.0) for name in ("exact", "patches", "sentences", "tokens", "words"))
+    shares = (point.values.get(name, 0.0) for name in ("exact", "patches", "sentences", "tokens", "words", "picked"))
     return any(shares) or point.values.get("worst", 0.0) >= FAILED
 
 

@@ -81,7 +81,8 @@ def page(audit: TextAudit) -> Page:
     section = page.section("What was recovered")
     caption = (
         f"{counted(len(audit.names), 'sentences')} in batches of {audit.batch}. Words known: tokens whose word is "
-        "known to be in the batch. Tokens right: known with their place in their sentence. A dash for seconds: the "
+        "known to be in the batch. Tokens right: known with their place in their sentence. Told from candidates: those "
+        "known whole, and those that one who has candidates with one word changed is sure of. A dash for seconds: the "
         "attack reads the same numbers as in the row above it."
     )
     section.table(HEADER, [cells(row) for row in audit.rows], caption)

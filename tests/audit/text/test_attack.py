@@ -10,9 +10,10 @@ import torch
 from tiny_texts import WORDS, sentences, victim
 
 from situs.audit.defences import Noise
-from situs.audit.text.attack import find_sentences, named_words, reads_embedding, refusal, usable_words
+from situs.audit.text.attack import find_sentences, reads_embedding, refusal, usable_words
 from situs.audit.text.found import UNNAMED
 from situs.audit.text.layers import qkv_weights, words_at
+from situs.audit.text.rows import named_words
 from situs.audit.text.victim import text_gradients, word_weight
 
 TEXTS = ("3 7 1 9", "4 3 8 2")
@@ -99,16 +100,16 @@ def test_words_whose_rows_are_more_than_noise_are_sure(tmp_path: Path) -> None:
     words, sizes = {word for one in batch for word in one}, []
     for sigma in (1e-9, 1e-3, 1e-1, 10.0):
         sent = text_gradients(made, batch, labels=[0, 1], defence=Noise(sigma))
-        sure = set(named_words(made.backbone, sent, sigma).tolist())
+        sure = named_words(made.backbone, sent)
         assert sure <= words
         coarse = text_gradients(made, batch, labels=[0, 1], defence=Noise(sigma), dtype=torch.int8)
-        assert set(named_words(made.backbone, coarse, sigma, steps=True).tolist()) <= words
+        assert named_words(made.backbone, coarse) <= words
         sizes.append(len(sure))
     assert sizes[0] == len(words) and sizes[-1] == 0
     coarse = text_gradients(made, batch, labels=[0, 1], dtype=torch.int8)
-    assert set(named_words(made.backbone, coarse, steps=True).tolist()) == words  # zeros stay zeros
+    assert named_words(made.backbone, coarse) == words  # zeros stay zeros
     half = {name: g.half() for name, g in text_gradients(made, batch, labels=[0, 1]).items()}
-    assert set(named_words(made.backbone, half).tolist()) == words
+    assert named_words(made.backbone, half) == words
     found = find_sentences(made.backbone, coarse, 2, steps=True)
     assert found.words >= words
     assert not len(named_words(made.backbone, {n: g for n, g in sent.items() if n != word_weight(made.backbone)}))

@@ -19,20 +19,22 @@ def test_sentences_are_lost_as_noise_grows(tmp_path: Path) -> None:
     file.write_text("w3 w7 w1 w9\n")
     found = trace_texts(folder, file, ["noise", "precision"], count=1)
     assert [(line.curve, line.beside) for line in found.lines[:2]] == [("noise", SENT), ("noise", WITHHELD)]
-    for line in found.lines[:2]:
-        assert line.points[0].values["sentences"] == 1.0 and line.points[-1].values["sentences"] == 0.0
+    sent, withheld = found.lines[:2]
+    assert sent.points[0].values["sentences"] == 1.0  # rows of words and places are matched through all of this noise
+    assert sent.points[-1].values["tokens"] > 0.5 > withheld.points[-1].values["tokens"]
+    assert withheld.points[0].values["sentences"] == 1.0 and withheld.points[-1].values["sentences"] == 0.0
+    assert withheld.points[-1].values["picked"] == 1.0  # and who has candidates needs no row of words
     assert [point.strength for point in found.lines[2].points] == ["fp32", "fp16", "bf16", "int8"]
     points = [point for line in found.lines for point in line.points]
     assert {point.values["sentences"] < 1 for point in points if point.said} == {True}  # why no more, where there is
     assert "every sentence exactly at" in found.summary().sentence
     # A sentence that is not whole is not hidden: what is known of its words is said too.
-    told = found.summary().sentence.split(f"noise, {SENT}: ")[1].split(". ")[0]
-    left = [point for point in found.lines[0].points if point.values["sentences"] < 1]
-    assert left[-1].values["words"] == 1.0 and told.endswith("100 % at 1")
-    assert told.split("; of the words ")[1].count(" at ") == len(left)
-    words = replace(found, lines=[replace(found.lines[0], points=[left[-1]])])  # no sentence, and every word
-    none = replace(left[-1], values=dict.fromkeys(left[-1].values, 0.0))
-    nothing = replace(found, lines=[replace(found.lines[0], points=[none])])
+    lost = replace(withheld.points[-1], values={**withheld.points[-1].values, "words": 1.0, "sentences": 0.0})
+    words = replace(found, lines=[replace(withheld, points=[lost])])  # no sentence, and every word
+    told = words.summary().sentence.split(f"noise, {WITHHELD}: ")[1].split(". ")[0]
+    assert told.endswith("100 % at 1") and told.split("; of the words ")[1].count(" at ") == 1
+    none = replace(lost, values=dict.fromkeys(lost.values, 0.0))
+    nothing = replace(found, lines=[replace(withheld, points=[none])])
     said = "Sentences came back whole at 0 of 1 strength attacked.</h1>"
     for curves, judged in ((words, "Not private at every strength"), (nothing, "Not proved private")):
         assert all(each in make_page(curves).render() for each in (judged, said))

@@ -27,9 +27,9 @@ ROW = Row("sent", "done", [WHOLE, PART], [{"rank": 4}], ["one sentence is missin
 
 
 def test_shares_and_tables() -> None:
-    assert ROW.shares == {"words": 6 / 7, "tokens": 4 / 7, "sentences": 0.5}
-    assert cells(ROW) == ["sent", 7, "85.7 %", "57.1 %", "1 of 2", "1.2"]
-    assert cells(Row("later")) == ["later", None, None, None, "not attacked", None]
+    assert ROW.shares == {"words": 6 / 7, "tokens": 4 / 7, "sentences": 0.5, "picked": 0.5}
+    assert cells(ROW) == ["sent", 7, "85.7 %", "57.1 %", "1 of 2", "1 of 2", "1.2"]
+    assert cells(Row("later")) == ["later", None, None, None, "not attacked", None, None]
     audit = example(ROW, Row("later"), stopped="Ctrl-C")
     said = verdict(audit)
     assert (
@@ -45,6 +45,7 @@ def test_shares_and_tables() -> None:
         "known": 3,
         "right": 1,
         "whole": False,
+        "picked": None,
     }
     assert "boat" not in str(numbers) and audit.private and not audit.without_pictures().private
 

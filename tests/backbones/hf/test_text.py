@@ -176,7 +176,8 @@ def test_as_many_tokens_as_words_have_channels_is_a_reason_and_no_pass(
     upload = text_gradients(made, truth, labels=[0, 1, 0, 1], dtype=torch.float64)
     monkeypatch.setattr("situs.audit.text.encoder.PAIRS", 100)
     found = find_sentences(made.backbone, upload, len(truth))
-    assert found.reason == "the batch has as many tokens as words have channels (12), so every word passes the test"
+    said = "the batch has as many tokens as words have channels (12), so every word passes the test"
+    assert str(found.reason).startswith(said)
     assert found.sentences == () and found.words == {word for sentence in truth for word in sentence}  # by their rows
 
 
@@ -196,7 +197,7 @@ def test_the_sentences_behind_blocks_that_run_again_and_again(
         made = victim(tmp_path / "small", "albert", width=32, embedding_size=24, **shape)
         upload = text_gradients(made, truth, labels=[0, 1, 0, 1], dtype=torch.float64)
         reason = find_sentences(made.backbone, upload, 4).reason
-        assert reason is not None and reason.endswith("; a token counts 3 times, for as often a block runs")
+        assert reason is not None and "; a token counts 3 times, for as often a block runs" in reason
 
 
 def test_what_all_blocks_share_is_not_withheld(world: Path, tmp_path: Path) -> None:

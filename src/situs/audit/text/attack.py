@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from situs.audit.attacks.base import rounded_off
-from situs.audit.client import LEVELS
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.text.causal import causal_sentences
@@ -15,15 +14,14 @@ from situs.audit.text.encoder import encoder_sentences
 from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.layers import qkv_weights
 from situs.audit.text.learned import masked_words
+from situs.audit.text.rows import Matched, match_rows, named_words, place_weight
 from situs.audit.text.victim import is_tied, word_weight
 from situs.backbones.hf.decoders import DecoderBackbone
 from situs.backbones.hf.encoders import TextEncoder
 from situs.backbones.hf.text import TextBackbone
+from situs.errors import counted
 
 NAME = "sentences"
-
-BEYOND = 8.0
-"""Deviations of noise beyond the length that it gives a row: none of a whole vocabulary is so long by chance."""
 
 
 def refusal(backbone: TextBackbone, sent: set[str]) -> str | None:
@@ -46,16 +44,36 @@ def find_sentences(
     unknown: torch.Tensor | None = None,
     deadline: Deadline | None = None,
 ) -> Found:
-    """What one who knows the weights and the size of the batch reads off an upload. Words whose rows of the embedding's
-    gradient are more than noise are in the batch, whatever else comes of the search.
+    """What one who knows the weights and the size of the batch reads off an upload: first by the spans of the blocks'
+    gradients, which tell exactly, then, for what they leave open, by matching rows of words with rows of places.
 
     noise: deviation of the noise that was added, which he knows. steps: whether numbers come in even ones. hidden: the
     id that stands for masked words. unknown: [D], the vector that he knows MJP to give words in the stead of their
     places.
     """
     deadline = deadline or Deadline()
+    found = _by_spans(backbone, upload, batch, noise, steps, hidden, unknown, deadline)
+    if len(found.sentences) == batch and not any(UNNAMED in sentence for sentence in found.sentences):
+        return found
+    if word_weight(backbone) not in upload or deadline.over():
+        return found
+    deadline.say("rows of words against rows of places")
+    return _joined(found, match_rows(backbone, upload, batch, steps=steps), batch, place_weight(backbone))
+
+
+def _by_spans(
+    backbone: TextBackbone,
+    upload: Gradients,
+    batch: int,
+    noise: float,
+    steps: bool,
+    hidden: int | None,
+    unknown: torch.Tensor | None,
+    deadline: Deadline,
+) -> Found:
+    """What the blocks' gradients tell, and the words that the embedding's names."""
     words = usable_words(backbone, upload, noise or float(steps))  # even steps may make a row zero that was none
-    sure = frozenset(named_words(backbone, upload, noise, steps).tolist())
+    sure = named_words(backbone, upload)
     if said := refusal(backbone, set(upload)):
         return Found(sure, reason=said)
     names = [name for depth in (1, 2) for name in qkv_weights(backbone, depth)]
@@ -74,6 +92,34 @@ def find_sentences(
     return replace(found, sentences=tuple(named), words=found.words | {word for sentence in named for word in sentence})
 
 
+def _joined(found: Found, rows: Matched, batch: int, table: str | None) -> Found:
+    """What the spans tell with what rows of words and places tell. table: the position table's name, None without."""
+    words = found.words | rows.words | {word for word, _, _ in rows.tokens}
+    facts = {**found.facts, "matched": len(rows.tokens), "noise_of_rows": rows.noise}
+    if not rows.tables:
+        lacks = "the model has no table of positions" if table is None else f"the gradient of {table} is not sent"
+        return replace(found, words=words, facts=facts, reason=_also(found, f"{lacks}, whose rows would place words"))
+    if not rows.tokens:
+        said = f"no row of a word has a part of a place's: the rows' noise is {rows.noise:.2g}"
+        return replace(found, words=words, facts=facts, reason=_also(found, said))
+    if batch > 1:
+        said = f"{counted(len(rows.tokens), 'words')} placed by rows; which of them stand in one sentence was not tried"
+        placed = frozenset((word, place) for word, place, _ in rows.tokens)
+        return replace(found, words=words, placed=placed, facts=facts, reason=_also(found, said))
+    spans = next(iter(found.sentences), ())
+    length = max(len(spans), rows.length)
+    before, after = (one + (UNNAMED,) * (length - len(one)) for one in (spans, rows.sentence))
+    sentence = tuple(old if old != UNNAMED else new for old, new in zip(before, after, strict=True))
+    said = (
+        f"rows placed {len(rows.tokens)} words; {sentence.count(UNNAMED)} of {length} places have none that is likely"
+    )
+    return replace(found, words=words, sentences=(sentence,), facts=facts, reason=_also(found, said))
+
+
+def _also(found: Found, said: str) -> str:
+    return f"{found.reason}; {said}" if found.reason else said
+
+
 def usable_words(backbone: TextBackbone, upload: Gradients, noise: float = 0.0) -> torch.Tensor:
     """The words that may be in the batch: those with a row in the word embedding's gradient that is not zero.
 
@@ -86,17 +132,6 @@ def usable_words(backbone: TextBackbone, upload: Gradients, noise: float = 0.0) 
     if not reads_embedding(backbone, upload) or noise > 0:
         return every
     return every[(upload[weight] != 0).any(dim=1)]
-
-
-def named_words(backbone: TextBackbone, upload: Gradients, noise: float = 0.0, steps: bool = False) -> torch.Tensor:
-    """The words that are in the batch for sure: noise alone would not make their rows of the embedding's gradient so
-    long. None where it is not sent, or is the head's too. steps: as of `find_sentences`; they leave a zero as it is."""
-    if (weight := word_weight(backbone)) not in upload or is_tied(backbone):
-        return torch.zeros(0, dtype=torch.long)
-    rows = upload[weight].double()
-    size = rows.shape[1] ** 0.5
-    off = float(rows.abs().max()) / LEVELS * size / 2 if steps and noise else 0.0
-    return (rows.norm(dim=1) > noise * (size + BEYOND) + off).nonzero()[:, 0]
 
 
 def reads_embedding(backbone: TextBackbone, upload: Gradients) -> bool:

@@ -16,10 +16,12 @@ from situs.audit.client import DTYPES
 from situs.audit.deadline import Deadline
 from situs.audit.defences import DEFENCES, Defence, Gradients, Step, create_defence
 from situs.audit.judge.record import evidence
-from situs.audit.text.attack import find_sentences, named_words, reads_embedding, refusal
+from situs.audit.text.attack import find_sentences, reads_embedding, refusal
+from situs.audit.text.decoys import pick
 from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.result import Row, TextAudit, parse_text_limit
-from situs.audit.text.scoring import score
+from situs.audit.text.rows import named_words
+from situs.audit.text.scoring import Read, score
 from situs.audit.text.victim import Sentence, TextVictim, is_tied, open_text_victim, text_gradients, word_weight
 from situs.config import Checked
 from situs.errors import SitusError, counted, verb
@@ -247,14 +249,17 @@ class _Run:
         labels = [number % max(self._classes(), 1) for number in range(span.start, span.stop)]
         self.deadline.say(f"{part.label}: gradients of {', '.join(audit.names[span][:1])} and the batch behind it")
         upload = self._upload(part, truth, labels, span.start)
-        named = len(named_words(self.victim.backbone, upload, *self._noise(part)))
-        if (said := refusal(self.victim.backbone, set(upload))) and not named:
-            row = replace(before, status="refused", reasons=[said])
-            return replace(audit, rows=[*audit.rows[:at], row, *audit.rows[at + 1 :]])
-        begun, twin = time.monotonic(), self._twin(part, upload, named)
+        begun, twin = time.monotonic(), not part.sent and not self._read
         found = self._last if twin else self._find(part, upload)
+        if part.sent:  # else the row without the word embedding's gradient is an attack on the same numbers
+            exact = reads_embedding(self.victim.backbone, upload) and not any(self._noise(part))
+            self._read = exact or "matched" in found.facts or bool(named_words(self.victim.backbone, upload))
         self._last = found
+        if (said := refusal(self.victim.backbone, set(upload))) and not (found.words or before.reads):
+            row = replace(before, status="refused", reasons=list(dict.fromkeys([said, found.reason or said])))
+            return replace(audit, rows=[*audit.rows[:at], row, *audit.rows[at + 1 :]])
         reads = score(audit.names[span], truth, found)
+        reads = self._picked(part, upload, truth, labels, span.start, reads)
         took = time.monotonic() - begun
         why = [found.reason] if found.reason and not all(read.whole for read in reads) else []
         row = replace(
@@ -270,15 +275,23 @@ class _Run:
         shown = dict(zip(sorted(ids), self.victim.shown(sorted(ids)), strict=True))
         return replace(audit, rows=[*audit.rows[:at], row, *audit.rows[at + 1 :]], shown={**audit.shown, **shown})
 
-    def _twin(self, part: _Part, upload: Gradients, named: int) -> bool:
-        """Whether a row has just been attacked with the very numbers that this attack reads of this one.
-
-        It then reads nothing of the word embedding's gradient, sent or not.
-        """
-        if part.sent:
-            self._read = named > 0 or (reads_embedding(self.victim.backbone, upload) and not any(self._noise(part)))
-            return False
-        return not self._read
+    def _picked(
+        self,
+        part: _Part,
+        upload: Gradients,
+        truth: Sequence[Sentence],
+        labels: Sequence[int],
+        first: int,
+        reads: Sequence[Read],
+    ) -> list[Read]:
+        """What was not found whole, with whether one who has candidates picks it. Of MJP nobody knows what is drawn."""
+        if self.victim.method is not None:
+            return list(reads)
+        open_ = [number for number, read in enumerate(reads) if not read.whole]
+        silent = {name: 0.0 for name in ("sigma", "multiplier") if hasattr(part.defence, name)}
+        given = {"labels": labels, "bound": replace(part.defence, **silent), "seed": self.config.seed + first}
+        sure = pick(self.victim, upload, truth, open_, deadline=self.deadline, **given)
+        return [read._replace(picked=sure.get(number)) for number, read in enumerate(reads)]
 
     def _find(self, part: _Part, upload: Gradients) -> Found:
         hidden = self.victim.tokeniser.mask_token_id if self.victim.task == "masked words" else None

@@ -21,6 +21,7 @@ SHARES = {
     "tokens": "share of the tokens known with their place",
     "sentences": "share of the sentences known whole",
     "words": "share of the tokens whose word is known",
+    "picked": "share of the sentences told from candidates",
 }
 
 OVER = ("clip", "noise", "precision")

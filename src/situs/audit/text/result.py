@@ -22,6 +22,8 @@ METRICS = {
     "words": "the share of a sentence's tokens whose word is known to be in the batch, of the worst sentence",
     "tokens": "the share of a sentence's tokens that are known with their place in it, of the worst sentence",
     "sentences": "the share of the sentences that are known whole",
+    "picked": "the share of the sentences that are known whole, or that one who has candidates with one word changed "
+    "is sure of",
 }
 """What a gate may limit; each rises with the leak."""
 
@@ -51,6 +53,11 @@ class Row:
         return sum(read.whole for read in self.reads)
 
     @property
+    def picked(self) -> int:
+        """Sentences that are known whole, or that one who has candidates is sure of."""
+        return sum(read.whole or bool(read.picked) for read in self.reads)
+
+    @property
     def shares(self) -> dict[str, float]:
         """Over all its tokens and sentences."""
         tokens = max(self.tokens, 1)
@@ -58,6 +65,7 @@ class Row:
             "words": sum(sum(read.known) for read in self.reads) / tokens,
             "tokens": sum(read.right for read in self.reads) / tokens,
             "sentences": self.whole / max(len(self.reads), 1),
+            "picked": self.picked / max(len(self.reads), 1),
         }
 
 
@@ -139,16 +147,21 @@ class TextAudit(Result):
         }
 
 
-HEADER = ("defence", "tokens", "words known", "tokens right", "whole sentences", "seconds")
+HEADER = ("defence", "tokens", "words known", "tokens right", "whole sentences", "told from candidates", "seconds")
 
 
 def cells(row: Row) -> list[Cell]:
     """A row of the table."""
     if not row.reads:
-        return [row.defence, None, None, None, "not attacked", None]
-    shares, count = row.shares, f"{row.whole} of {len(row.reads)}"
+        return [row.defence, None, None, None, "not attacked", None, None]
+    shares, counts = row.shares, [f"{number} of {len(row.reads)}" for number in (row.whole, row.picked)]
     seconds = None if row.seconds is None else f"{row.seconds:.1f}"
-    return [row.defence, row.tokens, percent(shares["words"]), percent(shares["tokens"]), count, seconds]
+    return [row.defence, row.tokens, *(_found(shares[name]) for name in ("words", "tokens")), *counts, seconds]
+
+
+def _found(share: float, none: str = "none found") -> str:
+    """A share; of nothing, that nothing was found, for 0 % would read as if all were safe."""
+    return percent(share) if share else none
 
 
 def reasons(audit: TextAudit) -> list[tuple[str, str]]:
@@ -167,9 +180,12 @@ def verdict(audit: TextAudit) -> str:
         shares = row.shares
         said.append(
             f"{row.defence}: {row.whole} of {counted(len(row.reads), 'sentences')} recovered word for word from one "
-            f"step on {audit.batch}, {percent(shares['tokens'])} of the tokens in their place, "
-            f"{percent(shares['words'])} of them known as words."
+            f"step on {audit.batch}, {_found(shares['tokens'], 'none')} of the tokens in their place, "
+            f"{_found(shares['words'], 'none')} of them known as words."
         )
+        if row.picked > row.whole:
+            more = f"{row.picked - row.whole} of the others"
+            said.append(f"One who has candidates with one word changed is sure of {more}: this is not hidden.")
     if any(row.reads and row.whole < len(row.reads) for row in audit.rows):
         said.append("What was not recovered was not found by this attack; that is no proof that it is private.")
     return " ".join(said)
@@ -201,8 +217,8 @@ def _judge(audit: TextAudit, row: Row, limit: Limit) -> Judgement:
     worst, shown = None, ""
     if row.reads:
         value, name = max(((_value(read, limit.metric), read.name) for read in row.reads), key=lambda one: one[0])
-        if limit.metric == "sentences":
-            value = row.shares["sentences"]
+        if limit.metric in ("sentences", "picked"):
+            value = row.shares[limit.metric]
         worst = Worst(NAME, name, value)
         shown = f"the worst, {name}, has {limit.metric} {value:.4g}"
         if value > limit.bound:
@@ -213,6 +229,8 @@ def _judge(audit: TextAudit, row: Row, limit: Limit) -> Judgement:
     if row.status == "not_run" or len(row.reads) < len(audit.names):
         told = verb(len(row.reads), "were")
         gaps.append(f"{len(row.reads)} of {counted(len(audit.names), 'sentences')} {told} attacked")
+    if row.picked > row.whole:
+        gaps.append(f"{counted(row.picked - row.whole, 'sentences')} not found can be told from candidates for sure")
     gaps += [*dict.fromkeys(row.reasons), f"what {NAME} does not find may still be there"]
     return Judgement(row.defence, "incomplete", "; ".join([*gaps, *([shown] if shown else [])]), worst)
 
@@ -222,6 +240,7 @@ def _value(read: Read, metric: str) -> float:
         "words": sum(read.known) / read.tokens,
         "tokens": read.right / read.tokens,
         "sentences": float(read.whole),
+        "picked": float(read.whole or bool(read.picked)),
     }
     return values[metric]
 
@@ -233,6 +252,7 @@ def _numbers(row: Row) -> dict[str, Any]:
         "tokens": row.tokens,
         "shares": row.shares,
         "whole": row.whole,
+        "picked": row.picked,
         "reasons": list(dict.fromkeys(row.reasons)),
         "partial": row.partial,
         "seconds": row.seconds,
@@ -244,6 +264,7 @@ def _numbers(row: Row) -> dict[str, Any]:
                 "known": sum(read.known),
                 "right": read.right,
                 "whole": read.whole,
+                "picked": read.picked,
             }
             for read in row.reads
         ],

@@ -49,7 +49,7 @@ class Args(ModelArgs, CostConfig, AuditConfig):
     """Images to attack, as training reads them."""
 
     texts: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Instead, for a model of words: sentences, one a line; its gates are words, tokens or sentences (shares)."""
+    """Instead, for a model of words: sentences, one a line; its gates: words, tokens, sentences, picked (shares)."""
 
     attacks: Annotated[tuple[str, ...], Parameter(name="--attack", metavar="NAMES")] = ("patchembed", "april", "tokens")
     """Apart by commas; matching, april-optimisation, adaptive-mjp take minutes, tokens where it must search."""
