@@ -16,7 +16,7 @@ from situs.audit.cases import Case, Outcome, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Step
 from situs.audit.engine import Client, run
-from situs.audit.judge.gate import Blind, exposed
+from situs.audit.judge.gate import Blind, exposed, too_few
 from situs.audit.oracle import Oracle, estimate
 from situs.audit.scores.metrics import denormalise
 from situs.audit.scores.scoring import Scores, extend, measure
@@ -38,6 +38,8 @@ def consult(
 ) -> list[Outcome]:
     """The outcomes with what a pass needs beside them, for each defence with noise under which nothing is above."""
     every = list(outcomes)
+    if too_few(len(test), step.batch):
+        return every
     for defence in dict.fromkeys(each.case.defence for each in outcomes):
         pairs = [each for each in outcomes if each.case.defence == defence and each.attacked]
         proved = any(each.closed and each.doubt is None for each in pairs)  # else nothing could pass

@@ -307,10 +307,15 @@ def _tail(successes: int, trials: int, chance: float) -> float:
     return 1.0 if successes <= 0 or chance >= 1 else float(bdtrc(successes - 1, trials, chance))
 
 
+def too_few(count: int, batch: int) -> bool:
+    """Whether chance may find every one of so many images again, so that nothing can pass."""
+    return _tail(count, count, min(1.0, batch / count)) >= CHANCE
+
+
 def _unbounded(audit: Audit, pairs: Sequence[Outcome], limit: Limit) -> list[str]:
     """What else keeps a gate from being passed where no attack is above: too few images, and the bound."""
     count = len(audit.names)
-    if _tail(count, count, min(1.0, audit.step.batch / count)) >= CHANCE:
+    if too_few(count, audit.step.batch):
         return [f"{counted(count, 'images')} are too few to tell finding them again from chance: give more"]
     if not audit.baselines or any(s.get("aligned_psnr") is None for s in audit.baselines.values()):
         return ["no blind guess was measured to hold it against"]
