@@ -1,0 +1,160 @@
+"""What a pass needs beside the attacks: the largest gradients, every path from pixels to logits, the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from builders import small_vit
+from torch import Tensor, nn
+
+from situs.audit import adapt, create_attack, create_defence
+from situs.audit.bound import IMAGES as ASKED
+from situs.audit.cases import TestSet
+from situs.audit.client import least_likely
+from situs.audit.deadline import Deadline
+from situs.audit.defences import method_of
+from situs.audit.gradients import Audit, attack_gradients
+from situs.audit.judge.gate import ABOVE, NOT_JUDGED, PASSED
+
+CHANCE = torch.Generator().manual_seed(0)
+PICTURES = torch.randn(6, 3, 8, 8, generator=CHANCE).cumsum(-1).cumsum(-2).div(12).clamp(-1, 1)
+HALVES = ([0.5] * 3, [0.5] * 3)
+
+
+def audited(backbone: Any, noise: float, labels: Tensor | None = None, **fields: Any) -> Audit:
+    test = TestSet(PICTURES, torch.arange(6) % 3 if labels is None else labels, HALVES)
+    attacks, defences = [create_attack("patchembed")], [create_defence(f"noise={noise}")]
+    return attack_gradients(backbone, test, attacks, defences, bounded=True, **fields)
+
+
+@pytest.fixture
+def vit() -> Any:
+    torch.manual_seed(0)
+    return small_vit(8, depth=1, width=32, num_classes=3).eval()
+
+
+def test_a_pass_has_both_and_neither_is_asked_where_it_could_change_nothing(vit: Any) -> None:
+    passed = audited(vit, 1e3)
+    assert passed.judge().status == PASSED
+    assert [(pair.attack, pair.count) for pair in passed.pairs] == [
+        ("patchembed", 6),
+        ("patchembed, least likely labels", 6),
+        ("oracle", ASKED),
+        ("oracle, least likely labels", ASKED),
+    ]
+    best = passed.pairs[0].scores["aligned_psnr"] or []
+    harder = passed.pairs[1].scores["aligned_psnr"] or []
+    exposed = sorted(range(6), key=lambda i: -max(best[i], harder[i]))[:ASKED]
+    assert list(passed.pairs[2].numbers) == exposed
+    assert len(audited(vit, 1e-9).pairs) == 1 and len(attack_pairs(vit, "none")) == 1
+
+
+def attack_pairs(backbone: Any, defence: str) -> list[Any]:
+    test = TestSet(PICTURES, torch.arange(6) % 3, HALVES)
+    return attack_gradients(
+        backbone, test, [create_attack("patchembed")], [create_defence(defence)], bounded=True
+    ).pairs
+
+
+def test_an_oracle_that_was_stopped_is_no_pass(vit: Any) -> None:
+    class Late(Deadline):
+        def over(self) -> bool:
+            return True
+
+    cut = audited(vit, 3.0, deadline=Late()).judge()
+    assert cut.status == NOT_JUDGED and "oracle was stopped after" in cut.sentence
+
+
+@pytest.mark.parametrize("scale", [30.0, 100.0, 300.0])
+@pytest.mark.parametrize("kind", ["vit", "module"])
+def test_samples_that_are_known_by_heart_are_judged_by_the_labels_with_the_largest_gradient(
+    vit: Any, scale: float, kind: str
+) -> None:
+    """Their own gradient is next to nothing, so that a little noise hides it; under another label it is not."""
+    torch.manual_seed(0)
+    backbone = vit if kind == "vit" else adapt(Paths(second=None), 8, normalisation=HALVES)
+    head = dict(backbone.named_modules())["model.head"]
+    with torch.no_grad():
+        head.weight.mul_(scale)
+        labels = backbone(PICTURES).argmax(dim=1)
+    norms = [float(torch.stack([g.norm() for g in up.values()]).norm()) for up in uploads(backbone, labels)]
+    found = audited(backbone, max(norms) / 30, labels)
+    assert found.judge().status != PASSED
+    harder = [pair for pair in found.pairs if pair.case.hardest]
+    assert found.judge().status == NOT_JUDGED or any("least likely" in pair.attack for pair in harder) or not harder
+    assert torch.equal(
+        least_likely(method_of(create_defence("none"), backbone), PICTURES), backbone(PICTURES).argmin(1)
+    )
+
+
+def uploads(backbone: Any, labels: Tensor) -> list[Any]:
+    from situs.audit.client import victim_gradients
+
+    return [victim_gradients(backbone, PICTURES[i : i + 1], labels[i : i + 1]) for i in range(2)]
+
+
+class Paths(nn.Module):
+    """A patch embedding with a table, a block and a head; and a second path from the pixels to the logits."""
+
+    def __init__(self, second: str | None, first: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.second, self.first = second, first
+        self.patch, self.table = nn.Conv2d(3, 32, 4, 4), nn.Parameter(0.1 * torch.randn(1, 4, 32))
+        self.block = nn.TransformerEncoderLayer(32, 2, 32, 0.0, batch_first=True)
+        self.head = nn.Linear(32, 3)
+        if second == "pixels":
+            self.other: nn.Module = nn.Linear(192, 3)
+        elif second == "stem":
+            self.other, self.others = nn.Conv2d(3, 64, 2, 2), nn.Parameter(torch.randn(1, 16, 64))
+            self.more = nn.Linear(64, 3)
+        elif second == "tokens":
+            self.other = nn.Linear(128, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:  # the order of the calls
+            more = self.aside(x)
+            return more + self.main(x)
+        return self.main(x) + self.aside(x)
+
+    def embedded(self, x: Tensor) -> Tensor:
+        return self.patch(x).flatten(2).mT + self.table
+
+    def main(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.embedded(x)).mean(dim=1)) * 0.03
+
+    def aside(self, x: Tensor) -> Tensor:
+        if self.second == "pixels":
+            return self.other(x.flatten(1))
+        if self.second == "stem":
+            return self.more(F.gelu(self.other(x).flatten(2).mT + self.others).mean(dim=1))
+        if self.second == "tokens":
+            return self.other(self.embedded(x).flatten(1))
+        return x.new_zeros(len(x), 3)
+
+
+@pytest.mark.parametrize("second", ["pixels", "stem", "tokens"])
+@pytest.mark.parametrize("noise", [1e-3, 1e-2])
+def test_a_second_path_is_attacked_whichever_is_called_first(second: str, noise: float) -> None:
+    """The main path alone is drowned; a pass would be one of the second path's too."""
+    answers = {
+        audited(adapt(Paths(second, first), 8, normalisation=HALVES), noise).judge().answer for first in (False, True)
+    }
+    assert len(answers) == 1 and answers != {"passed"}
+
+
+def test_without_noise_every_path_gives_its_image() -> None:
+    for second in ("pixels", "stem"):
+        for first in (False, True):
+            backbone = adapt(Paths(second, first), 8, normalisation=HALVES)
+            assert [stem.weight for stem in (backbone.stem, *backbone.others) if not isinstance(stem, str)] == (
+                ["model.patch.weight", "model.other.weight"]
+                if second == "pixels"
+                else ["model.other.weight", "model.patch.weight"]
+            )
+            test = TestSet(PICTURES, torch.arange(6) % 3, HALVES)
+            audit = attack_gradients(backbone, test, [create_attack("patchembed")], [create_defence("none")])
+            assert audit.judge(psnr=20).status == ABOVE and audit.pairs[0].exact == 6
