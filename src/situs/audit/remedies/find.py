@@ -163,7 +163,8 @@ def _why(kept: int | None, rungs: Sequence[Rung], seen: Mapping[int, Trial]) -> 
 
 def part_of(test: TestSet, span: slice) -> TestSet:
     """Some of the images."""
-    return TestSet(test.pixels[span], test.labels[span], test.normalisation, test.names[span])
+    shared = {"public": test.public}
+    return TestSet(test.pixels[span], test.labels[span], test.normalisation, test.names[span], **shared)
 
 
 def find_defences(
