@@ -25,7 +25,6 @@ from situs.models import PUBLISHED, Model, open_model
 from situs.models.module import OwnModule
 from situs.train.tuning import describe
 
-
 PUBLIC = 64
 """Images of a data set behind those under attack that an attacker may have himself, at most."""
 

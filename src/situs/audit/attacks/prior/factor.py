@@ -1,10 +1,10 @@
 """One matrix of noisy gradients taken apart into two: G^T X, with G itself seen under noise, by variational Bayes.
 
 T = G + σ E and W = G^T X + σ E' are what is sent, and b = G^T 1 + σ E'' where the embedding has a bias. The rows of G
-are normal with a covariance over channels, the image behind X as `images` says. The posterior is approximated by a
-product q(G) q(X) of normal distributions. For a given X the best q(G) is exact, so that the bound on the evidence is a
-function of the mean of X, which is climbed by L-BFGS; the covariance of X is that of q(G)'s precision, and what of it
-q(G) needs is estimated from draws, which conjugate gradients make.
+are normal with one covariance over channels and one over patches, the image behind X as `images` says. The posterior is
+approximated by a product q(G) q(X) of normal distributions. For a given X the best q(G) is exact, so that the bound on
+the evidence is a function of the mean of X, which is climbed by L-BFGS; the covariance of X follows from q(G), and what
+q(G) needs of it is estimated from draws, which conjugate gradients make.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ class Layer:
 @dataclass(frozen=True)
 class Sent:
     """What was sent, in coordinates in which channels are uncorrelated: table T [N, D], weight W [D, K], bias [D] or
-    None; sigma: the deviation of the noise; variance [D]: of G along each channel."""
+    None; sigma: the deviation of the noise; variance [D]: of G along each channel; root [N, N]: of its covariance over
+    patches, root root^T."""
 
     table: Tensor
     weight: Tensor
     bias: Tensor | None
     sigma: float
     variance: Tensor
+    root: Tensor
 
 
 class Gradient(NamedTuple):
@@ -66,15 +68,16 @@ class Gradient(NamedTuple):
     second: Tensor
 
 
-def turned(table: Tensor, weight: Tensor, bias: Tensor | None, sigma: float, covariance: Tensor) -> Sent:
-    """What was sent, turned to the axes of G's covariance over channels [D, D], which is known up to a factor: the size
-    of T tells it, whatever clipping left of the gradients."""
-    values, axes = torch.linalg.eigh(covariance)
+def turned(table: Tensor, weight: Tensor, bias: Tensor | None, sigma: float, channels: Tensor, patches: Tensor) -> Sent:
+    """What was sent, turned to the axes of G's covariance over channels [D, D]. That and the one over patches [N, N]
+    are known up to a factor: the size of T tells it, whatever clipping left of the gradients."""
+    values, axes = torch.linalg.eigh(channels)
     values = values.clamp(min=1e-9 * float(values[-1]))
     least = sigma**2 * math.sqrt(2 / table.numel())  # what T's own mean square is off by
     size = max(float(table.square().mean()) - sigma**2, least)
     moved = None if bias is None else bias @ axes
-    return Sent(table @ axes, axes.T @ weight, moved, sigma, size * values / values.mean())
+    root = torch.linalg.cholesky(patches / patches.diagonal().mean())
+    return Sent(table @ axes, axes.T @ weight, moved, sigma, size * values / values.mean(), root)
 
 
 def best_gradient(sent: Sent, patches: Tensor, spread: Tensor) -> Gradient:
@@ -85,11 +88,12 @@ def best_gradient(sent: Sent, patches: Tensor, spread: Tensor) -> Gradient:
     size = sent.table.square().sum() + sent.weight.square().sum()
     if sent.bias is not None:
         given, seen, size = given + sent.bias, seen + 1, size + sent.bias.square().sum()
-    values, axes = torch.linalg.eigh(seen)
-    precision = values[:, None] / noise + 1 / sent.variance
-    turned_to = axes.T @ given / noise
-    mean = turned_to / precision
-    misfit = size / noise - (turned_to * mean).sum()
+    values, axes = torch.linalg.eigh(sent.root.T @ seen @ sent.root)
+    axes = sent.root @ axes  # in which rows of G are independent of each other, before and behind what was sent
+    precision = values.clamp(min=0)[:, None] / noise + 1 / sent.variance
+    along = axes.T @ given / noise
+    mean = along / precision
+    misfit = size / noise - (along * mean).sum()
     bound = -0.5 * (misfit + (precision * sent.variance).log().sum())
     found = axes @ mean
     return Gradient(bound, found, found @ found.T + (axes * (1 / precision).sum(dim=1)) @ axes.T)
@@ -208,23 +212,32 @@ def climb(
     return Climb(prior.mean + prior.images(scale * place(found.x)), bounds)
 
 
-def factorise(sent: Sent, prior: ImagePrior, layer: Layer, stop: Callable[[], bool] = lambda: False) -> Tensor:
-    """The image [C, H, W] behind what was sent. stop: asked at each step; what is there is then returned."""
+def factorise(
+    sent: Sent, prior: ImagePrior, layer: Layer, first: Tensor, stop: Callable[[], bool] = lambda: False
+) -> Tensor:
+    """The image [C, H, W] behind what was sent. first: an image to begin at, where it explains more than what T alone
+    makes of it. stop: asked at each step; what is there is then returned."""
     count = len(sent.table)
     nothing = torch.zeros(count, sent.weight.shape[1], dtype=sent.table.dtype, device=sent.table.device)
     gradient = best_gradient(sent, nothing, nothing.new_zeros(count, count))  # of T and the bias alone
-    image, own = prior.mean.expand(prior.variance.shape), prior
+    image, own = first, prior
     for number in range(ROUNDS):
         drawn = best_image(sent, gradient, own, layer, DRAWS, number)
-        image, draws = prior.mean + drawn[0] if number == 0 else image, drawn[1:]
-        own = prior.fitted(prior.cosines(image - prior.mean).square() + prior.cosines(draws).square().mean(dim=0))
-        moved = layer.along(draws)
+        draws, moved = drawn[1:], layer.along(drawn[1:])
         spread = torch.einsum("snk,smk->nm", moved, moved) / DRAWS
+        if number == 0:
+            image = max((prior.mean + drawn[0], first), key=lambda each: _bound(sent, each, spread, prior, layer))
+        own = prior.fitted(prior.cosines(image - prior.mean).square() + prior.cosines(draws).square().mean(dim=0))
         image = climb(sent, image, spread, own, layer, stop=stop).image
         if stop():
             break
         gradient = best_gradient(sent, _patches(layer, image), spread)
     return image
+
+
+def _bound(sent: Sent, image: Tensor, spread: Tensor, prior: ImagePrior, layer: Layer) -> float:
+    power = prior.cosines(image - prior.mean).square()
+    return float(best_gradient(sent, _patches(layer, image), spread).bound - 0.5 * (power / prior.variance).sum())
 
 
 def _patches(layer: Layer, image: Tensor) -> Tensor:

@@ -52,6 +52,10 @@ class ImagePrior:
         plain = down.T @ cosines @ along
         return torch.einsum("cd,...dhw->...chw", self.rotation, plain)
 
+    def to(self, device: torch.device) -> ImagePrior:
+        """The same on a device."""
+        return ImagePrior(self.mean.to(device), self.rotation.to(device), self.variance.to(device))
+
     def draw(self, count: int, chance: torch.Generator) -> Tensor:
         """Images of this kind, [count, C, H, W]."""
         like = torch.randn(count, *self.variance.shape, generator=chance, dtype=torch.float64).to(self.variance)
