@@ -74,12 +74,12 @@ def test_draws_have_the_conditional_covariance() -> None:
     sent, gradient, _ = step()
     known = Gradient(torch.zeros(()), gradient, gradient @ gradient.T)
     prior = prior_of()
-    moved = LAYER.along(best_image(sent, known, prior, LAYER, draws=4000, close=1e-6)[1:])
-    found = torch.einsum("snk,smk->nm", moved, moved) / 4000
+    moved = LAYER.along(best_image(sent, known, prior, LAYER, draws=1000, close=1e-4)[1:])
+    found = torch.einsum("snk,smk->nm", moved, moved) / 1000
     _, covariance = dense_posterior(sent, gradient, prior)
     layer = dense_layer().view(N, K, -1)
     wanted = torch.einsum("nki,ij,mkj->nm", layer, covariance, layer)
-    assert float((found - wanted).norm() / wanted.norm()) < 0.05
+    assert float((found - wanted).norm() / wanted.norm()) < 0.1
 
 
 def test_the_bound_is_the_evidence_where_the_image_is_known() -> None:

@@ -40,10 +40,10 @@ from situs.core.tokens import pair, patchify, unpatchify
 from situs.methods.base import Batch, Method
 
 GRADIENTS = 40
-"""Images whose gradients the attacker makes himself, for their covariances."""
+"""Images whose gradients the attacker makes himself, for the channels' covariance."""
 
 EVEN = 0.1
-"""Of these covariances, beside what the images show: the gradient of another may lie in any direction."""
+"""Of that covariance, beside what the images show: the gradient of another may lie in any direction."""
 
 SPARE = 8
 """Directions that noise alone must have in ∂l/∂W before its deviation is read off them."""
@@ -62,7 +62,7 @@ class PatchEmbeddingPrior(Attack):
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
-        self._seen: tuple[object, ImagePrior, tuple[Tensor, Tensor]] | None = None
+        self._seen: tuple[object, ImagePrior, Tensor] | None = None
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
         stem = find_stem(backbone)
@@ -93,7 +93,7 @@ class PatchEmbeddingPrior(Attack):
         known = Knowledge() if known is None else known
         stem, stop = require_stem(backbone), (lambda: False) if deadline is None else deadline.over
         layer = _layer(backbone, stem)
-        prior, (channels, patches) = self._learned(backbone, stem, known)
+        prior, covariance = self._learned(backbone, stem, known)
         images, facts, cut = list[Tensor](), list[dict[str, Fact]](), None
         for upload in uploads:
             if images and stop():
@@ -107,15 +107,15 @@ class PatchEmbeddingPrior(Attack):
                 bias = bias[whole]
             table, weight = table[:, whole], weight[whole]
             sigma = _sigma(weight, len(table), upload, stem, known)
-            sent = turned(table, weight, bias, sigma, channels[whole][:, whole], patches)
+            sent = turned(table, weight, bias, sigma, covariance[whole][:, whole])
             plain = PatchEmbedding().recover(backbone, [upload], replace(known, normalisation=None))
             images.append(factorise(sent, prior, layer, plain.images[0].double(), stop))
             facts.append({"sigma": sigma})
             cut = "a part of the search for the last image" if stop() else None
         return Recovery(torch.stack(images).float(), facts, partial=cut)
 
-    def _learned(self, backbone: Backbone, stem: Stem, known: Knowledge) -> tuple[ImagePrior, tuple[Tensor, Tensor]]:
-        """What is known of images, and the covariances of gradients: once for the same weights and public images."""
+    def _learned(self, backbone: Backbone, stem: Stem, known: Knowledge) -> tuple[ImagePrior, Tensor]:
+        """What is known of images, and the channels' covariance: once for the same weights and public images."""
         weights = tuple((id(p), p._version) for p in backbone.parameters())
         key = (weights, id(known.public), known.normalisation, type(known.trained(backbone)))
         if self._seen is None or self._seen[0] != key:
@@ -123,13 +123,13 @@ class PatchEmbeddingPrior(Attack):
             shape = (backbone.input.channels, *pair(backbone.input.shape))
             prior = image_prior(shape, known.public, known.normalisation)
             prior = prior.to(next(backbone.parameters()).device)
-            self._seen = key, prior, gradient_covariances(backbone, stem, prior, known)
+            self._seen = key, prior, channel_covariance(backbone, stem, prior, known)
         return self._seen[1], self._seen[2]
 
 
-def gradient_covariances(backbone: Backbone, stem: Stem, prior: ImagePrior, known: Knowledge) -> tuple[Tensor, Tensor]:
-    """The second moments of the table's gradient over channels [D, D] and over patches [N, N], of images that are not
-    under attack, each image's gradient of size 1; where there are too few, of images drawn from the prior.
+def channel_covariance(backbone: Backbone, stem: Stem, prior: ImagePrior, known: Knowledge) -> Tensor:
+    """The second moment [D, D] of the table's gradient over the rows of images that are not under attack, each image's
+    gradient of size 1; where there are too few, of images drawn from the prior.
 
     The class is the one that the model says in every other image, and any in the rest: nobody knows how sure the model
     is of what is under attack, and both lie in the same directions.
@@ -141,14 +141,13 @@ def gradient_covariances(backbone: Backbone, stem: Stem, prior: ImagePrior, know
     images = images.to(next(backbone.parameters()).device)
     method = known.trained(backbone)
     count, dim = table_rows(dict(backbone.named_parameters())[stem.table], stem).shape
-    channels, patches = (EVEN * torch.eye(n, dtype=torch.float64, device=images.device) for n in (dim, count))
+    found = EVEN * torch.eye(dim, dtype=torch.float64, device=images.device)
     for number, image in enumerate(images):
         gradient = _table_gradient(method, stem, image[None], number, chance)
         size = float(gradient.square().mean())
         if 0 < size < math.inf:
-            channels = channels + gradient.T @ gradient / (size * count * len(images))
-            patches = patches + gradient @ gradient.T / (size * dim * len(images))
-    return channels, patches
+            found = found + gradient.T @ gradient / (size * count * len(images))
+    return found
 
 
 def _table_gradient(method: Method, stem: Stem, image: Tensor, number: int, chance: torch.Generator) -> Tensor:

@@ -1,10 +1,10 @@
 """One matrix of noisy gradients taken apart into two: G^T X, with G itself seen under noise, by variational Bayes.
 
 T = G + σ E and W = G^T X + σ E' are what is sent, and b = G^T 1 + σ E'' where the embedding has a bias. The rows of G
-are normal with one covariance over channels and one over patches, the image behind X as `images` says. The posterior is
-approximated by a product q(G) q(X) of normal distributions. For a given X the best q(G) is exact, so that the bound on
-the evidence is a function of the mean of X, which is climbed by L-BFGS; the covariance of X follows from q(G), and what
-q(G) needs of it is estimated from draws, which conjugate gradients make.
+are normal with a covariance over channels, the image behind X as `images` says. The posterior is approximated by a
+product q(G) q(X) of normal distributions. For a given X the best q(G) is exact, so that the bound on the evidence is a
+function of the mean of X, which is climbed by L-BFGS; the covariance of X follows from q(G), and what q(G) needs of it
+is estimated from draws, which conjugate gradients make.
 """
 
 from __future__ import annotations
@@ -49,15 +49,13 @@ class Layer:
 @dataclass(frozen=True)
 class Sent:
     """What was sent, in coordinates in which channels are uncorrelated: table T [N, D], weight W [D, K], bias [D] or
-    None; sigma: the deviation of the noise; variance [D]: of G along each channel; root [N, N]: of its covariance over
-    patches, root root^T."""
+    None; sigma: the deviation of the noise; variance [D]: of G along each channel."""
 
     table: Tensor
     weight: Tensor
     bias: Tensor | None
     sigma: float
     variance: Tensor
-    root: Tensor
 
 
 class Gradient(NamedTuple):
@@ -68,16 +66,15 @@ class Gradient(NamedTuple):
     second: Tensor
 
 
-def turned(table: Tensor, weight: Tensor, bias: Tensor | None, sigma: float, channels: Tensor, patches: Tensor) -> Sent:
-    """What was sent, turned to the axes of G's covariance over channels [D, D]. That and the one over patches [N, N]
-    are known up to a factor: the size of T tells it, whatever clipping left of the gradients."""
-    values, axes = torch.linalg.eigh(channels)
+def turned(table: Tensor, weight: Tensor, bias: Tensor | None, sigma: float, covariance: Tensor) -> Sent:
+    """What was sent, turned to the axes of G's covariance over channels [D, D], which is known up to a factor: the size
+    of T tells it, whatever clipping left of the gradients."""
+    values, axes = torch.linalg.eigh(covariance)
     values = values.clamp(min=1e-9 * float(values[-1]))
     least = sigma**2 * math.sqrt(2 / table.numel())  # what T's own mean square is off by
     size = max(float(table.square().mean()) - sigma**2, least)
     moved = None if bias is None else bias @ axes
-    root = torch.linalg.cholesky(patches / patches.diagonal().mean())
-    return Sent(table @ axes, axes.T @ weight, moved, sigma, size * values / values.mean(), root)
+    return Sent(table @ axes, axes.T @ weight, moved, sigma, size * values / values.mean())
 
 
 def best_gradient(sent: Sent, patches: Tensor, spread: Tensor) -> Gradient:
@@ -88,9 +85,8 @@ def best_gradient(sent: Sent, patches: Tensor, spread: Tensor) -> Gradient:
     size = sent.table.square().sum() + sent.weight.square().sum()
     if sent.bias is not None:
         given, seen, size = given + sent.bias, seen + 1, size + sent.bias.square().sum()
-    values, axes = torch.linalg.eigh(sent.root.T @ seen @ sent.root)
-    axes = sent.root @ axes  # in which rows of G are independent of each other, before and behind what was sent
-    precision = values.clamp(min=0)[:, None] / noise + 1 / sent.variance
+    values, axes = torch.linalg.eigh(seen)
+    precision = values[:, None] / noise + 1 / sent.variance
     along = axes.T @ given / noise
     mean = along / precision
     misfit = size / noise - (along * mean).sum()
