@@ -115,9 +115,9 @@ class Prepares(nn.Module):
 @pytest.mark.parametrize("shrink", [False, True])
 def test_it_sees_through_what_is_affine(shrink: bool) -> None:
     module = Prepares(victim(patch_size=16).model, shrink).eval()
-    size = (48, 48) if shrink else (32, 32)
-    backbone = adapt(module, size, in_chans=3)
-    image = photographs(1, (3, *size))
+    side = 48 if shrink else 32
+    backbone = adapt(module, (side, side), in_chans=3)
+    image = photographs(1, (3, side, side))
     gradients = victim_gradients(backbone, image, torch.tensor([3]))
     sigma = 0.05 * float(next(g for n, g in gradients.items() if n.endswith("pos_embed")).square().mean().sqrt())
     known = Knowledge(Noise(sigma))
