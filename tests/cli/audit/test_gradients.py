@@ -39,7 +39,7 @@ def test_table_page_and_file(
     assert "model.pos_embed is not sent" in shown
     told = json.loads((out / "gradients.json").read_text())
     assert {(p["attack"], p["applies"]) for p in told["pairs"]} >= {("patchembed", True), ("patchembed", False)}
-    assert len(told["pairs"]) == 12
+    assert len(told["pairs"]) == 16
     assert [row["image"] for row in told["pairs"][0]["images"]] == ["0.png", "1.png"]
     page = (out / "gradients.html").read_text()
     assert page.index("Threat model") < page.index("Verdict") < page.index("What would reduce the leak")
@@ -185,7 +185,7 @@ def test_a_model_without_an_attack(
     assert reason in shown
     assert "No attack of this audit applies" in shown and "Not attacked does not mean private" in shown
     assert reason in (tmp_path / "gradients.html").read_text()
-    assert [p["applies"] for p in json.loads((tmp_path / "gradients.json").read_text())["pairs"]] == [False] * 12
+    assert [p["applies"] for p in json.loads((tmp_path / "gradients.json").read_text())["pairs"]] == [False] * 16
 
 
 def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
