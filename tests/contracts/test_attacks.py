@@ -113,7 +113,7 @@ def test_what_an_attack_is_given(name: str, backbone: Any) -> None:
     kind = ATTACKS[name]
     assert kind.name == name and kind.about and not kind.about.endswith(".")
     assert list(inspect.signature(kind.recover).parameters) == ["self", "backbone", "uploads", "known", "deadline"]
-    told = Knowledge(batch=1)
+    told = Knowledge(create_defence("noise"), batch=1)  # one of them needs noise
     held = [value for value in vars(told).values() if isinstance(value, torch.Tensor)]
     assert held == []  # not even labels, unless they are given
     own = {n for n, _ in backbone.named_parameters()}

@@ -48,7 +48,8 @@ class TestSet:
     names: for a reader, their files where they have some. left_out: what could not be read. stored: whether the numbers
     are pixels, which were bytes; else an attacker knows no values that they must have. things: what they are called.
     notes: what a reader must know of them, by name. shuffled: x̃, like pixels,
-    where cases ask for it; mask: [n, N], the patches that it shuffles.
+    where cases ask for it; mask: [n, N], the patches that it shuffles. public: other images of the same data, which an
+    attacker may have himself, like pixels.
     """
 
     __test__: ClassVar[bool] = False  # pytest takes whatever begins with Test
@@ -63,6 +64,7 @@ class TestSet:
     stored: bool = True
     things: str = "images"
     notes: Mapping[str, str] = field(default_factory=dict)
+    public: Tensor | None = None
 
     def __post_init__(self) -> None:
         named = [*self.names, *(str(i) for i in range(len(self.names), len(self.pixels)))]

@@ -193,7 +193,7 @@ def trace_defences(
     over: Sequence[str] = ("noise",),
     *,
     beside: Sequence[str | Defence] = BESIDE,
-    attacks: Sequence[str | Attack] = ("patchembed", "tokens"),
+    attacks: Sequence[str | Attack] = ("patchembed", "tokens", "patchembed-prior"),
     deadline: Deadline | None = None,
     keep: Callable[[Curves], Any] | None = None,
     facts: Mapping[str, Any] = NOTHING,

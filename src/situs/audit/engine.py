@@ -120,7 +120,7 @@ class Client:
         step, (height, width) = self.step, self.pixels.shape[2:]
         labels = self.labels.view(-1, step.batch)[first : first + count] if step.labels_known else None
         plain = {"size": (height, width), "normalisation": self.test.normalisation if self.test.stored else None}
-        plain |= {"first": first, "sent": step.dtype}
+        plain |= {"first": first, "sent": step.dtype, "public": self.test.public}
         if not informed:
             return Knowledge(batch=step.batch, labels=labels, local_steps=step.local_steps, **plain)
         fields = (labels, self.method, step.local_steps, step.epoch)

@@ -34,8 +34,9 @@ from situs.limits import Count, Positive
 from situs.methods.base import Method
 from situs.results import Provenance
 
-ATTACKED = ("patchembed", "april", "tokens")
-"""The attacks where none are named: closed forms, which take seconds where no search is left to make."""
+ATTACKED = ("patchembed", "april", "tokens", "patchembed-prior")
+"""The attacks where none are named: closed forms, which take seconds where no search is left to make, and the one with
+priors, which takes seconds an image where there is noise."""
 
 AUTO, DEFENDED, AS_IT_IS = ("auto",), ("none", "noise", "clip", "no-pe-gradient"), ("none",)
 """The defences where none are named: for a page, and for a gate, which judges what would be sent."""

@@ -25,6 +25,9 @@ from situs.models import PUBLISHED, Model, open_model
 from situs.models.module import OwnModule
 from situs.train.tuning import describe
 
+PUBLIC = 64
+"""Images of a data set behind those under attack that an attacker may have himself, at most."""
+
 
 @dataclass(frozen=True)
 class Victim:
@@ -144,7 +147,8 @@ def load_test_set(
     source = open_source(data, split, channels=config.channels, **clips)
     loader = make_loader(replace(config, batch=1, workers=0, resident="never"), None, device, source=source)
     # One by one: in the place of a broken image comes the next.
-    found = list(islice(loader, count))
+    reading = iter(loader)
+    found = list(islice(reading, count))
     left_out = source.left_out()
     if not found:
         why = "; ".join(left_out) or "it is empty"
@@ -154,7 +158,9 @@ def load_test_set(
     numbers = [int(batch.ids) for batch in found]
     names = [f"{source.name} {i}" if source.key(i) == str(i) else source.key(i) for i in numbers]
     pixels = torch.cat([batch.inputs for batch in found])
-    made = TestSet(pixels, labels, config.normalisation, names, left_out=tuple(left_out))
+    others = [batch.inputs for batch in islice(reading, PUBLIC)]
+    public = torch.cat(others) if others else None
+    made = TestSet(pixels, labels, config.normalisation, names, left_out=tuple(left_out), public=public)
     return _spectrograms(made, loader) if clips else made
 
 

@@ -39,7 +39,7 @@ def test_table_page_and_file(
     assert "model.pos_embed is not sent" in shown
     told = json.loads((out / "gradients.json").read_text())
     assert {(p["attack"], p["applies"]) for p in told["pairs"]} >= {("patchembed", True), ("patchembed", False)}
-    assert len(told["pairs"]) == 12
+    assert len(told["pairs"]) == 16
     assert [row["image"] for row in told["pairs"][0]["images"]] == ["0.png", "1.png"]
     page = (out / "gradients.html").read_text()
     assert page.index("Threat model") < page.index("Verdict") < page.index("What would reduce the leak")
@@ -166,7 +166,7 @@ def test_one_image_is_not_re_identified(photographs: Path, tmp_path: Path, capsy
     words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--count", "1"]
     assert main([*words, "--defence", "noise=10", "--no-pictures", "--out", str(tmp_path / "audit")]) == 0
     told = json.loads((tmp_path / "audit" / "gradients.json").read_text())
-    assert [pair["images"][0]["reidentified"] for pair in told["pairs"]] == [None, None, None]
+    assert [pair["images"][0]["reidentified"] for pair in told["pairs"]] == [None] * 4
     assert "re-identified)" not in capsys.readouterr().out
     assert main([*words, "--fail-above", "reidentified=0.5", "--out", str(tmp_path / "gate")]) == 2
     assert "one image is always the nearest; give two or more" in capsys.readouterr().err
@@ -185,7 +185,7 @@ def test_a_model_without_an_attack(
     assert reason in shown
     assert "No attack of this audit applies" in shown and "Not attacked does not mean private" in shown
     assert reason in (tmp_path / "gradients.html").read_text()
-    assert [p["applies"] for p in json.loads((tmp_path / "gradients.json").read_text())["pairs"]] == [False] * 12
+    assert [p["applies"] for p in json.loads((tmp_path / "gradients.json").read_text())["pairs"]] == [False] * 16
 
 
 def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

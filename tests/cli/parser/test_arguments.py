@@ -300,7 +300,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "audit.positions": {"count": 64, "ratios": (0.15, 0.5, 0.9), "equivariance": True},
     "audit.gradients": {
         "count": None,  # 12, or as many as there are
-        "attacks": ("patchembed", "april", "tokens"),
+        "attacks": ("patchembed", "april", "tokens", "patchembed-prior"),
         "batch": 1,
         "local_steps": 1,
         "labels": "inferred",

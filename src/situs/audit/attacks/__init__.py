@@ -7,6 +7,7 @@ from situs.audit.attacks.april import April
 from situs.audit.attacks.base import Attack
 from situs.audit.attacks.matching.attack import AprilOptimisation, Matching
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
+from situs.audit.attacks.prior.attack import PatchEmbeddingPrior
 from situs.audit.attacks.tokens.attack import TokenSpans
 from situs.errors import unknown_name
 
@@ -16,6 +17,7 @@ ATTACKS: dict[str, type[Attack]] = {
     "april-optimisation": AprilOptimisation,
     "matching": Matching,
     "patchembed": PatchEmbedding,
+    "patchembed-prior": PatchEmbeddingPrior,
     "tokens": TokenSpans,
 }
 """Every attack by name. The command line and the contract tests read this dict."""

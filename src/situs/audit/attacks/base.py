@@ -37,6 +37,7 @@ class Knowledge:
     for the method's schedules. size: height and width of the images, where the model takes any. normalisation: mean and
     deviation of the channels, which bound what a pixel can be. first: the number of the first upload he is given.
     sent: the type that numbers came in, where their tensors do not show it (int8). training: how the step was made.
+    public: [n, C, H, W], normalised: images of the same kind that he has himself; none of them is behind an upload.
     """
 
     defence: Defence = field(default_factory=NoDefence)
@@ -51,6 +52,7 @@ class Knowledge:
     first: int = 0
     sent: torch.dtype | None = None
     training: Training = field(default_factory=Training)
+    public: Tensor | None = None
 
     @property
     def blurs(self) -> bool:

@@ -30,7 +30,8 @@ UNKNOWN = "unknown"
 THREAT = {
     "who": "an honest-but-curious server (or whoever reads its traffic) in federated or distributed training",
     "sees": "the gradients, or the weight update, of one client's step, by parameter name",
-    "knows": "the architecture, the weights the step began with, how images are normalised, the loss and the defence",
+    "knows": "the architecture, the weights the step began with, how images are normalised, the loss and the defence; "
+    "against noise also some other images of the same kind",
     "does not know": "the images; all it takes for granted is that they are pictures, stored as bytes. Nor the labels: "
     "the closed forms need none, and gradient matching infers them from the classifier's gradient unless it is told",
     "does": "solves linear systems, or searches for images whose gradients match; it changes nothing in the protocol, "

@@ -165,7 +165,8 @@ def _why(kept: int | None, rungs: Sequence[Rung], seen: Mapping[int, Trial]) -> 
 
 def part_of(test: TestSet, span: slice) -> TestSet:
     """Some of the images."""
-    return TestSet(test.pixels[span], test.labels[span], test.normalisation, test.names[span])
+    names, public = test.names[span], test.public
+    return TestSet(test.pixels[span], test.labels[span], test.normalisation, names, public=public)
 
 
 def find_defences(

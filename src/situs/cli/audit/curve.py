@@ -43,7 +43,11 @@ class Args(ModelArgs):
     defences: Annotated[tuple[str, ...], Parameter(name="--defence", metavar="NAMES")] = ("auto",)
     """What else is done, a line each, apart by commas; by default none and no-pe-gradient."""
 
-    attacks: Annotated[tuple[str, ...], Parameter(name="--attack", metavar="NAMES")] = ("patchembed", "tokens")
+    attacks: Annotated[tuple[str, ...], Parameter(name="--attack", metavar="NAMES")] = (
+        "patchembed",
+        "tokens",
+        "patchembed-prior",
+    )
     """Apart by commas; of each point the one that got most is shown."""
 
     count: Count | None = None

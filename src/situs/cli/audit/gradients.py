@@ -51,7 +51,12 @@ class Args(ModelArgs, CostConfig, AuditConfig):
     texts: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Instead, for a model of words: sentences, one a line; its gates: words, tokens, sentences, picked (shares)."""
 
-    attacks: Annotated[tuple[str, ...], Parameter(name="--attack", metavar="NAMES")] = ("patchembed", "april", "tokens")
+    attacks: Annotated[tuple[str, ...], Parameter(name="--attack", metavar="NAMES")] = (
+        "patchembed",
+        "april",
+        "tokens",
+        "patchembed-prior",
+    )
     """Apart by commas; matching, april-optimisation, adaptive-mjp take minutes, tokens where it must search."""
 
     defences: Annotated[tuple[str, ...], Parameter(name="--defence", metavar="NAMES")] = ("auto",)

@@ -1,0 +1,1 @@
+"""The patch embedding's equations under noise, by one who knows what photographs and gradients are like."""
