@@ -4,7 +4,7 @@
     finetune           Trains a classifier on a pretrained model; gives the folder of the run.
     export             Writes a run's model to a folder that timm or transformers loads; gives the folder.
     open_model         Opens any model: a run, an export, a locked folder, a name, a folder, your own module.
-    evaluate_accuracy  Measures top-1, top-5 and loss of a classifier on a whole split, and which classes it knows.
+    evaluate_accuracy  Measures top-1 and balanced accuracy of a classifier on a split, and which classes it knows.
     verify             Measures which permutations of its tokens and channels a model obeys, and what breaks the others.
     new_key            Draws a key and writes it to a new file that only its owner may read (mode 0600).
     lock               Locks a model with a key into the new folder `out`; its files come back bit for bit (`unlock`).

@@ -35,7 +35,10 @@ def test_a_run_and_a_folder_are_enough(trained: Any, tmp_path: Path, capsys: pyt
     assert "24 images of 3 × 8 × 8" in lines[0]
     assert lines[1].startswith(f"started from {trained.mp3}: ")
     assert lines[2] == "left as initialised: head.bias, head.weight, pos_embed"
-    assert re.match(r"done: 3 steps, loss .*, accuracy .*, val top1 [\d.]+, val top5 1, val loss", lines[-2])
+    assert re.match(
+        r"done: 3 steps, loss .*, accuracy .*, val top1 [\d.]+, val balanced [\d.]+, val majority [\d.]+, val loss",
+        lines[-2],
+    )
     assert lines[-1] == f"next: situs evaluate accuracy {out}, or situs export {out} --out DIR"
     config = json.loads((out / "config.json").read_text())
     assert (config["data"]["path"], config["data"]["img_size"]) == (str(trained.data), 8)

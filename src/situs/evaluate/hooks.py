@@ -16,6 +16,7 @@ from situs.data.sources.base import SPLITS
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError
 from situs.evaluate.accuracy import hard, measure_accuracy, measure_labels
+from situs.evaluate.by_class import TOP5_FROM
 from situs.evaluate.features import extract
 from situs.evaluate.knn import knn_accuracy
 from situs.evaluate.objects.measure import measure as measure_objects
@@ -95,9 +96,9 @@ class OnlineProbe(_Looks):
 
 
 class Validation(_Looks):
-    """Top-1, top-5 and loss on the validation set; of a multi-label one mean average precision, accuracy and loss; of
-    masks mIoU, accuracy and loss; of objects average precision of boxes and masks; of words perplexity, accuracy and
-    loss.
+    """Top-1, balanced accuracy, the largest class's share and loss on the validation set, and top-5 where there are
+    more than ten classes; of a multi-label one mean average precision, accuracy and loss; of masks mIoU, accuracy and
+    loss; of objects average precision of boxes and masks; of words perplexity, accuracy and loss.
 
     note: said at the first look.
     """
@@ -133,7 +134,9 @@ class Validation(_Looks):
             found = {"val_accuracy": scores.accuracy, "val_loss": scores.loss}
             return found if math.isnan(scores.mean_ap) else {"val_map": scores.mean_ap, **found}  # no class has samples
         found = measure_accuracy(method.backbone, self.loader, precision=self.precision)
-        return {"val_top1": found.top1, "val_top5": found.top5, "val_loss": found.loss}
+        top5 = {"val_top5": found.top5} if found.classes >= TOP5_FROM else {}
+        beside = {"val_balanced": found.balanced, "val_majority": found.majority}
+        return {"val_top1": found.top1, **top5, **beside, "val_loss": found.loss}
 
 
 def validation_hooks(every: int, field: str = "validate_every") -> Hooks:
