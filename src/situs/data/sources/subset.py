@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from situs.data.sampler import exact_order
 from situs.data.sources.base import Blocks, Source
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, SitusError, verb
 
 
 class Rows(Source):
@@ -102,10 +103,17 @@ class PerClass(Rows):
 def hold_out(source: Source, share: float, *, held: bool) -> Rows:
     """About a `share` of the images that is held out of `source` (held), or the others.
 
-    Each image's own name decides, by a hash, so that an image stays on its side when others come or go.
+    Each image's own name decides, by a hash, so that an image stays on its side when others come or go. Of sets with a
+    class a sample, up to `STRATIFIED` samples, every class of two or more has at least one on each side: the one with
+    the smallest hash is held out, or the one with the largest is not. A class of one is trained on, and a note says so.
     """
     bound = int(share * 2**64)
-    rows = np.fromiter((index for index in range(len(source)) if (_hash(source.key(index)) < bound) is held), np.int64)
+    hashes = np.fromiter((_hash(source.key(index)) for index in range(len(source))), np.uint64)
+    out = hashes < np.uint64(bound)
+    labelled = source.classes is not None and source.target == "label"
+    if labelled and source.things != "sentences" and len(source) <= STRATIFIED:  # equal sentences stay on one side
+        _on_both_sides(source, hashes, out)
+    rows = np.flatnonzero(out == held)
     if not len(rows):
         rest = "none is held out" if held else "every one is held out"
         raise SitusError(
@@ -114,6 +122,34 @@ def hold_out(source: Source, share: float, *, held: bool) -> Rows:
         )
     said = f"the {share:.3g} held out" if held else f"without the {share:.3g} held out"
     return Rows(source, rows, f"{source.name}, {said}")
+
+
+STRATIFIED = 100_000
+"""Samples up to which a held-out share has some of every class; in larger sets names alone decide."""
+
+
+def _on_both_sides(source: Source, hashes: np.ndarray, out: np.ndarray) -> None:
+    """Changes `out` [n] bool, the samples held out, so that each class of two or more samples is on both sides."""
+    assert source.classes is not None
+    members: list[list[int]] = [[] for _ in source.classes]
+    for index in range(len(source)):
+        with contextlib.suppress(BrokenSampleError):
+            members[int(source.label(index))].append(index)
+    for rows in filter(None, members):
+        if len(rows) == 1:
+            out[rows] = False
+        elif not out[rows].any():
+            out[min(rows, key=hashes.__getitem__)] = True
+        elif out[rows].all():
+            out[max(rows, key=hashes.__getitem__)] = False
+    alone = [name for name, rows in zip(source.classes, members, strict=True) if len(rows) == 1]
+    if alone:
+        few = ", ".join(map(repr, alone[:3])) + (", …" if len(alone) > 3 else "")
+        are, one = verb(len(alone), "have"), source.things.removesuffix("s")
+        source.notes.append(
+            f"{source.name}: {len(alone):,} of its {len(source.classes):,} classes {are} one {one} only ({few}), which "
+            "is trained on: too small to be tested"
+        )
 
 
 def _hash(name: str) -> int:
