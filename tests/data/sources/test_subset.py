@@ -243,3 +243,27 @@ def test_training_and_judging_take_the_two_sides_of_a_config(tmp_path: Path) -> 
     train, judged = make_loader(config, RECIPES["none"]), make_loader(config, None)
     assert names(train.source).isdisjoint(names(judged.source))
     assert len(train.source) + len(judged.source) == 40
+
+
+@pytest.mark.parametrize("resident", ["always", "never"])
+def test_balanced_training_draws_every_class_equally_often(tmp_path: Path, resident: Any) -> None:
+    for name, size in {"a": 30, "b": 6}.items():
+        images_at(tmp_path / name, size)
+    told = {"img_size": 4, "channels": 1, "batch": 12, "workers": 0, "resident": resident}
+    loader = make_loader(DataConfig(str(tmp_path), balanced=True, **told), AugmentConfig())
+    labels = torch.cat([batch.targets["label"] for epoch in range(2) for batch in loader.iterate(epoch)])
+    assert labels.bincount().tolist() == [36, 36]
+    plain = make_loader(DataConfig(str(tmp_path), **told), AugmentConfig())
+    assert loader.mark != plain.mark
+    assert "each class equally often" in loader.mark
+    held = make_loader(
+        DataConfig(str(tmp_path), balanced=True, split="train", **told), None
+    )  # to be judged on: as it is
+    assert torch.cat([batch.targets["label"] for batch in held]).bincount().tolist() == [30, 6]
+
+
+def test_only_sets_with_a_class_a_sample_are_balanced(tmp_path: Path) -> None:
+    config = DataConfig(str(images_at(tmp_path / "flat")), balanced=True, img_size=4, channels=1, workers=0)
+    with pytest.raises(SitusError, match=r"has no labels, and every class equally often was asked for") as error:
+        make_loader(config, AugmentConfig())
+    assert error.value.field == "balanced"

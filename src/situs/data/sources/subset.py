@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from situs.data.sampler import exact_order
 from situs.data.sources.base import Blocks, Source
@@ -81,12 +82,7 @@ class PerClass(Rows):
     """
 
     def __init__(self, source: Source, count: int) -> None:
-        if source.classes is None or source.target != "label":
-            several = {"labels": "any number of classes a sample", "mask": "a class for each pixel"}
-            several["objects"] = "a class for each object"
-            said = several[source.target] if source.classes is not None else "no labels"
-            raise SitusError(f"{source.name}: has {said}, and so many of each class were asked for", field="per_class")
-        left, rows = [count] * len(source.classes), []
+        left, rows = [count] * len(check_one_class(source, "per_class")), []
         for row in exact_order(0, 0, len(source), "cpu")[torch.arange(len(source))].tolist():
             try:
                 label = int(source.label(row))
@@ -98,6 +94,26 @@ class PerClass(Rows):
             if not any(left):
                 break
         super().__init__(source, sorted(rows))
+
+
+def check_one_class(source: Source, field: str) -> tuple[str, ...]:
+    """The classes of a set with one a sample; others are refused, for what counts classes."""
+    if source.classes is None or source.target != "label":
+        several = {"labels": "any number of classes a sample", "mask": "a class for each pixel"}
+        several["objects"] = "a class for each object"
+        has = several[source.target] if source.classes is not None else "no labels"
+        asked = "so many of each class were" if field == "per_class" else "every class equally often was"
+        raise SitusError(f"{source.name}: has {has}, and {asked} asked for", field=field)
+    return source.classes
+
+
+def class_labels(source: Source) -> Tensor:
+    """The class of each sample of a set with one a sample, [n] int64; -1 where it cannot be read."""
+    labels = torch.full((len(source),), -1)
+    for index in range(len(source)):
+        with contextlib.suppress(BrokenSampleError):
+            labels[index] = int(source.label(index))
+    return labels
 
 
 def hold_out(source: Source, share: float, *, held: bool) -> Rows:
@@ -132,9 +148,9 @@ def _on_both_sides(source: Source, hashes: np.ndarray, out: np.ndarray) -> None:
     """Changes `out` [n] bool, the samples held out, so that each class of two or more samples is on both sides."""
     assert source.classes is not None
     members: list[list[int]] = [[] for _ in source.classes]
-    for index in range(len(source)):
-        with contextlib.suppress(BrokenSampleError):
-            members[int(source.label(index))].append(index)
+    for index, label in enumerate(class_labels(source).tolist()):
+        if label >= 0:
+            members[label].append(index)
     for rows in filter(None, members):
         if len(rows) == 1:
             out[rows] = False
