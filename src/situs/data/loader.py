@@ -71,7 +71,7 @@ class Loader(ABC):
         if self.plan.drawn is not None:
             return f"{self.plan.n} samples, each step by chance"
         if isinstance(order, Balanced):
-            return f"{self.plan.n} samples, each class equally often ({zlib.crc32(order.labels.cpu().numpy()):08x})"
+            return f"{self.plan.n} samples, each class equally often ({zlib.crc32(order.labels.cpu().numpy().tobytes()):08x})"
         if isinstance(order, LengthBuckets):
             return f"{self.plan.n} samples by their lengths ({int(order.lengths.sum())} in all)"
         return (

@@ -127,7 +127,7 @@ def knn_by_layer(
     backbone: Backbone,
     bank: Iterable[Batch],
     test: Iterable[Batch],
-    classes: Sequence[str],
+    classes: Sequence[str] = (),
     *,
     k: int = 20,
     temperature: float | None = 0.07,
@@ -136,13 +136,14 @@ def knn_by_layer(
 ) -> LayerKnn:
     """The accuracy of the k nearest of `bank` on `test`, for each layer and pool; features through the final norm.
 
-    classes: their names. positions: whether the backbone's own take part.
+    classes: their names; by default their numbers. positions: whether the backbone's own take part.
     """
     backbone.require("tokens")
     pools: tuple[Pool, ...] = ("cls", "mean") if backbone.num_prefix else ("mean",)
     with evaluating(backbone):
         train, train_labels = _features(backbone, bank, pools, positions, precision)
         held, labels = _features(backbone, test, pools, positions, precision)
+    classes = classes or [str(number) for number in range(int(torch.cat([train_labels, labels]).max()) + 1)]
     layers, count = train.shape[1], len(classes)
     rows, ends = [], []
     for p, pool in enumerate(pools):
