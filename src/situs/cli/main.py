@@ -29,6 +29,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "data pack": ("situs.cli.data.pack", "any set as shards of shrunk images: parquet or WebDataset"),
     },
     "Evaluate": {
+        "predict": ("situs.cli.evaluate.predict", "the class of every image, with its probability, as a csv file"),
         "features": (
             "situs.cli.evaluate.features",
             "features of every image, pooled or by patch, as one safetensors file",

@@ -71,7 +71,8 @@ class Loader(ABC):
         if self.plan.drawn is not None:
             return f"{self.plan.n} samples, each step by chance"
         if isinstance(order, Balanced):
-            return f"{self.plan.n} samples, each class equally often ({zlib.crc32(order.labels.cpu().numpy().tobytes()):08x})"
+            mark = zlib.crc32(order.labels.cpu().numpy().tobytes())
+            return f"{self.plan.n} samples, each class equally often ({mark:08x})"
         if isinstance(order, LengthBuckets):
             return f"{self.plan.n} samples by their lengths ({int(order.lengths.sum())} in all)"
         return (

@@ -64,6 +64,51 @@ class Rows(Source):
         self.source.release(None if index is None else int(self.rows[index]))
 
 
+class Joined(Source):
+    """Several sources as one, one after another. parts: each behind what stands before the names of its samples."""
+
+    def __init__(self, name: str, parts: Iterable[tuple[str, Source]]) -> None:
+        self.prefixes, self.parts = zip(*parts, strict=True)
+        first = self.parts[0]
+        if any((part.classes, part.target) != (first.classes, first.target) for part in self.parts):
+            raise SitusError(f"{name}: its splits have different classes; take one of them", field="split")
+        super().__init__(name, first.classes, first.channels, first.strict, multi_label=first.multi_label)
+        self.ends = np.cumsum([len(part) for part in self.parts])
+        self.things, self.notes = first.things, [note for part in self.parts for note in part.notes]
+
+    @property
+    def target(self) -> str:
+        """Of the parts."""
+        return self.parts[0].target
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def _at(self, index: int) -> tuple[int, int]:
+        part = int(np.searchsorted(self.ends, index, "right"))
+        return part, index - int(self.ends[part - 1]) * (part > 0)
+
+    def key(self, index: int) -> str:
+        """The sample's name in its part, seen from where the parts lie."""
+        part, row = self._at(index)
+        return self.prefixes[part] + self.parts[part].key(row)
+
+    def read(self, index: int) -> dict[str, Any]:
+        """Sample `index` of all."""
+        part, row = self._at(index)
+        return self.parts[part].read(row)
+
+    def label(self, index: int) -> Any:
+        """Of its part."""
+        part, row = self._at(index)
+        return self.parts[part].label(row)
+
+    def origin(self, index: int) -> tuple[Source, int]:
+        """In its part."""
+        part, row = self._at(index)
+        return self.parts[part].origin(row)
+
+
 class Subset(Rows):
     """At most `count` images of `source`: a uniform random choice, the same every time, in the source's order.
 
