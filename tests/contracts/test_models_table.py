@@ -187,9 +187,10 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
 
 VERBS = (
     "info", "verify", "predict", "features", "evaluate accuracy", "evaluate consistency", "evaluate ensemble",
-    "evaluate knn", "evaluate objects", "evaluate perplexity", "evaluate position", "evaluate probe", "evaluate robustness",
-    "evaluate segments", "analyze attention", "analyze correlation", "analyze positions", "analyze reconstruct",
-    "audit curve", "audit gradients", "audit positions", "audit split", "play", "finetune --from", "export", "lock",
+    "evaluate knn", "evaluate objects", "evaluate perplexity", "evaluate position", "evaluate probe",
+    "evaluate robustness", "evaluate segments", "analyze attention", "analyze correlation", "analyze positions",
+    "analyze reconstruct", "audit curve", "audit gradients", "audit positions", "audit split", "play",
+    "finetune --from", "export", "lock",
 )  # fmt: skip
 
 UNTRAINED, WHOLE = "no trained classifier", "runs only as a whole"

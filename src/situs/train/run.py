@@ -238,6 +238,7 @@ def train_run(
         method = prepare(config, loader, ranks, start if fresh else None, adapt, speak)
         watching = () if hooks is None else hooks(config, loader, ranks.device)
         speak(describe(config, method, ranks))
+        _tell_begin(watching if fresh else (), method)
         if run is None:
             assert out is not None
             if ranks.main:
@@ -261,6 +262,13 @@ def train_run(
     finally:
         held.close()
         distributed.stop()
+
+
+def _tell_begin(hooks: Sequence[Hook], method: Method) -> None:
+    """Shows the weights that a run starts from to those hooks that look at them (`begin`)."""
+    for hook in hooks:
+        if (begin := getattr(hook, "begin", None)) is not None:
+            begin(method)
 
 
 def prepare(
