@@ -72,7 +72,7 @@ class DataConfig(Checked):
     augmented anew, and of a large class each epoch takes another part."""
 
     batch: Count | None = None
-    """Images a step over all ranks, by default 256 or all of a smaller set."""
+    """Images a step over all ranks; by default 256, or a tenth of a set of fewer than 2,560, and 8 at least."""
 
     workers: Natural = 4
     """Processes that decode a streamed set, at most one a core; 0 decodes in the main process."""

@@ -275,7 +275,7 @@ def make_loader(
     count = len(source) if held is None else len(held.samples)
     plan = BatchPlan(
         count,
-        config.batch or default_batch(count, world, training=training),
+        config.batch or default_batch(count, world, training=training, drawn=drawn is not None),
         config.seed,
         rank,
         world,
@@ -331,7 +331,7 @@ def _text_loader(
     training, words = augment is not None, config.target == "words"
     if augment is not None:
         check_augment(augment)
-    batch = config.batch or default_batch(len(source), world, training=training)
+    batch = config.batch or default_batch(len(source), world, training=training, drawn=drawn is not None)
     plan = BatchPlan(len(source), batch, config.seed, rank, world, shuffle=training, drop_last=training, drawn=drawn)
     said = ""
     if training and not words and drawn is None:
@@ -407,7 +407,16 @@ def _clips(
     return AudioPipeline(source, config.audio, scale, augment=augment, noise_bank=bank, seed=config.seed)
 
 
-def default_batch(count: int, world: int, *, training: bool) -> int:
-    """Images a step where nobody said how many: 256, or for training all of a smaller set; a multiple of the ranks."""
-    batch = min(BATCH, count) if training else BATCH
+UPDATES, FEWEST = 10, 8
+"""Updates an epoch that a small set is cut in, by default, and the samples of one at least."""
+
+
+def default_batch(count: int, world: int, *, training: bool, drawn: bool = False) -> int:
+    """Samples a step where nobody said how many: 256, or for training a tenth of a smaller set, for what is learned
+    depends on the updates, and 100 epochs of one update each are few; a multiple of the ranks.
+
+    drawn: each step draws its samples by chance (DP-SGD), where large batches hide more: all of a smaller set.
+    """
+    small = count if drawn else max(FEWEST, count // UPDATES)
+    batch = min(BATCH, count, small) if training else BATCH
     return max(world, batch - batch % world)

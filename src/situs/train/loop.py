@@ -29,7 +29,7 @@ from situs.train.contract import Hook, RunState, TrainLoader, TrainResult
 from situs.train.interrupt import Interrupt
 from situs.train.log import Log, machine, memory_gib
 from situs.train.nan import FiniteCheck, save_bad_step
-from situs.train.optim import OptimConfig, asked_warmup, peak_rate, rate_at, warmup_steps
+from situs.train.optim import OptimConfig, asked_warmup, peak_rate, rate_at, trains_few, warmup_steps
 from situs.train.step import Moment, Stepper, Update
 
 BEST_BY = ("val_top1", "val_map", "val_miou", "val_ap", "val_accuracy")
@@ -105,7 +105,7 @@ class _Loop:
         self.hooks, self.interrupt = hooks, interrupt
         self.per_epoch = loader.steps_per_epoch
         self.total = config.total_steps(self.per_epoch)
-        self.peak = peak_rate(optim, loader.global_batch)
+        self.peak = peak_rate(optim, loader.global_batch, updates=self.total, few=trains_few(method))
         device = next(method.parameters()).device
         self.stepper = stepper(
             method, optim, seed=config.seed, precision=config.precision_on(device), accumulate=config.accumulate,
