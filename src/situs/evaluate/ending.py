@@ -11,19 +11,25 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from situs.backbones.base import Backbone
 from situs.data.loader import Loader, make_loader
 from situs.data.sources.base import Source
 from situs.errors import SitusError
-from situs.evaluate.accuracy import Accuracy, hard
+from situs.evaluate.accuracy import Accuracy, hard, labels_of
 from situs.evaluate.by_class import wilson
-from situs.evaluate.features import Pool, extract
+from situs.evaluate.features import Pool, encoded, pool_features
 from situs.evaluate.knn import knn_accuracy
 from situs.evaluate.probe.linear import fit_probe, score
 from situs.methods.base import Method
+from situs.models.inference import evaluating
 from situs.results import percent
 from situs.train.run import RunConfig
+from situs.train.step import autocast
 
 SMALL = 5_000
 """Samples, of training and validation together, up to which the frozen features are looked at."""
@@ -33,11 +39,11 @@ PASSES = 10
 
 
 class Baseline(NamedTuple):
-    """name: what was put on the frozen features. top1: on the validation split. verb: the command that tells it too."""
+    """name: what was put on the frozen features. top1: on the validation split. command: that tells it too, or ""."""
 
     name: str
     top1: float
-    verb: str
+    command: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,55 +57,63 @@ class Frozen:
 
     def look(self, method: Method, val: Loader, precision: str) -> Baseline | None:
         """The best of neighbours and linear classifiers, on CLS and on the mean of the patches."""
-        backbone = method.backbone
-        if "tokens" in backbone.refusals:
+        if "tokens" in method.backbone.refusals:
             return None
-        data = replace(self.config.data, batch=val.plan.batch)
+        data, classes = replace(self.config.data, batch=val.plan.batch), len(val.classes or ())
         train = make_loader(data, None, val.device, source=self.source)
-        pools: tuple[Pool, ...] = ("cls", "mean") if backbone.num_prefix else ("mean",)
+        (bank, labels), (test, truth) = (self._features(method.backbone, each, precision) for each in (train, val))
+        k = min(20, max(1, len(labels) // (2 * classes)))
         tried: list[Baseline] = []
-        for pool in pools:
-            told = {"positions": self.positions, "precision": precision}
-            bank, test = (extract(backbone, each, pool, **told) for each in (train, val))
-            if bank.labels is None or test.labels is None:
-                return None
-            pairs = bank.features, hard(bank.labels), test.features, hard(test.labels)
-            k = min(20, max(1, len(pairs[1]) // (2 * len(val.classes or ()))))
-            near = knn_accuracy(*pairs, k)
-            tried.append(Baseline(f"nearest neighbours on its {_POOLS[pool]}", near, f"evaluate knn {{}} --k {k}"))
+        for pool, features in bank.items():
+            near = knn_accuracy(features, labels, test[pool], truth, k)
+            tried.append(Baseline(f"nearest neighbours on its {_POOLS[pool]}", near, self._command("knn", k=k)))
             try:
-                fitted = fit_probe(pairs[0], pairs[1], len(val.classes or ()))
+                linear = fit_probe(features, labels, classes).linear
             except SitusError:  # too few samples to choose a weight decay by
                 continue
-            found = score(fitted.linear, [pairs[2:]], len(val.classes or ())).accuracy
-            verb = f"evaluate probe {{}} --kind class --pool {pool} --train-count {len(pairs[1])}"
-            tried.append(Baseline(f"a linear classifier on its {_POOLS[pool]}", found, verb))
-        best = max(tried, key=lambda each: each.top1)
-        if data.count or data.per_class:  # no verb takes this part of the training split
-            return best._replace(verb="")
-        return best._replace(verb=f"situs {best.verb.format(self.command())}")
+            share = score(linear, [(test[pool], truth)], classes).accuracy
+            command = self._command("probe", kind="class", pool=pool, train_count=len(labels))
+            tried.append(Baseline(f"a linear classifier on its {_POOLS[pool]}", share, command))
+        return max(tried, key=lambda each: each.top1)
 
-    def command(self) -> str:
-        """The model and the data, as a verb of evaluate takes them."""
+    def _features(self, backbone: Backbone, batches: Loader, precision: str) -> tuple[dict[Pool, Tensor], Tensor]:
+        """Features [n, D] by pool, and labels [n]."""
+        pools: tuple[Pool, ...] = ("cls", "mean") if backbone.num_prefix else ("mean",)
+        parts: dict[Pool, list[Tensor]] = {pool: [] for pool in pools}
+        labels = []
+        with evaluating(backbone):
+            for batch in batches:
+                with autocast(batch.inputs.device, precision):
+                    features = encoded(backbone, batch.inputs, batch.mask, positions=self.positions)
+                for pool in pools:
+                    parts[pool].append(pool_features(features, pool).float())
+                labels.append(hard(labels_of(batch)))
+        return {pool: torch.cat(each) for pool, each in parts.items()}, torch.cat(labels)
+
+    def _command(self, verb: str, **asked: Any) -> str:
+        """The verb of evaluate in a shell, its flags named as its arguments are; "" where no verb takes this data."""
         config, init = self.config, str(self.config.init)
-        words = [init]
+        if config.data.count or config.data.per_class:
+            return ""
+        model = init
         if Path(init).is_file():
-            size = config.data.size
-            words = [f"{config.backbone.name}={init}", "--img-size", ",".join(map(str, dict.fromkeys(size)))]
-        words += ["--data", config.data.path]
+            model = f"{config.backbone.name}={init}"
+            asked["img_size"] = ",".join(map(str, dict.fromkeys(config.data.size)))
+        asked["data"] = config.data.path
         if config.data.held_out:
-            words += ["--held-out", f"{config.data.held_out:g}"]
-        return shlex.join(words)
+            asked["held_out"] = f"{config.data.held_out:g}"
+        flags = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        return shlex.join(["situs", "evaluate", verb, model, *flags])
 
 
 _POOLS = {"cls": "CLS token", "mean": "mean of the patches"}
 
 
 def frozen_start(config: RunConfig, train: Loader, val: Loader) -> Frozen | None:
-    """Whether and how the start of a run is looked at: of small sets of a class a sample, by one process, where the run
-    goes over them often enough, and nothing has to stay private."""
+    """Whether and how the start of a run is looked at: of small sets of images or clips with a class each, by one
+    process, where the run goes over them often enough, and nothing has to stay private."""
     plain = train.source.classes is not None and train.source.target == "label" and val.source.target == "label"
-    if config.init is None or not plain or train.plan.world > 1 or config.dp.on:
+    if config.init is None or not plain or config.data.kind == "text" or train.plan.world > 1 or config.dp.on:
         return None
     total = config.train.total_steps(train.steps_per_epoch)
     if len(train.source) + len(val.source) > SMALL or total < PASSES * train.steps_per_epoch:
@@ -121,5 +135,5 @@ def ending(last: Accuracy, frozen: Baseline | None, val: Loader) -> Iterator[str
         yield f"top-1 {top1}, 95 % interval {percent(low)} to {percent(high)}: {few} ({largest})"
     if frozen is not None and frozen.top1 > last.top1:
         text = f"the frozen features that this run started from do better: {frozen.name} has"
-        verb = f" ({frozen.verb})" if frozen.verb else ""
-        yield f"{text} {percent(frozen.top1, 2)} here, the fine-tuned model {top1}{verb}"
+        command = f" ({frozen.command})" if frozen.command else ""
+        yield f"{text} {percent(frozen.top1, 2)} here, the fine-tuned model {top1}{command}"

@@ -65,11 +65,14 @@ def pool_features(features: Features, pool: Pool = "mean") -> Tensor:
 
 def pooled(backbone: Backbone, inputs: Tensor, pool: Pool = "mean", *, positions: bool = True) -> Tensor:
     """Inputs [B, …] -> features [B, D]. positions: False leaves every kind of position out (MP3)."""
-    return pool_features(_encoded(backbone, inputs, positions=positions), pool)
+    return pool_features(encoded(backbone, inputs, positions=positions), pool)
 
 
-def _encoded(backbone: Backbone, inputs: Tensor, mask: Tensor | None = None, *, positions: bool) -> Features:
-    """mask: [B, N], False for padding, which is then filled so that a mean over all tokens is that of the real ones."""
+def encoded(backbone: Backbone, inputs: Tensor, mask: Tensor | None = None, *, positions: bool) -> Features:
+    """Inputs [B, …] -> features of every token.
+
+    mask: [B, N], False for padding, which is then filled so that a mean over all tokens is that of the real ones.
+    """
     features = backbone.encode(backbone.embed(inputs), backbone.positions() if positions else None, mask=mask)
     return features if mask is None else features._replace(patches=fill(features.patches, mask))
 
@@ -111,8 +114,8 @@ def extract(
     with evaluating(backbone):
         for batch in batches:
             with autocast(batch.inputs.device, precision):
-                encoded = _encoded(backbone, batch.inputs, batch.mask, positions=positions)
-            found = pool_features(encoded, pool) if tokens == "pooled" else encoded.patches.cpu()
+                seen = encoded(backbone, batch.inputs, batch.mask, positions=positions)
+            found = pool_features(seen, pool) if tokens == "pooled" else seen.patches.cpu()
             features.append(found.float())
             ids.append(batch.ids)
             labels += [batch.targets[name] for name in ("label", "labels") if name in batch.targets]
