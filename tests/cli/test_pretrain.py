@@ -247,7 +247,7 @@ def test_the_embedded_images_must_be_asked_for(
     said = "give the images, or samples for the embedded set of 9,000 pictures of clothes (--data)"
     assert refused([*bare, "--out", str(out)], capsys, out) == said
     for name in preset_names():
-        verb = "finetune" if "finetune" in name else "pretrain"
+        verb = "finetune" if "finetune" in name or name == "few-labels" else "pretrain"
         told = [verb, "--preset", name, "--device", "cpu", "--out", str(out)]
         if verb == "pretrain" and not name.startswith("samples-"):
             assert refused(told, capsys, out) == said

@@ -78,7 +78,7 @@ class ClassAccuracy(Result):
         whole = asdict(self.accuracy)
         own = {name: whole[name] for name in ("top1", "top5", "count", "loss")}
         if len(self.classes) < TOP5_FROM:
-            del own["top5"]
+            own["top5"] = None  # among five of so few, a guess is mostly right
         return {**own, **ByClass.of(self.answers).numbers(), "classes": self.by_class()}
 
     def by_class(self) -> list[dict[str, Any]]:
