@@ -75,7 +75,14 @@ def _classes(
     names = [f"{name} ({count:,})" for name, count in zip(classes, counts, strict=True)]
     short = [f"{name[:11]}…" if len(name) > 12 else name for name in classes]
     grid = figures.value_grids(
-        {"": (share, f"{things} of the class, %")}, names, short, "taken for", "class", limits=(0, 100), digits=".0f"
+        {"": (share, f"{things} of the class, %")},
+        names,
+        short,
+        "taken for",
+        "class",
+        limits=(0, 100),
+        digits=".0f",
+        cell=(0.95, 0.62 if len(classes) <= 12 else 0.3),
     )
     if len(classes) > _LEVEL:
         grid.axes[0].tick_params(axis="x", rotation=90)
