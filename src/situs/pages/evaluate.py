@@ -73,7 +73,8 @@ def _classes(
     counts = [row["count"] for row in rows]
     share = 100 * answers.double() / answers.sum(dim=1, keepdim=True)  # NaN, a dash, where a class has no sample
     names = [f"{name} ({count:,})" for name, count in zip(classes, counts, strict=True)]
-    short = [f"{name[:11]}…" if len(name) > 12 else name for name in classes]
+    most = 12 if len(classes) <= _LEVEL else 24
+    short = [name if len(name) <= most else f"{name[: most - 1]}…" for name in classes]
     grid = figures.value_grids(
         {"": (share, f"{things} of the class, %")},
         names,
