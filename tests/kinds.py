@@ -79,7 +79,8 @@ from situs.studies.result import Cell as StudyCell
 from situs.studies.result import Drawn, Ended, StudyResult
 
 NAME = "<b>mine</b> & {{ 7 * 7 }}"
-SCORE = Accuracy(0.5, 0.75, 40, 1.25)
+ANSWERS = torch.tensor([[3, 1], [0, 2]])
+SCORE = Accuracy(0.5, 0.75, 40, 1.25, 0.45, 0.4, 12)
 
 IMAGE = torch.rand(1, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -267,8 +268,8 @@ def _text_audit() -> TextAudit:
 RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Attention": (_attention, {"images", "heads", "relative"}),
     "Audit": (_audit, set()),
-    "ClassAccuracy": (lambda: ClassAccuracy(SCORE, torch.tensor([[3, 1], [0, 2]]), (NAME, "b")), {"classes"}),
-    "ClassProbes": (lambda: _probes("class"), {"classes"}),
+    "ClassAccuracy": (lambda: ClassAccuracy(SCORE, ANSWERS, (NAME, "b")), {"classes", "confusion"}),
+    "ClassProbes": (lambda: _probes("class"), {"classes", "confusion"}),
     "Comparison": (_comparison, {"pictures-a"}),
     "ConsistencyCurve": (
         lambda: ConsistencyCurve([Consistency(0.5, 2, False, 9, 0.5, 1.0, 1.0, 0.5, 2.0)], "mean", None, NAME, (2, 2)),
@@ -290,7 +291,9 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
         {"classes"},
     ),
     "LayerKnn": (
-        lambda: LayerKnn(tuple(LayerAccuracy(n, "mean", n / 4) for n in (1, 2)), 8, 4, None, 3, None, 0.1),
+        lambda: LayerKnn(
+            tuple(LayerAccuracy(n, "mean", n / 4, n / 5) for n in (1, 2)), 8, 4, None, 3, None, ANSWERS, (NAME, "b")
+        ),
         {"layers"},
     ),
     "LockAudit": (_lock_audit, set()),

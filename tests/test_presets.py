@@ -28,8 +28,9 @@ CLASSES = {
     "coco": 80,
     "sst2": 2,
     "text": 2,
+    "few-labels": 6,
 }
-TUNED = ("finetune", "upernet", "maskrcnn")
+TUNED = ("finetune", "upernet", "maskrcnn", "few-labels")
 """What the names of recipes say that start from another model."""
 
 
@@ -75,10 +76,11 @@ def test_the_recipe_is_strict_complete_and_can_be_built(name: str) -> None:
     config = recipe(name)
     assert from_dict(RunConfig, to_dict(config)) == config
     named = {"segmentation": "upernet", "detection": "maskrcnn"}.get(config.method_name, config.method_name)
+    named = "few-labels" if name == "few-labels" else named
     assert ("finetune" if "finetune" in name else named) in name
     assert "label" not in METHODS[config.method_name].needs_targets or config.method_name in ("supervised", "mjp")
     assert config.train.epochs != TrainConfig().epochs or "epochs" in load_preset(name)["train"]
-    if config.data.kind == "text":  # the model is the one that it starts from
+    if config.data.kind == "text" or name == "few-labels":  # the model is the one that it starts from
         return
     with shapes_alone():
         method = make_method(config, tuple(map(str, range(CLASSES[set_of(name)]))))
@@ -106,6 +108,21 @@ def test_detection_is_vitdets_recipe() -> None:
     fields(config.augment, crop="fitted", scales=[0.1, 2.0], flip=0.5)
     fields(config.optim, lr=1e-4, weight_decay=0.1, layer_decay=0.7, schedule="steps", warmup_steps=250)
     assert (config.train.epochs, config.backbone.drop_path, config.backbone.name) == (100, 0.1, "vit_base_patch16_224")
+
+
+def test_few_labels_train_the_head_on_every_class_equally_often() -> None:
+    config = recipe("few-labels")
+    assert (config.data.balanced, config.tuning.parts, config.train.epochs) == (True, "head", 100)
+    assert (config.optim.lr, config.optim.base_lr) == (None, None)  # by the number of updates
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "few-labels"])
+def test_every_other_recipe_names_its_rate_its_batch_and_its_length(name: str) -> None:
+    """So that no default can change what a paper's numbers were measured with."""
+    config, tables = recipe(name), load_preset(name)
+    assert config.optim.lr is not None or config.optim.base_lr is not None
+    assert config.data.batch is not None
+    assert {"epochs", "max_steps"} & tables["train"].keys()
 
 
 def test_sentences_are_learned_by_berts_recipe() -> None:

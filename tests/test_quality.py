@@ -150,6 +150,7 @@ COVERED = {
     "situs.data.sources.rows": "test_text",
     "situs.methods.language": "test_run_texts",
     "situs.evaluate.perplexity": "test_run_texts",
+    "situs.evaluate.predict": "test_predict",
     "situs.cli.evaluate.perplexity": "test_run_texts",
     "situs.train.contract": "test_loop",
     "situs.train.graph": "test_loop_gpu",

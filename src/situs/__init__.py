@@ -4,7 +4,8 @@
     finetune           Trains a classifier on a pretrained model; gives the folder of the run.
     export             Writes a run's model to a folder that timm or transformers loads; gives the folder.
     open_model         Opens any model: a run, an export, a locked folder, a name, a folder, your own module.
-    evaluate_accuracy  Measures top-1, top-5 and loss of a classifier on a whole split, and which classes it knows.
+    predict            Names the class of every image, clip or sentence, with its probability; labels are not looked at.
+    evaluate_accuracy  Measures top-1 and balanced accuracy of a classifier on a split, and which classes it knows.
     verify             Measures which permutations of its tokens and channels a model obeys, and what breaks the others.
     new_key            Draws a key and writes it to a new file that only its owner may read (mode 0600).
     lock               Locks a model with a key into the new folder `out`; its files come back bit for bit (`unlock`).
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from situs.audit import audit_texts as audit_texts
     from situs.errors import SitusError as SitusError
     from situs.evaluate import evaluate_accuracy as evaluate_accuracy
+    from situs.evaluate import predict as predict
     from situs.locks import audit_lock as audit_lock
     from situs.locks import lock as lock
     from situs.locks import new_key as new_key
@@ -48,6 +50,7 @@ _HOMES = {
     "finetune": "situs.api",
     "export": "situs.api",
     "open_model": "situs.api",
+    "predict": "situs.evaluate",
     "evaluate_accuracy": "situs.evaluate",
     "verify": "situs.locks",
     "new_key": "situs.locks",

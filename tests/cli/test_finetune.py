@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,10 @@ def test_a_run_and_a_folder_are_enough(trained: Any, tmp_path: Path, capsys: pyt
     assert "24 images of 3 × 8 × 8" in lines[0]
     assert lines[1].startswith(f"started from {trained.mp3}: ")
     assert lines[2] == "left as initialised: head.bias, head.weight, pos_embed"
-    assert re.match(r"done: 3 steps, loss .*, accuracy .*, val top1 [\d.]+, val top5 1, val loss", lines[-2])
+    assert re.match(
+        r"done: 3 steps, loss .*, accuracy .*, val top1 [\d.]+, val balanced [\d.]+, val majority [\d.]+, val loss",
+        lines[-2],
+    )
     assert lines[-1] == f"next: situs evaluate accuracy {out}, or situs export {out} --out DIR"
     config = json.loads((out / "config.json").read_text())
     assert (config["data"]["path"], config["data"]["img_size"]) == (str(trained.data), 8)
@@ -140,3 +144,25 @@ def test_a_fine_tuning_that_pretrain_goes_on_with_is_still_validated(trained: An
     assert main(["pretrain", "--resume", str(out), "--epochs", "2", "--device", "cpu"]) == 0
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert len([line for line in lines if "val_top1" in line]) == 2
+
+
+def test_where_the_frozen_features_do_better_it_says_so_with_a_command_that_shows_it(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--from", str(trained.one), *QUICK[:-4], "--epochs", "10", "--optim.lr", "1e-9", "--train", "head"]
+    assert main(["finetune", *words, "--out", str(tmp_path / "ft")]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "frozen features" in line]
+    found = re.fullmatch(
+        r"the frozen features that this run started from do better: (.+) has ([\d.]+) % here, the fine-tuned model "
+        r"([\d.]+) % \(situs (.+)\)",
+        lines[0],
+    )
+    assert found is not None and len(lines) == 1
+    assert float(found[2]) > float(found[3])
+    assert main([*shlex.split(found[4]), "--out", str(tmp_path / "look"), "--device", "cpu"]) == 0
+    assert f"{found[2]} %" in capsys.readouterr().out
+    # Three steps are less than ten passes: one more look at the images would cost much of the run.
+    assert (
+        main(["finetune", "--from", str(trained.one), *QUICK, "--optim.lr", "1e-9", "--out", str(tmp_path / "x")]) == 0
+    )
+    assert "frozen features" not in capsys.readouterr().err

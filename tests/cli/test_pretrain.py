@@ -247,7 +247,7 @@ def test_the_embedded_images_must_be_asked_for(
     said = "give the images, or samples for the embedded set of 9,000 pictures of clothes (--data)"
     assert refused([*bare, "--out", str(out)], capsys, out) == said
     for name in preset_names():
-        verb = "finetune" if "finetune" in name else "pretrain"
+        verb = "finetune" if "finetune" in name or name == "few-labels" else "pretrain"
         told = [verb, "--preset", name, "--device", "cpu", "--out", str(out)]
         if verb == "pretrain" and not name.startswith("samples-"):
             assert refused(told, capsys, out) == said
@@ -386,3 +386,13 @@ def test_two_ranks_under_torchrun_equal_one(small: list[str], tmp_path: Path) ->
     start = weights(one)
     for name, value in weights(two).items():
         torch.testing.assert_close(value, start[name], rtol=0, atol=2e-5)  # one step moves a weight by 1e-3
+
+
+def test_a_run_that_ends_at_chance_says_so(
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rate, told in (("1e-9", True), ("1e-2", False)):
+        steps = ["--steps", "2" if told else "60", "--data.count", "64", "--optim.lr", rate, "--train.log-every", "5"]
+        assert main([*small, "--method", "mp3", *steps, "--out", str(tmp_path / rate)]) == 0
+        printed = capsys.readouterr().err
+        assert ("is near chance (0.0625): in 2 updates the run has learned hardly anything" in printed) is told, printed

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from situs.cli.main import main
 from situs.cli.result import present
@@ -16,14 +17,16 @@ from situs.results import Origin, Provenance
 def test_a_result_is_printed_published_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def result(identity: str) -> LayerKnn:
         made = Provenance({"data": "val"}, (Origin("mp3", identity),), ("2 left out", "2 left out"))
-        return LayerKnn((LayerAccuracy(1, "mean", 0.5),), 8, 4, None, 3, None, 0.1, provenance=made)
+        return LayerKnn(
+            (LayerAccuracy(1, "mean", 0.5, 0.5),), 8, 4, None, 3, None, torch.eye(2), ("a", "b"), provenance=made
+        )
 
     present(result("1"), tmp_path)
     printed = capsys.readouterr()
     assert printed.out.splitlines() == [
         "val, 4 images, k = 3 of 8",
-        "  after block  mean of the patches, %",
-        "  1            50.00",
+        "  after block  mean of the patches, %  balanced, %",
+        "  1            50.00                   50.00",
         "",
         result("1").summary().sentence,
         str(tmp_path / "knn.html"),

@@ -235,6 +235,7 @@ def test_an_export_reads_clips_as_the_run_did(clips: Path, tuned: Path, tmp_path
         ["analyze", "positions", "TUNED"],
         ["analyze", "reconstruct", "MP3"],
         ["features", "TUNED"],
+        ["predict", "TUNED"],
     ],
     ids=lambda words: " ".join(words[:2]),
 )
@@ -242,12 +243,12 @@ def test_every_verb_that_looks_at_a_model_takes_clips(
     words: list[str], mp3: Path, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     named = [{"MP3": str(mp3), "TUNED": str(tuned)}.get(word, word) for word in words]
-    out = tmp_path / ("features.safetensors" if words[0] == "features" else "look")
+    out = tmp_path / {"features": "features.safetensors", "predict": "named.csv"}.get(words[0], "look")
     capsys.readouterr()
     assert main([*named, "--device", "cpu", "--out", str(out)]) in (0, None)
     assert out.exists()
     pages = [page.read_text() for page in tmp_path.rglob("*.html")]
-    assert len(pages) == (words[0] != "features")
+    assert len(pages) == (words[0] not in ("features", "predict"))
     for text in (*pages, capsys.readouterr().out):
         assert not re.search(r"\bimages?\b", re.sub(r"data:image/[^\"]*|image-rendering", "", text), re.IGNORECASE), (
             text

@@ -153,6 +153,7 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
     lines: dict[str, list[str]] = {
         "info": [model, *flags],
         "verify": [model, *flags, "--steps", "1", *cpu],
+        "predict": [model, *flags, *data, "--out", str(out / "p.csv"), *cpu],
         "features": [model, *flags, *data, "--out", str(out / "f.npz"), *cpu],
         "evaluate probe": [model, *flags, *data, "--kind", "class", "--weight-decays", "0.1", *end],
         "evaluate robustness": [model, *flags, *data, "--corruptions", "fog", "--severities", "1", *end],
@@ -185,10 +186,11 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
 
 
 VERBS = (
-    "info", "verify", "features", "evaluate accuracy", "evaluate consistency", "evaluate ensemble", "evaluate knn",
-    "evaluate objects", "evaluate perplexity", "evaluate position", "evaluate probe", "evaluate robustness",
-    "evaluate segments", "analyze attention", "analyze correlation", "analyze positions", "analyze reconstruct",
-    "audit curve", "audit gradients", "audit positions", "audit split", "play", "finetune --from", "export", "lock",
+    "info", "verify", "predict", "features", "evaluate accuracy", "evaluate consistency", "evaluate ensemble",
+    "evaluate knn", "evaluate objects", "evaluate perplexity", "evaluate position", "evaluate probe",
+    "evaluate robustness", "evaluate segments", "analyze attention", "analyze correlation", "analyze positions",
+    "analyze reconstruct", "audit curve", "audit gradients", "audit positions", "audit split", "play",
+    "finetune --from", "export", "lock",
 )  # fmt: skip
 
 UNTRAINED, WHOLE = "no trained classifier", "runs only as a whole"
@@ -197,6 +199,7 @@ UNPLAIN = "plain ViTs of timm can be run"
 WORDLESS = "has no head for the next word"
 NO_HEAD = "no run, (so it has no|and only a run keeps its) position head"
 REFUSED: dict[str, dict[str, str]] = {
+    "predict": {"name": UNTRAINED},
     "features": {"own": WHOLE},
     "evaluate accuracy": {"name": UNTRAINED},
     "evaluate consistency": {"name": UNTRAINED, "own": WHOLE},

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from situs.core.random import uniform
 from situs.data import sampler
 from situs.data.sampler import (
+    Balanced,
     BatchPlan,
     KeyedOrder,
     LengthBuckets,
@@ -106,6 +107,28 @@ def test_the_orders_of_two_epochs_and_seeds_are_unrelated(related):
     assert related({**places, **before}) == {}
     crop = uniform(0, 0, torch.arange(20000), "augment.crop", (1,))[:, 0]
     assert related({**places, "the crop": crop}) == {}
+
+
+@pytest.mark.parametrize(("sizes", "repeated"), [((80, 30, 7, 1), 1), ((5, 5), 1), ((40, 0, 3), 2), ((9,), 1)])
+def test_a_balanced_epoch_has_each_class_equally_often(sizes, repeated):
+    labels = torch.cat([torch.full((size,), number) for number, size in enumerate(sizes)] + [torch.tensor([-1])])
+    labels = labels[epoch_order(3, 0, len(labels))]
+    order, n, there = Balanced(labels, repeated), len(labels), sum(size > 0 for size in sizes)
+    seen = torch.zeros(n)
+    for epoch in range(30):
+        ids = order(0, epoch, n)
+        assert ids.shape == (n,) and len(ids.unique()) == n  # no copy twice: each is augmented anew
+        counts = labels[sample_of(ids)].bincount(minlength=len(sizes))
+        assert all(counts[number] in (n // there, -(-n // there)) for number, size in enumerate(sizes) if size)
+        rows = torch.zeros(n).index_add_(0, sample_of(ids), torch.ones(n))
+        for number, size in enumerate(sizes):  # the samples of a class come equally often too
+            if size:
+                own = rows[labels == number]
+                assert own.max() - own.min() <= 1
+        seen += rows
+        assert ((ids >> 40) % repeated == 0).all()  # between them stand the plan's own copies
+    assert bool((seen[labels >= 0] > 0).all()) and bool((seen[labels < 0] == 0).all())
+    assert torch.equal(order(0, 5, n), order(0, 5, n)) and not torch.equal(order(0, 5, n), order(0, 6, n))
 
 
 def test_buckets_hold_every_sample_once_and_like_lengths_together():

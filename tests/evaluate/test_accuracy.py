@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
-from sklearn.metrics import log_loss, top_k_accuracy_score
+from sklearn.metrics import balanced_accuracy_score, log_loss, top_k_accuracy_score
 from torch import Tensor, nn
 
 from situs.data.sources.base import TensorSource
@@ -51,6 +52,10 @@ def test_it_is_what_scikit_learn_says_over_a_ragged_set() -> None:
     assert found.top1 == top_k_accuracy_score(labels, logits, k=1, labels=names)
     assert found.top5 == top_k_accuracy_score(labels, logits, k=5, labels=names)
     assert 0 < found.top1 < found.top5 < 1
+    with warnings.catch_warnings():  # of answers whose class no sample has
+        warnings.simplefilter("ignore")
+        assert found.balanced == pytest.approx(balanced_accuracy_score(labels, logits.argmax(-1)))
+    assert (found.majority, found.classes, found.only) == (labels.bincount().max() / 17, CLASSES, None)
     assert found.loss == pytest.approx(log_loss(labels, logits.double().softmax(-1), labels=names), rel=1e-6)
 
 
@@ -146,7 +151,11 @@ def test_answers_are_counted_by_class() -> None:
     assert found.accuracy.top1 == 3 / 5
     assert found.answers.tolist() == [[2, 1, 0], [0, 1, 1], [0, 0, 0]]
     rows = found.numbers()["classes"]
-    assert [tuple(row.values()) for row in rows] == [("a", 3, 2 / 3, "b"), ("b", 2, 1 / 2, "c"), ("c", 0, None, None)]
+    assert [tuple(row.values()) for row in rows] == [
+        ("a", 3, 2 / 3, 2, "b"),
+        ("b", 2, 1 / 2, 2, "c"),
+        ("c", 0, None, 1, None),
+    ]
 
 
 def test_any_model_and_any_data_are_evaluated(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from situs.evaluate.knn import LayerAccuracy, LayerKnn
 from situs.evaluate.position import Cell, PositionCurve, PositionGrid
@@ -53,8 +54,8 @@ def test_a_curve_speaks_of_the_share_nearest_to_the_training() -> None:
 
 def test_every_block_has_its_tick_and_of_many_every_second() -> None:
     for count, ticks in ((16, list(range(1, 17))), (17, list(range(1, 18, 2)))):
-        rows = tuple(LayerAccuracy(layer, "mean", layer / 100) for layer in range(1, count + 1))
-        axis = knn_curves(LayerKnn(rows, 10, 5, None, 3, 0.07, 0.1)).axes[0]
+        rows = tuple(LayerAccuracy(layer, "mean", layer / 100, 0.0) for layer in range(1, count + 1))
+        axis = knn_curves(LayerKnn(rows, 10, 5, None, 3, 0.07, torch.eye(2), ("a", "b"))).axes[0]
         assert axis.get_xticks().tolist() == ticks
         lines = {line.get_label(): line.get_ydata().tolist() for line in axis.get_lines()}  # type: ignore[union-attr]
         assert [100 * row.accuracy for row in rows] in lines.values()
@@ -63,6 +64,6 @@ def test_every_block_has_its_tick_and_of_many_every_second() -> None:
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("why", [None, "it has one block"])
 def test_neighbours_of_the_last_layer_alone_are_no_curve_and_say_why(why: str | None) -> None:
-    made = knn(LayerKnn((LayerAccuracy(1, "mean", 0.5),), 10, 5, why, 3, 0.07, 0.1))
+    made = knn(LayerKnn((LayerAccuracy(1, "mean", 0.5, 0.5),), 10, 5, why, 3, 0.07, torch.eye(2), ("a", "b")))
     assert set(made.pictures) == ({"layers"} if why is None else set())
     assert ("Only the last layer: it has one block." in made.render()) is (why is not None)

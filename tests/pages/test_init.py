@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 from kinds import IMAGE, NAME, RESULTS, provenance
 from matplotlib.figure import Figure
 
@@ -216,8 +217,8 @@ def test_a_result_is_what_was_measured_and_cannot_be_changed(name: str) -> None:
 
 
 def knn(*of: Origin) -> LayerKnn:
-    rows = (LayerAccuracy(1, "mean", 0.5),)
-    return LayerKnn(rows, 8, 4, None, 3, None, 0.1, provenance=Provenance({"seed": 0}, of))
+    rows = (LayerAccuracy(1, "mean", 0.5, 0.5),)
+    return LayerKnn(rows, 8, 4, None, 3, None, torch.eye(2), ("a", "b"), provenance=Provenance({"seed": 0}, of))
 
 
 def test_a_published_result_has_numbers_pictures_and_page(tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ def test_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
     def refuse(word: str) -> None:
         raise AssertionError(word)
 
-    told = replace(knn(), rows=(LayerAccuracy(1, "mean", math.nan), LayerAccuracy(2, "mean", 0.5)))
+    told = replace(knn(), rows=(LayerAccuracy(1, "mean", math.nan, 0.5), LayerAccuracy(2, "mean", 0.5, 0.5)))
     numbers = json.loads(write_numbers(told, tmp_path).read_text(), parse_constant=refuse)
     assert [row["accuracy"] for row in numbers["rows"]] == [None, 0.5]
 
@@ -272,4 +273,4 @@ def test_what_has_no_page_is_one_sentence() -> None:
         """A result that nobody registered."""
 
     with pytest.raises(SitusError, match=r"Other: has no page; those of Attention, "):
-        make_page(Other(knn().rows, 8, 4, None, 3, None, 0.1))
+        make_page(Other(knn().rows, 8, 4, None, 3, None, torch.eye(2), ("a", "b")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -22,10 +22,11 @@ def found(
     names: tuple[str, ...] = tuple(CORRUPTIONS), severities: tuple[int, ...] = (1, 2, 3, 4, 5), count: int = 400
 ) -> Robustness:
     cells = {
-        name: {severity: Accuracy(0.8 - 0.1 * severity, 0.9, count, 1.0) for severity in severities} for name in names
+        name: {severity: Accuracy(0.8 - 0.1 * severity, 0.9, count, 1.0, 0.5, 0.1, 12) for severity in severities}
+        for name in names
     }
     pictures = torch.rand(len(names), 1 + len(severities), 3, 8, 8) if names else None
-    clean = Accuracy(0.8, 0.9, 400, 0.7)
+    clean = Accuracy(0.8, 0.9, 400, 0.7, 0.5, 0.1, 12)
     return Robustness("val", None, clean, cells, pictures, None, None, 1000, (), 224, provenance=MADE)
 
 
@@ -47,7 +48,7 @@ def test_the_words_hold_the_figures() -> None:
 def test_what_hurts_most_and_least_is_named() -> None:
     result = found(("fog", "jpeg_compression"))
     cells: dict[str, Any] = dict(result.cells)
-    cells["fog"] = {severity: Accuracy(0.1, 0.9, 400, 1.0) for severity in (1, 2, 3, 4, 5)}
+    cells["fog"] = {severity: Accuracy(0.1, 0.9, 400, 1.0, 0.5, 0.1, 12) for severity in (1, 2, 3, 4, 5)}
     said = replace(result, cells=cells).summary().sentence
     assert "Fog hurts most (10.0 % right), JPEG compression least (50.0 %)" in said
 
@@ -87,7 +88,7 @@ def test_without_all_severities_nothing_is_normalised() -> None:
 
 def test_the_json_holds_every_cell_and_is_json() -> None:
     numbers = json.loads(json.dumps(found().to_json()))
-    assert numbers["corruptions"]["fog"]["severities"]["3"] == {"top1": 0.5, "top5": 0.9, "count": 400, "loss": 1.0}
+    assert numbers["corruptions"]["fog"]["severities"]["3"] == asdict(found().cells["fog"][3])
     assert numbers["corruptions"]["fog"]["error"] == pytest.approx(0.5)
     assert numbers["corruptions"]["fog"]["alexnet_error"] == 0.819
     assert numbers["mce_alexnet_normalised"] == pytest.approx(sum(0.5 / c["alexnet_error"] for c in

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from situs.backbones import BackboneConfig, create_backbone
 from situs.errors import SitusError
+from situs.methods import create_method
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.train.optim import (
     OptimConfig,
@@ -21,8 +24,10 @@ from situs.train.optim import (
     rate_at,
     set_rate,
     spared_names,
+    trains_few,
     warmup_steps,
 )
+from situs.train.tuning import TuningConfig, attach, freeze
 
 
 class Plain(Method):
@@ -179,6 +184,28 @@ def test_the_rate_of_detectors_drops_twice() -> None:
 def test_peak_scales_with_the_global_batch() -> None:
     assert peak_rate(OptimConfig(base_lr=1.5e-4, lr_reference=256), 1024) == pytest.approx(6e-4)
     assert peak_rate(OptimConfig(lr=0.1), 1024) == 0.1
+    assert peak_rate(OptimConfig(lr_reference=256), 512) == pytest.approx(1e-3)
+
+
+def test_by_default_the_rate_follows_the_batch_the_updates_and_what_is_trained() -> None:
+    plain = OptimConfig()
+    for batch in (256, 512, 4096):  # what recipes of this field have: 5e-4 for 512, in proportion
+        assert peak_rate(plain, batch, updates=1000) == pytest.approx(5e-4 * batch / 512)
+    assert peak_rate(plain, 64) == pytest.approx(peak_rate(plain, 256) / 2)  # the root below
+    assert peak_rate(plain, 255) == pytest.approx(peak_rate(plain, 256), rel=0.01)
+    rates = [peak_rate(plain, 16, updates=updates, few=True) for updates in (1, 100, 300, 1000, 10**6)]
+    assert rates == pytest.approx([3e-3, 1e-3 * 3**0.5, 1e-3, 1e-3 * 0.3**0.5, 3e-4])
+    for named in (OptimConfig(lr=1e-5), OptimConfig(base_lr=1e-4), OptimConfig(base_lr=5e-4, lr_reference=512)):
+        assert peak_rate(named, 128, updates=100, few=True) == peak_rate(named, 128)  # who names a rate gets it
+
+
+@pytest.mark.parametrize(("parts", "few"), [("all", False), ("head", True), ("lora", True)])
+def test_a_head_or_lora_is_a_small_part_of_the_weights(parts: Any, few: bool) -> None:
+    backbone = create_backbone(BackboneConfig("vit_tiny_patch16_224", img_size=32, num_classes=6))
+    method = create_method("supervised", backbone)
+    tuning = TuningConfig(parts=parts)
+    freeze(attach(method, tuning), tuning, new_positions=False)
+    assert trains_few(method) is few
 
 
 @pytest.mark.parametrize(

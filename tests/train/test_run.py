@@ -176,7 +176,7 @@ def test_a_run_is_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytes
     said: list[str] = []
     own = config(data={"path": "images", "batch": None, "workers": 0}, train={"max_steps": 1})
     train_run(own, out="../run", device="cpu", say=said.append)
-    assert "batch 20: the set has no more images for a step" in said
+    assert "batch 8: the set is small, and is gone through in 2 updates an epoch (data.batch)" in said
     monkeypatch.chdir(tmp_path / "there")
     longer = longer_by(from_dict(RunConfig, read_config(tmp_path / "run")), max_steps=2)
     assert train_run(longer, resume="../run", device="cpu").step == 2

@@ -20,6 +20,7 @@ from situs.errors import SitusError
 from situs.evaluate.accuracy import evaluate_accuracy
 from situs.evaluate.finetune import FinetuneConfig, data_as_seen, finetune_config
 from situs.evaluate.perplexity import evaluate_perplexity
+from situs.evaluate.predict import predict as api_predict
 from situs.models import open_model
 from situs.models.initialise import starting
 from situs.train.checkpoint import RunFolder
@@ -435,3 +436,42 @@ def test_authorised_fine_tuning_of_a_locked_bert_is_the_normal_one(world: Path) 
 def test_the_gradients_of_a_tuned_run_are_audited_with_its_own_tokeniser(world: Path) -> None:
     for name, ids in (("bert-ft", (2, 6, 7, 3)), ("lm", (6, 7))):
         assert open_text_victim(world / name).coded(["w1 w2"]) == [ids]
+
+
+def test_the_class_of_every_sentence_is_named_without_its_label(world: Path, tmp_path: Path) -> None:
+    import csv
+
+    said = [*(line for line, _ in lines(9, seed=4)), ""]
+    file = tmp_path / "mail.csv"
+    with file.open("w", newline="") as opened:
+        csv.writer(opened).writerows([["sentence"], *([line] for line in said)])
+    found = api_predict(world / "bert-ft", file, out=tmp_path / "named.csv")
+    model = open_model(world / "bert-ft")
+    config = model.samples
+    tokeniser = transformers.AutoTokenizer.from_pretrained(config.text.tokeniser)
+    for row, (line, told) in enumerate(zip(said[:-1], found.rows, strict=False)):
+        ids = torch.tensor([tokeniser(line, truncation=True, max_length=config.longest)["input_ids"]])
+        with torch.no_grad():
+            shares = model.backbone(ids, torch.ones_like(ids, dtype=torch.bool)).double().softmax(-1)[0]
+        assert told.path == f"mail.csv, row {row}"
+        assert told.name == model.classes[int(shares.argmax())]  # pyright: ignore[reportOptionalSubscript]
+        assert told.probability == pytest.approx(float(shares.max()), abs=1e-5)
+    assert (len(found.rows), found.broken) == (10, ["mail.csv, row 9"])
+    assert (tmp_path / "named.csv").read_text().splitlines()[-1] == '"mail.csv, row 9",,'
+
+
+def test_features_of_sentences_are_means_over_what_is_no_padding(world: Path) -> None:
+    from situs.evaluate.features import extract_features
+
+    found, alone = (extract_features(world / "bert-ft", split="all", batch=batch) for batch in (7, 1))
+    torch.testing.assert_close(found.features, alone.features, rtol=1e-4, atol=1e-5)  # alone there is the least padding
+    model = open_model(world / "bert-ft")
+    tokeniser = transformers.AutoTokenizer.from_pretrained(model.samples.text.tokeniser)
+    assert found.names is not None and found.labels is not None and len(found.labels) == len(found.names)
+    for line, vector in list(zip(found.names, found.features, strict=True))[:5]:
+        ids = torch.tensor([tokeniser(line, truncation=True, max_length=model.samples.longest)["input_ids"]])
+        with torch.no_grad():
+            own = model.backbone.encode(model.backbone.embed(ids), model.backbone.positions()).patches[0].mean(0)
+        torch.testing.assert_close(vector, own, rtol=1e-4, atol=1e-5)
+    with pytest.raises(SitusError, match="sentences have tokens of any number"):
+        extract_features(world / "bert-ft", tokens="patches")

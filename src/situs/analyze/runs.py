@@ -32,6 +32,9 @@ ASIDE = ("seconds", "images_per_second", "data_wait", "memory_gib", "loss_scale"
 JUDGED = ("val_", "knn", "accuracy")
 """Metrics with one of these in their names measure what runs of one kind may be compared by."""
 
+MAJORITY = "val_majority"
+"""The share of the validation split's largest class: of the data, and no metric of a run."""
+
 _NO_RESULTS = ("checkpoints", "nan", "tensorboard", "wandb")
 
 Curve = tuple[list[float], list[float]]
@@ -162,7 +165,16 @@ def _went(run: Run) -> str:
         values = curve(run, name, "step")[1]
         if len(values) > 1 and (name == "loss" or is_judged(name)):
             said += f" {spoken(name).capitalize()} went from {show(values[0])} to {show(values[-1])}."
-    return said
+    return said + _baseline(run)
+
+
+def _baseline(run: Run) -> str:
+    """What naming the largest class every time comes to, where classes are learned and judged."""
+    top1, largest = last(run, "val_top1"), last(run, MAJORITY)
+    if top1 is None or largest is None:
+        return ""
+    worth = " The run's top-1 is not above it." if top1 <= largest else ""
+    return f" Naming the largest class every time comes to a top-1 of {show(largest)}.{worth}"
 
 
 def _ranked(runs: Sequence[Run]) -> str:
@@ -196,7 +208,7 @@ def _ends(shown: Mapping[str, str]) -> str:
 
 def is_judged(name: str) -> bool:
     """Whether it is among `JUDGED`."""
-    return any(part in name for part in JUDGED)
+    return name != MAJORITY and any(part in name for part in JUDGED)
 
 
 def spoken(name: str) -> str:

@@ -42,7 +42,7 @@ class Args(Training):
 
 
 def run(args: Args) -> int:
-    """Fine-tunes; the log holds val_top1 and val_top5, or val_map of multi-label data, val_miou of masks, val_ap of
+    """Fine-tunes; the log holds val_top1 and val_balanced, or val_map of multi-label data, val_miou of masks, val_ap of
     objects, and val_perplexity of words."""
     asked = {"source": args.source, "positions": args.positions, "validate_every": args.validate_every}
     return tell(args.out or args.resume, args.config, train_finetuning(args.config, **asked, **args.place()))

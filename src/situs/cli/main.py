@@ -29,11 +29,15 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "data pack": ("situs.cli.data.pack", "any set as shards of shrunk images: parquet or WebDataset"),
     },
     "Evaluate": {
+        "predict": ("situs.cli.evaluate.predict", "the class of every image, with its probability, as a csv file"),
         "features": (
             "situs.cli.evaluate.features",
             "features of every image, pooled or by patch, as one safetensors file",
         ),
-        "evaluate accuracy": ("situs.cli.evaluate.accuracy", "top-1 and top-5 of a fine-tuned run"),
+        "evaluate accuracy": (
+            "situs.cli.evaluate.accuracy",
+            "top-1 and balanced accuracy of a fine-tuned run",
+        ),
         "evaluate consistency": ("situs.cli.evaluate.consistency", "what shuffled patches do to a classifier, over γ"),
         "evaluate position": (
             "situs.cli.evaluate.position",

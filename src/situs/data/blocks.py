@@ -17,7 +17,7 @@ from torch import Tensor
 
 from situs.core.random import bits
 from situs.data.config import DataConfig
-from situs.data.sampler import BatchPlan, epoch_order
+from situs.data.sampler import Balanced, BatchPlan, epoch_order
 from situs.data.sources.base import Blocks, Source
 from situs.errors import SitusError
 
@@ -162,6 +162,8 @@ class BlockEpoch:
 
 def with_order(plan: BatchPlan, source: Source, config: DataConfig) -> tuple[BatchPlan, str]:
     """The plan in the order that the config wants of a streamed set, and what a log says of it."""
+    if isinstance(plan.order, Balanced):
+        return plan, ", each class equally often"
     blocks = source.blocks()
     if config.order == "blocks" and blocks is None:
         raise SitusError(field="order", value="blocks", allowed=f"exact for {source.name}, which is not read by blocks")

@@ -23,7 +23,7 @@ Target = Literal["class", "mask", "objects", "words"]
 BATCH = 256
 _OF_IMAGES = ("multi_label", "decode", "resize", "crop_share", "target")
 _NOT_OF_TEXT = (*_OF_IMAGES[:-1], "img_size", "channels", "mean", "std")
-_OF_CLASSES = ("multi_label", "decode", "resize", "per_class")
+_OF_CLASSES = ("multi_label", "decode", "resize", "per_class", "balanced")
 DENSE = {"mask": "masks", "objects": "objects"}
 """Targets that say more of an image than its class, and the field that says how each is read."""
 NO_DATA = "give the images, or samples for the embedded set of 9,000 pictures of clothes"
@@ -67,8 +67,12 @@ class DataConfig(Checked):
     per_class: Count | None = None
     """Train on at most so many samples of each class, chosen likewise; by default on all."""
 
+    balanced: bool = False
+    """Draw every class equally often in training: samples of a small class come several times an epoch, each time
+    augmented anew, and of a large class each epoch takes another part."""
+
     batch: Count | None = None
-    """Images a step over all ranks, by default 256 or all of a smaller set."""
+    """Images a step over all ranks; by default 256, or a tenth of a set of fewer than 2,560, and 8 at least."""
 
     workers: Natural = 4
     """Processes that decode a streamed set, at most one a core; 0 decodes in the main process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,12 +26,12 @@ from situs.data.mask_pipeline import MaskPipeline
 from situs.data.object_pipeline import ObjectPipeline
 from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.resident import HeldStream, Resident, holds_clips, load_resident, resident_size
-from situs.data.sampler import BatchPlan, Drawn, LengthBuckets, batches_for, sample_of
+from situs.data.sampler import Balanced, BatchPlan, Drawn, LengthBuckets, batches_for, sample_of
 from situs.data.sources import kind_of, open_source
 from situs.data.sources.audio import noise_folder, read_noise
 from situs.data.sources.base import Source
 from situs.data.sources.speech import part_of
-from situs.data.sources.subset import PerClass, Subset
+from situs.data.sources.subset import PerClass, Subset, check_one_class, class_labels
 from situs.data.streaming import WorkerStream
 from situs.data.text_pipeline import TextPipeline, check_augment, lengths_of
 from situs.errors import SitusError, counted, none_read
@@ -69,6 +70,9 @@ class Loader(ABC):
         order = self.plan.order
         if self.plan.drawn is not None:
             return f"{self.plan.n} samples, each step by chance"
+        if isinstance(order, Balanced):
+            mark = zlib.crc32(order.labels.cpu().numpy().tobytes())
+            return f"{self.plan.n} samples, each class equally often ({mark:08x})"
         if isinstance(order, LengthBuckets):
             return f"{self.plan.n} samples by their lengths ({int(order.lengths.sum())} in all)"
         return (
@@ -271,7 +275,7 @@ def make_loader(
     count = len(source) if held is None else len(held.samples)
     plan = BatchPlan(
         count,
-        config.batch or default_batch(count, world, training=training),
+        config.batch or default_batch(count, world, training=training, drawn=drawn is not None),
         config.seed,
         rank,
         world,
@@ -280,6 +284,7 @@ def make_loader(
         drop_last=training,
         drawn=drawn,
     )
+    plan = _balanced(plan, source, config, held)
     pipeline = (_clips if clips else _images)(source, config, augment, device, held=held is not None)
     if held is not None:
         return ResidentLoader(pipeline, plan, held)
@@ -291,6 +296,18 @@ def make_loader(
         source.notes.append(f"{source.name}: is streamed whatever resident says, as images with objects are")
     plan, said = with_order(plan, source, config) if training and drawn is None else (plan, "")
     return StreamLoader(pipeline, plan, device, config.workers, said)
+
+
+def _balanced(plan: BatchPlan, source: Source, config: DataConfig, held: Resident | None = None) -> BatchPlan:
+    """The plan of a training in which every class comes equally often, where the config asks for that."""
+    if not config.balanced or not plan.shuffle:
+        return plan
+    if plan.drawn is not None:
+        asked = "balanced: differential privacy draws each sample by itself, whatever its class; leave one of them out"
+        raise SitusError(asked, field="balanced")
+    check_one_class(source, "balanced")
+    labels = class_labels(source) if held is None or held.labels is None else held.labels
+    return replace(plan, order=Balanced(labels, plan.repeated))
 
 
 class TextLoader(StreamLoader):
@@ -314,11 +331,13 @@ def _text_loader(
     training, words = augment is not None, config.target == "words"
     if augment is not None:
         check_augment(augment)
-    batch = config.batch or default_batch(len(source), world, training=training)
+    batch = config.batch or default_batch(len(source), world, training=training, drawn=drawn is not None)
     plan = BatchPlan(len(source), batch, config.seed, rank, world, shuffle=training, drop_last=training, drawn=drawn)
     said = ""
     if training and not words and drawn is None:
         plan, said = replace(plan, order=LengthBuckets(lengths_of(source), batch)), ", like lengths together"
+    plan = _balanced(plan, source, config)
+    said = ", each class equally often" if isinstance(plan.order, Balanced) else said
     return TextLoader(TextPipeline(source, config.longest, training=training, words=words), plan, device, 0, said)
 
 
@@ -388,7 +407,16 @@ def _clips(
     return AudioPipeline(source, config.audio, scale, augment=augment, noise_bank=bank, seed=config.seed)
 
 
-def default_batch(count: int, world: int, *, training: bool) -> int:
-    """Images a step where nobody said how many: 256, or for training all of a smaller set; a multiple of the ranks."""
-    batch = min(BATCH, count) if training else BATCH
+UPDATES, FEWEST = 10, 8
+"""Updates an epoch that a small set is cut in, by default, and the samples of one at least."""
+
+
+def default_batch(count: int, world: int, *, training: bool, drawn: bool = False) -> int:
+    """Samples a step where nobody said how many: 256, or for training a tenth of a smaller set, for what is learned
+    depends on the updates, and 100 epochs of one update each are few; a multiple of the ranks.
+
+    drawn: each step draws its samples by chance (DP-SGD), where large batches hide more: all of a smaller set.
+    """
+    small = count if drawn else max(FEWEST, count // UPDATES)
+    batch = min(BATCH, count, small) if training else BATCH
     return max(world, batch - batch % world)

@@ -115,6 +115,31 @@ class LengthBuckets:
 
 
 @dataclass(frozen=True)
+class Balanced:
+    """An `Order` in which each class comes equally often: n rows an epoch, n / classes of each.
+
+    labels: [n] class of each sample, negative for one that is left out. repeated: of the plan. A class's samples are
+    gone through in a random order, and again from its start where they are fewer than its rows: then as another copy,
+    which is augmented anew.
+    """
+
+    labels: Tensor
+    repeated: int = 1
+
+    def __call__(self, seed: int, epoch: int, n: int, device: torch.device | str = "cpu") -> Tensor:
+        labels = self.labels.to(device)
+        shuffled = epoch_order(seed, epoch, n, device, "sampler.balanced")
+        shuffled = shuffled[labels[shuffled] >= 0]
+        members = shuffled[labels[shuffled].argsort(stable=True)]  # class by class
+        sizes = labels[members].bincount()
+        sizes = sizes[sizes > 0]
+        rows = epoch_order(seed, epoch, n, device)  # row i holds turn number rows[i]
+        which, turn = rows % len(sizes), rows // len(sizes)
+        size = sizes[which]
+        return draw_ids(members[(sizes.cumsum(0) - sizes)[which] + turn % size], turn // size * self.repeated)
+
+
+@dataclass(frozen=True)
 class BatchPlan:
     """How the rows of an epoch fall into batches, and which of them one rank takes."""
 

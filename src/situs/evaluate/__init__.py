@@ -11,6 +11,7 @@ from situs.evaluate.features import extract_features, write_features
 from situs.evaluate.knn import evaluate_knn
 from situs.evaluate.objects.measure import evaluate_objects
 from situs.evaluate.position import evaluate_position
+from situs.evaluate.predict import predict
 from situs.evaluate.probe.classes import evaluate_probe
 from situs.evaluate.robustness.run import PublishedSets, evaluate_robustness
 from situs.evaluate.segments.measure import evaluate_segments
@@ -27,5 +28,6 @@ __all__ = [
     "evaluate_robustness",
     "evaluate_segments",
     "extract_features",
+    "predict",
     "write_features",
 ]

@@ -1,4 +1,4 @@
-"""How well a classifier does over a whole set: top-1, top-5 and loss; exact, one wait for the device at the end.
+"""How well a classifier does over a whole set: top-1, balanced accuracy and loss; exact, one wait for the device.
 
 Where a sample has any number of the classes, the scores of `situs.evaluate.multi_label` stand in their place.
 """
@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.errors import SitusError, counted
+from situs.evaluate.by_class import TOP5_FROM, ByClass, by_class, wilson
 from situs.evaluate.multi_label import LabelAccuracy, LabelScores, LabelTally
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_classes, check_labels, load_any, made_with, opened
 from situs.models.inference import Total, evaluating
 from situs.models.model import check_classifier
-from situs.results import Result, Summary, Table, percent
+from situs.results import Cell, Result, Summary, Table, percent
 from situs.train.step import autocast
 
 Classifier = Callable[..., Tensor]
@@ -29,17 +30,23 @@ Classifier = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Accuracy:
-    """top1, top5: shares in [0, 1]. count: samples. loss: their mean cross entropy."""
+    """top1, top5: shares in [0, 1]. count: samples. loss: their mean cross entropy. balanced: the mean over the
+    classes' own top-1. majority: the share of the largest class. classes: how many there are. only: the class that all
+    were taken for, if it is one."""
 
     top1: float
     top5: float
     count: int
     loss: float
+    balanced: float
+    majority: float
+    classes: int
+    only: int | None = None
 
 
 @dataclass(frozen=True)
 class ClassAccuracy(Result):
-    """A classifier's accuracy and which classes it knows. answers: [C, C] counts by (true, said). classes: names."""
+    """A classifier's accuracy and which classes it knows. answers: [C, C] counts by (true, named). classes: names."""
 
     file: ClassVar[str] = "accuracy"
     accuracy: Accuracy
@@ -47,38 +54,51 @@ class ClassAccuracy(Result):
     classes: Sequence[str]
 
     def summary(self) -> Summary:
-        """How often it is right, beside a guess."""
-        found, count, name = self.accuracy, len(self.classes), self.provenance.name
-        said = (
-            f"{name} recognises {percent(found.top1, 2)} of {self.provenance.counted(found.count)} of {count:,} "
-            f"classes (a guess: {percent(1 / count, 2)})."
-        )
-        row = [name, percent(found.top1, 2), percent(found.top5, 2), f"{found.loss:.4f}"]
-        title = self.provenance.title(self.provenance.counted(found.count))
-        return Summary(said, (Table(title, ["", "top-1", "top-5", "loss"], [row]),))
+        """How often it is right, beside naming the largest class every time; then a row a class."""
+        whole, name, things = self.accuracy, self.provenance.name, self.provenance.things
+        samples = self.provenance.counted(whole.count)
+        text = f"{name} recognises {percent(whole.top1, 2)} of {samples} of {len(self.classes):,} classes."
+        low, high = wilson(whole.top1 * whole.count, whole.count)
+        columns = {
+            "top-1": percent(whole.top1, 2),
+            "95 % interval": f"{100 * low:.1f} to {percent(high)}",
+            "largest class": percent(whole.majority, 2),
+            "balanced": percent(whole.balanced, 2),
+            **({"top-5": percent(whole.top5, 2)} if len(self.classes) >= TOP5_FROM else {}),
+            "loss": f"{whole.loss:.4f}",
+        }
+        tables = [Table(self.provenance.title(samples), ["", *columns], [[name, *columns.values()]])]
+        if len(self.classes) <= LISTED:
+            tables.append(Table("Class by class", *class_table(self.by_class(), things)))
+        text = f"{text} {ByClass.of(self.answers).words(self.classes, samples)}"
+        return Summary(text, tuple(tables))
 
     def numbers(self) -> dict[str, Any]:
-        """The three numbers, and a row a class."""
-        return {**asdict(self.accuracy), "classes": self.by_class()}
+        """The numbers of the whole, and a row a class."""
+        whole = asdict(self.accuracy)
+        own = {name: whole[name] for name in ("top1", "top5", "count", "loss")}
+        if len(self.classes) < TOP5_FROM:
+            own["top5"] = None  # among five of so few, a guess is mostly right
+        return {**own, **ByClass.of(self.answers).numbers(), "classes": self.by_class()}
 
     def by_class(self) -> list[dict[str, Any]]:
-        """A row a class: how many samples, the share recognised, and the class the others are taken for most often.
+        """A row a class; see `situs.evaluate.by_class.by_class`."""
+        return by_class(self.answers, self.classes)
 
-        None where there is no sample, or none that is taken for another class.
-        """
-        most, which = self.answers.clone().fill_diagonal_(0).max(dim=1)
-        counts, hits = self.answers.sum(dim=1), self.answers.diagonal()
-        return [
-            {
-                "class": name,
-                "count": count,
-                "top1": hit / count if count else None,
-                "taken_for": self.classes[said] if often else None,
-            }
-            for name, count, hit, often, said in zip(
-                self.classes, counts.tolist(), hits.tolist(), most.tolist(), which.tolist(), strict=True
-            )
-        ]
+
+LISTED = 30
+"""Classes up to which each is told, and not the weakest alone."""
+
+
+def class_table(rows: Sequence[dict[str, Any]], things: str) -> tuple[list[str], list[list[Cell]]]:
+    """Header and rows of the classes for people. rows: of `by_class`."""
+    header = ["class", things, "right, %", f"{things} taken for it", "taken most often for"]
+    cells: list[list[Cell]] = [
+        [row["class"], row["count"], None if row["top1"] is None else f"{100 * row['top1']:.2f}", row["named"],
+         row["taken_for"] or ("none" if row["count"] else None)]
+        for row in rows
+    ]  # fmt: skip
+    return header, cells
 
 
 class Tally:
@@ -96,20 +116,26 @@ class Tally:
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Takes in logits [B, C] and labels [B] (or [B, C] shares, whose heaviest class is the true one)."""
         logits, truth = logits.float(), hard(labels)
-        hits = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == truth[:, None]
+        best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
+        hits, named = best == truth[:, None], best[:, 0]
         loss = F.cross_entropy(logits, truth, reduction="none").double().sum()
         sums = torch.stack([hits[:, 0].sum().double(), hits.sum().double(), loss])
         sums = torch.cat([sums, sums.new_full((1,), float(len(truth)))])
-        self.sums.add(sums)
+        one = torch.ones_like(truth, dtype=torch.float64)
+        rows = torch.zeros(3, logits.shape[-1], dtype=torch.float64, device=logits.device)
+        for row, index, value in zip(rows, (truth, truth, named), (one, hits[:, 0].double(), one), strict=True):
+            row.scatter_add_(0, index, value)
+        self.sums.add(torch.cat([sums, rows.flatten()]))
         if self.classes:
-            said = truth * self.classes + logits.argmax(dim=-1)
             table = torch.zeros(self.classes**2, dtype=torch.float64, device=logits.device)
-            self.table.add(table.scatter_add_(0, said, torch.ones_like(said, dtype=torch.float64)))
+            self.table.add(table.scatter_add_(0, truth * self.classes + named, one))
 
     def result(self) -> Accuracy:
         """The means over all samples of all ranks; waits for the device."""
-        top1, top5, loss, count = self.sums.over_ranks().tolist()
-        return Accuracy(top1 / count, top5 / count, int(count), loss / count)
+        sums = self.sums.over_ranks().cpu()
+        (top1, top5, loss, count), rows = sums[:4].tolist(), ByClass(*sums[4:].view(3, -1))
+        beside = (rows.balanced, rows.majority, len(rows.counts), rows.only)
+        return Accuracy(top1 / count, top5 / count, int(count), loss / count, *beside)
 
     def answers(self) -> Tensor:
         """[C, C] int64 on the CPU: how many samples of class i over all ranks were taken for class j."""
@@ -124,7 +150,9 @@ def evaluate_accuracy(
     seed: int = 0,
     **chosen: Unpack[Chosen],
 ) -> ClassAccuracy | LabelAccuracy:
-    """Measures top-1, top-5 and loss of a classifier on a whole split, and which classes it knows.
+    """Measures top-1 and balanced accuracy of a classifier on a split, and which classes it knows.
+
+    Beside them stand the loss, the share of the largest class, and top-5 where there are more than ten classes.
 
     Of a multi-label one mean average precision, accuracy and F1 over the classes, and each class's own.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from situs import __version__
 from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, Classifier, Tally, check_numbers, hard, labels_of
+from situs.evaluate.by_class import TOP5_FROM, wilson
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_classes, load_set, open_several
 from situs.models.inference import Total, evaluating
@@ -44,17 +45,25 @@ class Ensemble(Result):
         """What the models gain from each other; a row a model, then all together."""
         name, best = max(self.alone.items(), key=lambda item: item[1].top1)
         gain = 100 * (self.together.top1 - best.top1)
-        said = (
+        text = (
             f"Together {percent(self.together.top1, 2)} right, {abs(gain):.2f} points "
             f"{'above' if gain >= 0 else 'below'} the best alone ({name}, {percent(best.top1, 2)}); at least one is "
             f"right on {percent(self.any_right, 2)}."
         )
+        many = self.together.classes >= TOP5_FROM
         rows = [
-            [name, f"{100 * each.top1:.2f}", f"{100 * each.top5:.2f}", f"{each.loss:.4f}"]
+            [name, f"{100 * each.top1:.2f}", f"{100 * each.balanced:.2f}",
+             *([f"{100 * each.top5:.2f}"] if many else []), f"{each.loss:.4f}"]
             for name, each in {**self.alone, f"together ({self.average})": self.together}.items()
-        ]
+        ]  # fmt: skip
+        low, high = wilson(self.together.top1 * self.together.count, self.together.count)
+        text += (
+            f" The 95 % interval is {percent(low)} to {percent(high)}; naming the largest class every time is right in "
+            f"{percent(self.together.majority, 2)}."
+        )
+        header = ["", "top-1, %", "balanced, %", *(["top-5, %"] if many else []), "loss"]
         title = self.provenance.title(self.provenance.counted(self.together.count))
-        return Summary(said, (Table(title, ["", "top-1, %", "top-5, %", "loss"], rows),))
+        return Summary(text, (Table(title, header, rows),))
 
     def numbers(self) -> dict[str, Any]:
         """Each model, all together, and how alike they answer."""

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from situs import __version__
 from situs.backbones.base import Backbone, Features
+from situs.core.tokens import fill
 from situs.data.sampler import sample_of
+from situs.data.text import Columns
 from situs.errors import SitusError
 from situs.files import write_result
 from situs.methods.base import Batch
-from situs.models.data import AnyData, AnyModel, load_set, opened
+from situs.models.data import AnyData, AnyModel, load_any, opened
 from situs.models.inference import evaluating
 from situs.train.step import autocast
 
@@ -63,11 +65,16 @@ def pool_features(features: Features, pool: Pool = "mean") -> Tensor:
 
 def pooled(backbone: Backbone, inputs: Tensor, pool: Pool = "mean", *, positions: bool = True) -> Tensor:
     """Inputs [B, …] -> features [B, D]. positions: False leaves every kind of position out (MP3)."""
-    return pool_features(_encoded(backbone, inputs, positions=positions), pool)
+    return pool_features(encoded(backbone, inputs, positions=positions), pool)
 
 
-def _encoded(backbone: Backbone, inputs: Tensor, *, positions: bool) -> Features:
-    return backbone.encode(backbone.embed(inputs), backbone.positions() if positions else None)
+def encoded(backbone: Backbone, inputs: Tensor, mask: Tensor | None = None, *, positions: bool) -> Features:
+    """Inputs [B, …] -> features of every token.
+
+    mask: [B, N], False for padding, which is then filled so that a mean over all tokens is that of the real ones.
+    """
+    features = backbone.encode(backbone.embed(inputs), backbone.positions() if positions else None, mask=mask)
+    return features if mask is None else features._replace(patches=fill(features.patches, mask))
 
 
 def layer_features(
@@ -107,8 +114,8 @@ def extract(
     with evaluating(backbone):
         for batch in batches:
             with autocast(batch.inputs.device, precision):
-                encoded = _encoded(backbone, batch.inputs, positions=positions)
-            found = pool_features(encoded, pool) if tokens == "pooled" else encoded.patches.cpu()
+                seen = encoded(backbone, batch.inputs, batch.mask, positions=positions)
+            found = pool_features(seen, pool) if tokens == "pooled" else seen.patches.cpu()
             features.append(found.float())
             ids.append(batch.ids)
             labels += [batch.targets[name] for name in ("label", "labels") if name in batch.targets]
@@ -128,31 +135,35 @@ def extract_features(
     tokens: Tokens = "pooled",
     pool: Pool = "mean",
     precision: str = "fp32",
+    text: Columns | Mapping[str, str] | None = None,
 ) -> FeatureSet:
     """The features of every sample of a split, with the samples' names and what made them.
 
     model: whatever `open_model` takes. data: a path or a source; None for the samples that a run was trained on.
-    tokens: one vector a sample, pooled by `pool`, or one a patch, row by row of the grid that `facts` tells. The
-    others: see `load_set`.
+    split: train, val, test or all. tokens: one vector a sample, pooled by `pool`, or one a patch, row by row of the
+    grid that `facts` tells. text: the columns of sentences. The others: see `load_any`.
     """
     model = opened(model)
-    loader = load_set(model, data, split=split, held_out=held_out, count=count, batch=batch)
+    words = model.samples.kind == "text"
+    if words and tokens == "patches":
+        raise SitusError("tokens='patches': sentences have tokens of any number; take pooled", field="tokens")
+    chosen = {"split": split, "held_out": held_out, "count": count, "batch": batch}
+    loader = load_any(model, data, **chosen, **({} if text is None else {"text": text}))
     backbone = model.backbone
     grid = backbone.out_grid if tokens == "patches" else None
     if grid and (needed := 4 * loader.plan.n * math.prod(grid) * backbone.out_dim) > _LARGEST:
         told = f"the patches of {loader.plan.n:,} {loader.source.things} take {needed / 2**30:,.0f} GiB"
         raise SitusError(f"{told}, and at most {_LARGEST >> 30} are written at once; take fewer", field="count")
     found = extract(backbone, loader, pool, positions=model.positions, precision=precision, tokens=tokens)
-    mean, std = model.data.normalisation
+    mean, std = ((), ()) if words else model.data.normalisation
+    seen = {"img_size": model.samples.size, "mean": mean, "std": std}
     facts = {
         **model.facts,
         "data": loader.source.name,
         **({"pool": pool} if grid is None else {"tokens": tokens, "grid": grid}),
         "positions": model.positions,
         "precision": precision,
-        "img_size": model.data.size,
-        "mean": mean,
-        "std": std,
+        **(loader.pipeline.facts if words else seen),
         "situs": __version__,
     }
     names = tuple(loader.source.key(row) for row in sample_of(found.ids).tolist())

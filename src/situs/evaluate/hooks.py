@@ -15,7 +15,9 @@ from situs.data.sources import open_source, splits_at
 from situs.data.sources.base import SPLITS
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError
-from situs.evaluate.accuracy import hard, measure_accuracy, measure_labels
+from situs.evaluate.accuracy import Accuracy, hard, measure_accuracy, measure_labels
+from situs.evaluate.by_class import TOP5_FROM
+from situs.evaluate.ending import Baseline, Frozen, ending, frozen_start
 from situs.evaluate.features import extract
 from situs.evaluate.knn import knn_accuracy
 from situs.evaluate.objects.measure import measure as measure_objects
@@ -95,22 +97,43 @@ class OnlineProbe(_Looks):
 
 
 class Validation(_Looks):
-    """Top-1, top-5 and loss on the validation set; of a multi-label one mean average precision, accuracy and loss; of
-    masks mIoU, accuracy and loss; of objects average precision of boxes and masks; of words perplexity, accuracy and
-    loss.
+    """Top-1, balanced accuracy, the largest class's share and loss on the validation set, and top-5 where there are
+    more than ten classes; of a multi-label one mean average precision, accuracy and loss; of masks mIoU, accuracy and
+    loss; of objects average precision of boxes and masks; of words perplexity, accuracy and loss.
 
-    note: said at the first look.
+    note: said at the first look. start: the frozen features that a fine-tuning is compared with at its end. keep_best:
+    whether the best model is the run's, and not the newest.
     """
 
-    def __init__(self, loader: Loader, every: int, precision: str, note: str = "") -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        every: int,
+        precision: str,
+        note: str = "",
+        start: Frozen | None = None,
+        *,
+        keep_best: bool = False,
+    ) -> None:
         super().__init__(every, precision)
-        self.loader, self.note, self.told = loader, note, 0
+        self.loader, self.note, self.told, self.start, self.keep_best = loader, note, 0, start, keep_best
+        self.frozen: Baseline | None = None
+        self.model: Accuracy | None = None  # the newest, or the best where that is kept
+
+    def begin(self, method: Method) -> None:
+        """Looks at the frozen features that a fine-tuning starts from, where that costs little."""
+        if self.start is not None:
+            with evaluating(method):
+                self.frozen = self.start.look(method, self.loader, self.precision)
 
     def _log(self, state: RunState) -> None:
         if self.note:
             state.say(self.note)
             self.note = ""
         super()._log(state)
+        if state.step == state.total and self.model is not None:
+            for line in ending(self.model, self.frozen, self.loader):
+                state.say(line)
         if len(self.loader.source.skipped) > self.told:
             self.told = len(self.loader.source.skipped)
             state.say(str(self.loader.source.skip_report()))
@@ -133,7 +156,11 @@ class Validation(_Looks):
             found = {"val_accuracy": scores.accuracy, "val_loss": scores.loss}
             return found if math.isnan(scores.mean_ap) else {"val_map": scores.mean_ap, **found}  # no class has samples
         found = measure_accuracy(method.backbone, self.loader, precision=self.precision)
-        return {"val_top1": found.top1, "val_top5": found.top5, "val_loss": found.loss}
+        if self.model is None or not self.keep_best or found.top1 > self.model.top1:
+            self.model = found
+        top5 = {"val_top5": found.top5} if found.classes >= TOP5_FROM else {}
+        beside = {"val_balanced": found.balanced, "val_majority": found.majority}
+        return {"val_top1": found.top1, **top5, **beside, "val_loss": found.loss}
 
 
 def validation_hooks(every: int, field: str = "validate_every") -> Hooks:
@@ -152,7 +179,9 @@ def validation_hooks(every: int, field: str = "validate_every") -> Hooks:
             raise SitusError(f"{error}; {field}=0 trains without validation", field=(*error.fields, field)) from None
         if held.classes != loader.classes:
             raise SitusError(f"{config.data.path}: training and validation split have different classes", field="data")
-        return [Validation(held, every, _precision(config, device), FLATTERED if _judged_alike(config) else "")]
+        note = FLATTERED if _judged_alike(config) else ""
+        start, best = frozen_start(config, loader, held), config.train.keep_best
+        return [Validation(held, every, _precision(config, device), note, start, keep_best=best)]
 
     return make
 

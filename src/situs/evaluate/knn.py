@@ -6,7 +6,8 @@ where in the depth a representation separates the classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Unpack
 
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.evaluate.accuracy import hard, labels_of
+from situs.evaluate.by_class import ByClass, by_class
 from situs.evaluate.features import Pool, layer_features
 from situs.limits import check_value
 from situs.methods.base import Batch
@@ -33,18 +35,21 @@ POOLS = {"cls": "CLS token", "mean": "mean of the patches"}
 
 @dataclass(frozen=True)
 class LayerAccuracy:
-    """layer: blocks that the features have passed, the last of them `depth`. pool: mean of the patches, or CLS."""
+    """layer: blocks that the features have passed, the last of them `depth`. pool: mean of the patches, or CLS.
+    balanced: the mean over the classes' own accuracies."""
 
     layer: int
     pool: Pool
     accuracy: float
+    balanced: float
 
 
 @dataclass(frozen=True)
 class LayerKnn(Result):
     """rows: for each pool, layer by layer. bank, count: training and test samples. why_last: why only the last layer.
 
-    k, temperature: of the neighbours and their weights. chance: 1 / classes.
+    k, temperature: of the neighbours and their weights. answers: [C, C] counts by (true, named), after the last block
+    by the better pool. classes: names.
     """
 
     file: ClassVar[str] = "knn"
@@ -54,21 +59,31 @@ class LayerKnn(Result):
     why_last: str | None
     k: int
     temperature: float | None
-    chance: float
+    answers: Tensor
+    classes: Sequence[str]
+
+    @property
+    def majority(self) -> float:
+        """The share of the largest class."""
+        return ByClass.of(self.answers).majority
 
     def summary(self) -> Summary:
-        """The end of the model and its best layer; a row a layer, a column a pool."""
+        """The end of the model and its best layer; a row a layer, two columns a pool."""
         last = max(row.layer for row in self.rows)
         ends = {row.pool: row.accuracy for row in self.rows if row.layer == last}
-        said = " and ".join(f"{percent(share, 2)} by the {POOLS[pool]}" for pool, share in ends.items())
-        said = f"After the last block the neighbours name the right class of {said} (chance {percent(self.chance, 2)})."
+        samples = self.provenance.counted(self.count)
+        shares = " and ".join(f"{percent(share, 2)} by the {POOLS[pool]}" for pool, share in ends.items())
+        text = f"After the last block the neighbours name the right class of {shares}."
+        text += f" {ByClass.of(self.answers).words(self.classes, samples)}"
         best = max(self.rows, key=lambda row: row.accuracy)
         if best.accuracy > max(ends.values()):
-            said += f" The best is block {best.layer}'s {POOLS[best.pool]}: {percent(best.accuracy, 2)}."
-        shares = {(row.layer, row.pool): f"{100 * row.accuracy:.2f}" for row in self.rows}
-        rows = [[layer, *(shares[layer, pool] for pool in ends)] for layer in sorted({row.layer for row in self.rows})]
-        title = self.provenance.title(f"{self.provenance.counted(self.count)}, k = {self.k} of {self.bank:,}")
-        return Summary(said, (Table(title, ["after block", *(f"{POOLS[pool]}, %" for pool in ends)], rows),))
+            text += f" The best is block {best.layer}'s {POOLS[best.pool]}: {percent(best.accuracy, 2)}."
+        cells = {(row.layer, row.pool): [f"{100 * row.accuracy:.2f}", f"{100 * row.balanced:.2f}"] for row in self.rows}
+        layers = sorted({row.layer for row in self.rows})
+        rows = [[layer, *itertools.chain(*(cells[layer, pool] for pool in ends))] for layer in layers]
+        title = self.provenance.title(f"{samples}, k = {self.k} of {self.bank:,}")
+        header = ["after block", *itertools.chain(*((f"{POOLS[pool]}, %", "balanced, %") for pool in ends))]
+        return Summary(text, (Table(title, header, rows),))
 
     def numbers(self) -> dict[str, Any]:
         """Every layer, and how the neighbours were counted."""
@@ -79,6 +94,8 @@ class LayerKnn(Result):
             "bank": self.bank,
             "count": self.count,
             "why_last": self.why_last,
+            **ByClass.of(self.answers).numbers(),
+            "classes": by_class(self.answers, self.classes),
         }
 
 
@@ -100,9 +117,8 @@ def evaluate_knn(
     """
     model = opened(model, seed)
     bank, test = load_bank(model, data, train_count=train_count, **chosen)
-    chance = 1 / len(check_labels(test))
-    told = {"k": k, "temperature": temperature, "precision": precision, "positions": model.positions, "chance": chance}
-    found = knn_by_layer(model.backbone, bank, test, **told)
+    told = {"k": k, "temperature": temperature, "precision": precision, "positions": model.positions}
+    found = knn_by_layer(model.backbone, bank, test, check_labels(test), **told)
     made = made_with(model, test, seed, precision, beside=[bank], more={"bank_data": bank.source.name})
     return replace(found, provenance=made)
 
@@ -111,35 +127,38 @@ def knn_by_layer(
     backbone: Backbone,
     bank: Iterable[Batch],
     test: Iterable[Batch],
+    classes: Sequence[str] = (),
     *,
     k: int = 20,
     temperature: float | None = 0.07,
     precision: str = "fp32",
     positions: bool = True,
-    chance: float = 0.0,
 ) -> LayerKnn:
     """The accuracy of the k nearest of `bank` on `test`, for each layer and pool; features through the final norm.
 
-    positions: whether the backbone's own take part. chance: what a guess is right by, to be said beside them.
+    classes: their names; by default their numbers. positions: whether the backbone's own take part.
     """
     backbone.require("tokens")
     pools: tuple[Pool, ...] = ("cls", "mean") if backbone.num_prefix else ("mean",)
     with evaluating(backbone):
         train, train_labels = _features(backbone, bank, pools, positions, precision)
         held, labels = _features(backbone, test, pools, positions, precision)
-    layers = train.shape[1]
-    rows = [
-        LayerAccuracy(
-            layer=backbone.depth - layers + 1 + layer,
-            pool=pool,
-            accuracy=knn_accuracy(train[p, layer], train_labels, held[p, layer], labels, k, temperature),
-        )
-        for p, pool in enumerate(pools)
-        for layer in range(layers)
-    ]
+    classes = classes or [str(number) for number in range(int(torch.cat([train_labels, labels]).max()) + 1)]
+    layers, count = train.shape[1], len(classes)
+    rows, ends = [], []
+    for p, pool in enumerate(pools):
+        for layer in range(layers):
+            told = {"classes": count, "k": k, "temperature": temperature}
+            named = knn_scores(train[p, layer], train_labels, held[p, layer], **told).argmax(dim=-1)
+            answers = torch.bincount(labels * count + named, minlength=count**2).view(count, count).cpu()
+            share = int(answers.diagonal().sum()) / len(labels)
+            rows.append(LayerAccuracy(backbone.depth - layers + 1 + layer, pool, share, ByClass.of(answers).balanced))
+            if layer == layers - 1:
+                ends.append((share, answers))
     why = backbone.refusals.get("depths")
-    told = None if why is None else f"{backbone.name} has its last layer alone: {why}"
-    return LayerKnn(tuple(rows), len(train_labels), len(labels), told, k, temperature, chance)
+    why = None if why is None else f"{backbone.name} has its last layer alone: {why}"
+    best = max(ends, key=lambda end: end[0])[1]
+    return LayerKnn(tuple(rows), len(train_labels), len(labels), why, k, temperature, best, classes)
 
 
 def _features(

@@ -154,6 +154,14 @@ class Method(nn.Module, ABC):
         return None
 
     @property
+    def chance(self) -> dict[str, float]:
+        """What a blind guess comes to, by the name of the metric: where its position head guesses places, and all
+        samples have the same number of them."""
+        if not self.puzzle_ratios or self.backbone.input.words:
+            return {}
+        return {"position_accuracy": self.told + (1 - self.told) / self.backbone.num_tokens}
+
+    @property
     def hidden_share(self) -> float | None:
         """The share of the patches that its step shuffles and gives one shared place; None where it is no such step."""
         return None

@@ -186,9 +186,9 @@ def load_bank(
 
     Refuses to judge on what was learned from, and splits whose classes differ.
     """
-    if split in ("train", "training"):
+    if split in ("train", "training", "all"):
         raise SitusError(
-            f"split={split!r}: is what the classifier is fitted to; judge it on val or test", field="split"
+            f"split={split!r}: has what the classifier is fitted to; judge it on val or test", field="split"
         )
     if isinstance(data, Source):
         raise SitusError(

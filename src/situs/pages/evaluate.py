@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from situs.errors import counted
-from situs.evaluate.accuracy import ClassAccuracy
+from situs.evaluate.accuracy import LISTED, ClassAccuracy, class_table
+from situs.evaluate.by_class import TOP5_FROM, ByClass, by_class
 from situs.evaluate.ensemble import Ensemble
 from situs.evaluate.knn import POOLS, LayerKnn
 from situs.evaluate.multi_label import LabelAccuracy
@@ -25,9 +27,13 @@ from situs.results import percent
 
 ACCURACY = """
 Top-1 is the share of the samples whose own class the model puts first, top-5 the share whose class is among its first
-five. Loss is the mean cross entropy: low where the model is right and sure, high where it is sure and wrong.
+five (told where there are more than ten classes). Naming the largest class every time is right as often as that class
+is large: a model that does no better knows nothing. Balanced accuracy is the mean of the classes' own shares, in which
+a small class counts as much as a large one; one that names a single class for everything has 100 % divided by the
+number of classes. The interval is Wilson's: in 95 of 100 tests like this one it holds the share that is right of all
+such samples. Loss is the mean cross entropy: low where the model is right and sure, high where it is sure and wrong.
 """
-_DRAWN, _LISTED = 30, 10
+_DRAWN, _LISTED, _LEVEL = 30, 10, 6
 _FIRST = 2
 
 Row = TypeVar("Row")
@@ -37,22 +43,52 @@ def accuracy(found: ClassAccuracy) -> Page:
     """The numbers, every class where they are few, and the weakest."""
     said = found.summary()
     page = Page(f"{found.provenance.name}: accuracy", lead=said.sentence)
-    page.number(percent(found.accuracy.top1, 2), "top-1")
+    whole = found.accuracy
+    page.number(percent(whole.top1, 2), f"top-1; naming the largest class: {percent(whole.majority, 2)}")
+    page.number(percent(whole.balanced, 2), "balanced accuracy")
     section = page.section("How often it is right")
-    section.table(*said.tables[0][1:], f"{found.provenance.counted(found.accuracy.count)}.")
-    rows = [row for row in found.by_class() if row["top1"] is not None]
-    if len(found.classes) <= _DRAWN:
-        shares = {row["class"]: 100 * row["top1"] for row in rows}
-        drawn = figures.bars(shares, f"{found.provenance.things} of the class recognised, %", digits=".1f")
-        page.opening.figure(drawn, "Share of each class that is recognised.", name="classes")
-    else:
-        page.opening.bars({"top-1": 100 * found.accuracy.top1, "top-5": 100 * found.accuracy.top5}, "%")
-    weakest = sorted(rows, key=lambda row: row["top1"])[:_LISTED]
-    page.section("The classes it knows least").table(
-        ["class", found.provenance.things, "right, %", "taken most often for"],
-        [[row["class"], row["count"], f"{100 * row['top1']:.2f}", row["taken_for"] or "none"] for row in weakest],
-    )
+    section.table(*said.tables[0][1:], f"{found.provenance.counted(whole.count)}.")
+    shares = {"top-1": whole.top1, "balanced": whole.balanced, "largest class": whole.majority}
+    if len(found.classes) >= TOP5_FROM:
+        shares["top-5"] = whole.top5
+    _classes(page, found.answers, found.classes, found.provenance.things, shares)
     return page.end(found.provenance.facts, ACCURACY)
+
+
+def _classes(
+    page: Page, answers: Tensor, classes: Sequence[str], things: str, shares: Mapping[str, float], of: str = ""
+) -> None:
+    """Every class and what it is taken for, where they are few; else the weakest. shares: drawn where they are many."""
+    rows = by_class(answers, classes)
+    there = [row for row in rows if row["top1"] is not None]
+    if len(classes) > LISTED:
+        page.opening.bars({name: 100 * share for name, share in shares.items()}, "%")
+        weakest = sorted(there, key=lambda row: row["top1"])[:_LISTED]
+        page.section("The classes it knows least").table(*class_table(weakest, things))
+        return
+    drawn = figures.bars({row["class"]: 100 * row["top1"] for row in there}, f"{things} of the class recognised, %",
+                         digits=".1f")  # fmt: skip
+    page.opening.figure(drawn, f"Share of each class that is recognised{of}.", name="classes")
+    section = page.section("Class by class").table(*class_table(rows, things))
+    counts = [row["count"] for row in rows]
+    share = 100 * answers.double() / answers.sum(dim=1, keepdim=True)  # NaN, a dash, where a class has no sample
+    names = [f"{name} ({count:,})" for name, count in zip(classes, counts, strict=True)]
+    most = 12 if len(classes) <= _LEVEL else 24
+    short = [name if len(name) <= most else f"{name[: most - 1]}…" for name in classes]
+    grid = figures.value_grids(
+        {"": (share, f"{things} of the class, %")},
+        names,
+        short,
+        "taken for",
+        "class",
+        limits=(0, 100),
+        digits=".0f",
+        cell=(0.95, 0.62 if len(classes) <= 12 else 0.3),
+    )
+    if len(classes) > _LEVEL:
+        grid.axes[0].tick_params(axis="x", rotation=90)
+    caption = f"What each class is taken for, in percent of its {things}; right answers stand on the diagonal{of}."
+    section.figure(grid, caption, name="confusion")
 
 
 PERPLEXITY = """
@@ -155,7 +191,9 @@ def knn(found: LayerKnn) -> Page:
     said = found.summary()
     page = Page(f"{found.provenance.name}: nearest neighbours", lead=said.sentence)
     best = max(found.rows, key=lambda row: row.accuracy)
-    page.number(percent(best.accuracy, 2), f"at best, after block {best.layer}; chance {percent(found.chance)}")
+    page.number(
+        percent(best.accuracy, 2), f"at best, after block {best.layer}; largest class {percent(found.majority)}"
+    )
     section = page.section("Layer by layer")
     if found.why_last is None:
         caption = "Share of test samples whose class the neighbours name, after each block."
@@ -167,18 +205,24 @@ def knn(found: LayerKnn) -> Page:
     weight = "every neighbour counts as one" if tau is None else f"weights exp(similarity / {tau:g})"
     caption = f"{found.provenance.counted(found.count)}, k = {found.k} of {found.bank:,} for training, {weight}."
     section.table(*said.tables[0][1:], caption)
+    table = page.section("Class by class, after the last block")
+    rows = by_class(found.answers, found.classes)
+    if len(rows) > LISTED:
+        rows = sorted((row for row in rows if row["count"]), key=lambda row: row["top1"])[:_LISTED]
+        table.text("The classes that the neighbours know least.")
+    table.table(*class_table(rows, found.provenance.things))
     return page.end(found.provenance.facts, NEIGHBOURS)
 
 
 def knn_curves(found: LayerKnn) -> figures.Figure:
-    """One line a pool over the layers, and chance."""
+    """One line a pool over the layers, and the largest class's share."""
     series = {}
     for row in found.rows:
         x, y = series.setdefault(POOLS[row.pool], ([], []))
         x.append(row.layer)
         y.append(100 * row.accuracy)
     layers = sorted({row.layer for row in found.rows})
-    series["chance"] = layers, [100 * found.chance] * len(layers)
+    series["largest class"] = layers, [100 * found.majority] * len(layers)
     figure = figures.curves(series, "after block", "test samples named right, %")
     figure.axes[0].set_xticks(layers if len(layers) <= 16 else layers[::2])
     return figure
@@ -300,16 +344,14 @@ def class_probe(found: ClassProbes) -> Page:
     """Classes read off frozen features, of each model; the classes of the first where they are few."""
     said, (name, first) = found.summary(), found.first
     page = Page(f"{name}: linear classification probe", lead=said.sentence)
-    page.number(percent(first.score.accuracy, 2), "top-1")
+    beside = ByClass.of(first.score.answers)
+    top1 = f"top-1; naming the largest class: {percent(beside.majority, 2)}"
+    page.number(percent(first.score.accuracy, 2), top1)
+    page.number(percent(beside.balanced, 2), "balanced accuracy")
     section = page.section("Classes read off frozen features")
-    if len(found.classes) <= _DRAWN:
-        values = dict(zip(found.classes, (100 * _shares(first)).tolist(), strict=True))
-        drawn = figures.bars(values, f"{found.provenance.things} of the class recognised, %", digits=".1f")
-        page.opening.figure(drawn, f"Share of each class that is recognised, in {name}.", name="classes")
-    else:
-        page.opening.bars({each: 100 * probe.score.accuracy for each, probe in found.probes.items()}, "%")
-    caption = "On samples that the classifier was not fitted to."
-    section.table(*said.tables[0][1:], caption)
+    section.table(*said.tables[0][1:], "On samples that the classifier was not fitted to.")
+    shares = {each: probe.score.accuracy for each, probe in found.probes.items()}
+    _classes(page, first.score.answers, found.classes, found.provenance.things, shares, f", in {name}")
     return finish_probe(page, found, CLASS_PROBE)
 
 

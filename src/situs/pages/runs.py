@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from situs.analyze.runs import Run, Runs, best, curve, is_judged, last, metric_names, speed, split_configs, spoken
+from situs.analyze.runs import (
+    MAJORITY,
+    Run,
+    Runs,
+    best,
+    curve,
+    is_judged,
+    last,
+    metric_names,
+    speed,
+    split_configs,
+    spoken,
+)
 from situs.config import flat
 from situs.progress import clock
 from situs.report.figures import curve_panels
@@ -33,9 +45,11 @@ def page(found: Runs) -> Page:
     page = Page(f"Report: {title}", lead=said.sentence)
     for run in runs[:4]:
         names = [name for name in metric_names([run]) if is_judged(name)] or ["loss"]
-        value = last(run, names[0])
+        name = "val_top1" if "val_top1" in names else names[0]
+        value, largest = last(run, name), last(run, MAJORITY)
         if value is not None:
-            page.number(f"{value:.4g}", f"last {spoken(names[0])}, {run.name}")
+            beside = "" if largest is None else f" (largest class {largest:.4g})"
+            page.number(f"{value:.4g}", f"last {spoken(name)}, {run.name}{beside}")
     section = page.section("Runs").table(said.tables[0].header, said.tables[0].rows)
     if len({run.method for run in runs}) > 1:
         section.note("These runs learn by different methods: their losses measure different things.")
@@ -51,7 +65,9 @@ def _curves(page: Page, runs: Sequence[Run], over: str) -> None:
     section, panels = page.opening, {}
     for name in metric_names(runs):
         lines = {run.name: found for run in runs if (found := curve(run, name, over))[0]}
-        if lines:
+        if name == "val_top1" and (levels := {run.name: curve(run, MAJORITY, over) for run in runs}):
+            lines |= {f"largest class, {run}": level for run, level in levels.items() if level[0]}
+        if lines and name != MAJORITY:
             panels["learning rate" if name == "lr" else spoken(name)] = lines
     waiting = [run.name for run in runs if not run.records]
     if waiting:

@@ -50,7 +50,10 @@ class RunState:
 
 
 class Hook(Protocol):
-    """Something that looks on, such as a probe. It cannot disturb the run: torch's generators are put back."""
+    """Something that looks on, such as a probe. It cannot disturb the run: torch's generators are put back.
+
+    One with `begin(method)` too is shown the weights that a new run starts from.
+    """
 
     def after_step(self, state: RunState) -> None:
         """Called after each update, on every rank."""

@@ -8,6 +8,7 @@ the rest (weights, moments, mean, generators, running sums of the log) is in the
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,11 +29,14 @@ from situs.train.contract import Hook, RunState, TrainLoader, TrainResult
 from situs.train.interrupt import Interrupt
 from situs.train.log import Log, machine, memory_gib
 from situs.train.nan import FiniteCheck, save_bad_step
-from situs.train.optim import OptimConfig, asked_warmup, peak_rate, rate_at, warmup_steps
+from situs.train.optim import OptimConfig, asked_warmup, peak_rate, rate_at, trains_few, warmup_steps
 from situs.train.step import Moment, Stepper, Update
 
 BEST_BY = ("val_top1", "val_map", "val_miou", "val_ap", "val_accuracy")
 """Numbers of a validation by which one model is better than another; the first that there is decides."""
+
+NEAR_CHANCE = 2.0
+"""Below so many times chance a run is said to have learned hardly anything."""
 
 NEWEST = "so that the newest checkpoint is the run's model (train.keep_best)"
 
@@ -101,7 +105,7 @@ class _Loop:
         self.hooks, self.interrupt = hooks, interrupt
         self.per_epoch = loader.steps_per_epoch
         self.total = config.total_steps(self.per_epoch)
-        self.peak = peak_rate(optim, loader.global_batch)
+        self.peak = peak_rate(optim, loader.global_batch, updates=self.total, few=trains_few(method))
         device = next(method.parameters()).device
         self.stepper = stepper(
             method, optim, seed=config.seed, precision=config.precision_on(device), accumulate=config.accumulate,
@@ -162,6 +166,8 @@ class _Loop:
             self.log.say(f"best {found} after step {self.best['step']}, whose checkpoint is the run's model")
         elif complete and self.config.keep_best and self.hooks:
             self.log.say(f"no number of a validation was logged, {NEWEST}")
+        if complete:
+            self._tell_chance()
         # Asked in or after the last step, too: who waits for this run, a script say, must not go on as if nothing was.
         asked = torch.tensor([float(self.interrupt.asked)], device=self.stepper.device)
         interrupted = not complete or bool(distributed.most(asked))
@@ -169,6 +175,16 @@ class _Loop:
             after = "which was the last: the run is complete" if complete else f"resuming {self.run.path} goes on"
             self.log.say(f"stopped after step {self.step}{', ' if complete else '; '}{after}")
         return TrainResult(self.step, self.total, interrupted, self.metrics, self.saved)
+
+    def _tell_chance(self) -> None:
+        """Says so where what was learned is hardly better than a guess."""
+        for name, level in self.method.chance.items():
+            if self.metrics.get(name, math.inf) < NEAR_CHANCE * level:
+                self.log.say(
+                    f"{name.replace('_', ' ')} {self.metrics[name]:.3g} is near chance ({level:.3g}): in "
+                    f"{counted(self.total, 'updates')} the run has learned hardly anything; more of them "
+                    "(train.max_steps) or another rate (optim.lr) may help"
+                )
 
     def advance(self, batch: Batch, epoch: int) -> None:
         """One update and what is due after it."""

@@ -32,8 +32,10 @@ class OptimConfig(Checked):
     lr: Positive | None = None
     """Peak rate; by default base_lr · global batch / lr_reference, so that a recipe fits another batch."""
 
-    base_lr: Positive = 5e-4
-    """Rate for a global batch of `lr_reference`; used where `lr` is not given."""
+    base_lr: Positive | None = None
+    """Rate for a global batch of `lr_reference`; used where `lr` is not given. Where neither is: 5e-4 for 512, and
+    below a batch of 256 with the root of the batch; where a classifier alone or LoRA is trained,
+    1e-3 · sqrt(300 / updates), between 3e-4 and 3e-3."""
 
     lr_reference: Count = 512
     """The batch `base_lr` is meant for: 512 in DeiT's recipes (MP3), 256 in MAE's and DropPos's."""
@@ -93,9 +95,33 @@ RATES = {
 """name -> level between min_lr (0) and the peak (1) when `share` of the way after the warm-up is done."""
 
 
-def peak_rate(config: OptimConfig, global_batch: int) -> float:
-    """The highest rate of the schedule for a global batch of this size."""
-    return config.lr if config.lr is not None else config.base_lr * global_batch / config.lr_reference
+def peak_rate(config: OptimConfig, global_batch: int, *, updates: int = 0, few: bool = False) -> float:
+    """The highest rate of the schedule for a global batch of this size.
+
+    few: whether only a small part of the weights is trained, as the classifier or LoRA's products, in so many
+    `updates`: by default these start at or near 0 and have a way to go, so that fewer updates must be larger.
+    """
+    if config.lr is not None:
+        return config.lr
+    if config.base_lr is not None or config.lr_reference != OptimConfig.lr_reference:
+        return (config.base_lr or BASE_LR) * global_batch / config.lr_reference
+    if few and updates:
+        return min(3e-3, max(3e-4, 1e-3 * math.sqrt(300 / updates)))
+    share = global_batch / LINEAR_FROM
+    return BASE_LR * LINEAR_FROM / config.lr_reference * (share if share >= 1 else math.sqrt(share))
+
+
+BASE_LR, LINEAR_FROM = 5e-4, 256
+"""By default: the rate for a batch of 512, and the batch from which it grows with the batch; below, with its root."""
+
+FEW = 0.1
+"""Share of the weights below which a training is one of a small part of them."""
+
+
+def trains_few(method: Method) -> bool:
+    """Whether only a small part of the weights is trained."""
+    weights = [(each.numel(), each.requires_grad) for each in method.parameters()]
+    return sum(count for count, trained in weights if trained) < FEW * sum(count for count, _ in weights)
 
 
 def asked_warmup(config: OptimConfig, steps_per_epoch: int) -> int:

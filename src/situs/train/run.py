@@ -24,7 +24,7 @@ from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import BATCH, NO_DATA, DataConfig
 from situs.data.loader import Loader, make_loader, settle
 from situs.data.sources import SAMPLES
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.files import cache_folder
 from situs.limits import Natural
 from situs.methods import METHODS, create_method
@@ -233,11 +233,13 @@ def train_run(
         held.callback(loader.close)
         speak(loader.describe())
         if config.data.batch is None and loader.global_batch < BATCH:
-            speak(f"batch {loader.global_batch}: the set has no more {loader.source.things} for a step")
+            made = f"{counted(loader.steps_per_epoch, 'updates')} an epoch"
+            speak(f"batch {loader.global_batch}: the set is small, and is gone through in {made} (data.batch)")
         told = _tell_skipped(loader, 0, speak)
         method = prepare(config, loader, ranks, start if fresh else None, adapt, speak)
         watching = () if hooks is None else hooks(config, loader, ranks.device)
         speak(describe(config, method, ranks))
+        _tell_begin(watching if fresh else (), method)
         if run is None:
             assert out is not None
             if ranks.main:
@@ -261,6 +263,13 @@ def train_run(
     finally:
         held.close()
         distributed.stop()
+
+
+def _tell_begin(hooks: Sequence[Hook], method: Method) -> None:
+    """Shows the weights that a run starts from to those hooks that look at them (`begin`)."""
+    for hook in hooks:
+        if (begin := getattr(hook, "begin", None)) is not None:
+            begin(method)
 
 
 def prepare(

@@ -31,6 +31,7 @@ def test_a_run_gives_a_row_for_each_layer(
     assert outline((tmp_path / "knn.html").read_text()) == [
         "First screen, 1 figure",
         "Layer by layer, 2 rows",
+        "Class by class, after the last block, 3 rows",
         "What the numbers mean, 1 text",
         "How this page was made, facts",
     ]

@@ -48,6 +48,7 @@ def test_classes(outline: Any, trained: Any, tmp_path: Path) -> None:
     assert outline((tmp_path / "probe-class.html").read_text()) == [
         "First screen, 1 figure",
         "Classes read off frozen features, 1 row",
+        "Class by class, 1 figure, 3 rows",
         "How the weight decay was chosen, 1 text, 2 rows",
         "What the numbers mean, 1 text",
         "How this page was made, facts",

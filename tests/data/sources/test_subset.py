@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -139,6 +140,42 @@ def test_a_held_out_share_is_a_partition_and_stays_when_images_come_and_go() -> 
     assert rest.name == "named, without the 0.1 held out"
 
 
+class Sorted(Named):
+    """Images whose folder is their class; of a name that ends in "?" it cannot be read."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(names)
+        self.classes = tuple(sorted({name.split("/")[0] for name in names}))
+
+    def label(self, index: int) -> int:
+        if self.key(index).endswith("?"):
+            raise BrokenSampleError(f"{self.key(index)}: has no label")
+        return self.classes.index(self.key(index).split("/")[0])
+
+
+def test_every_class_is_on_both_sides_and_a_class_of_one_is_trained_on() -> None:
+    sizes = {"a": 80, "b": 30, "c": 7, "d": 3, "e": 2, "f": 2, "g": 1}
+    every = [f"{name}/{number}.jpg" for name, size in sizes.items() for number in range(size)] + ["b/broken?"]
+    for share in (0.01, 0.1, 0.5, 0.99):
+        source = Sorted(every)
+        held, rest = (hold_out(source, share, held=side) for side in (True, False))
+        assert names(held).isdisjoint(names(rest)) and names(held) | names(rest) == set(every)
+        tested, trained = ({name.split("/")[0] for name in names(part)} for part in (held, rest))
+        assert (tested, trained) == ({*sizes} - {"g"}, {*sizes})
+        said = "named: 1 of its 7 classes has one image only ('g'), which is trained on: too small to be tested"
+        assert said in held.left_out()
+
+
+def test_what_was_trained_on_is_never_held_out_when_images_come() -> None:
+    """Else a model would be judged on what it has seen, when its folder grows."""
+    chance = np.random.default_rng(0)
+    for _ in range(50):
+        every = [f"{name}/{number}.jpg" for name in "abc" for number in range(chance.integers(2, 9))]
+        more = [*every, *(f"{chance.choice([*'abc'])}/new {number}.jpg" for number in range(chance.integers(1, 9)))]
+        trained = names(hold_out(Sorted(every), 0.2, held=False))
+        assert trained.isdisjoint(names(hold_out(Sorted(more), 0.2, held=True)))
+
+
 def test_a_share_that_leaves_a_side_empty_is_refused() -> None:
     with pytest.raises(SitusError, match=r"held_out=1e-09: of the 3 images of named none is held out"):
         hold_out(Named(["a", "b", "c"]), 1e-9, held=True)
@@ -206,3 +243,27 @@ def test_training_and_judging_take_the_two_sides_of_a_config(tmp_path: Path) -> 
     train, judged = make_loader(config, RECIPES["none"]), make_loader(config, None)
     assert names(train.source).isdisjoint(names(judged.source))
     assert len(train.source) + len(judged.source) == 40
+
+
+@pytest.mark.parametrize("resident", ["always", "never"])
+def test_balanced_training_draws_every_class_equally_often(tmp_path: Path, resident: Any) -> None:
+    for name, size in {"a": 30, "b": 6}.items():
+        images_at(tmp_path / name, size)
+    told = {"img_size": 4, "channels": 1, "batch": 12, "workers": 0, "resident": resident}
+    loader = make_loader(DataConfig(str(tmp_path), balanced=True, **told), AugmentConfig())
+    labels = torch.cat([batch.targets["label"] for epoch in range(2) for batch in loader.iterate(epoch)])
+    assert labels.bincount().tolist() == [36, 36]
+    plain = make_loader(DataConfig(str(tmp_path), **told), AugmentConfig())
+    assert loader.mark != plain.mark
+    assert "each class equally often" in loader.mark
+    held = make_loader(
+        DataConfig(str(tmp_path), balanced=True, split="train", **told), None
+    )  # to be judged on: as it is
+    assert torch.cat([batch.targets["label"] for batch in held]).bincount().tolist() == [30, 6]
+
+
+def test_only_sets_with_a_class_a_sample_are_balanced(tmp_path: Path) -> None:
+    config = DataConfig(str(images_at(tmp_path / "flat")), balanced=True, img_size=4, channels=1, workers=0)
+    with pytest.raises(SitusError, match=r"has no labels, and every class equally often was asked for") as error:
+        make_loader(config, AugmentConfig())
+    assert error.value.field == "balanced"

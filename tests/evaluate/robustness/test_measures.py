@@ -24,7 +24,7 @@ from situs.evaluate.robustness.measures import (
 
 
 def right(share: float) -> Accuracy:
-    return Accuracy(share, 1.0, 100, 0.5)
+    return Accuracy(share, 1.0, 100, 0.5, 0.5, 0.1, 12)
 
 
 def test_mce_by_hand() -> None:

@@ -1,4 +1,4 @@
-"""Top-1, top-5 and loss of a classifier on a whole split (or mean average precision), and which classes it knows.
+"""Top-1 and balanced accuracy of a classifier on a split (or mean average precision), and which classes it knows.
 
 For example: situs evaluate accuracy runs/ft --out look
 """

@@ -25,7 +25,7 @@ class Args(DataArgs):
     """The file to write: .safetensors, .npz or .npy. NAME.names.csv beside it says which image each row is."""
 
     split: str = "train"
-    """train, val or test."""
+    """train, val or test, or all of them."""
 
     tokens: Literal["pooled", "patches"] = "pooled"
     """One vector an image, or one a patch, row by row of the model's grid."""
@@ -35,6 +35,10 @@ class Args(DataArgs):
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the forward."""
+
+    column: Annotated[str | None, Parameter(name="--text.column", metavar="NAME")] = None
+    """Of text: the column of the sentences; by default what the model was trained on, or the only one that holds
+    words."""
 
 
 def run(args: Args) -> None:

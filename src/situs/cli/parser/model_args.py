@@ -103,7 +103,8 @@ class ImageArgs(LookArgs, DataArgs):
     """Which model, on which images, and where what is found goes."""
 
     split: str | None = None
-    """train, val or test; val and test stand in for each other. By default val, or all of data that is not split."""
+    """train, val, test or all; val and test stand in for each other. By default val, or all of data that is not
+    split."""
 
     seed: int = 0
     """Seed of every draw."""

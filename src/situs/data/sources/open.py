@@ -12,7 +12,17 @@ from situs.data.audio import AUDIO, AudioConfig
 from situs.data.masks import MaskConfig
 from situs.data.objects import ObjectConfig
 from situs.data.sources.audio import AUDIO_SUFFIXES, NOISE_FOLDER
-from situs.data.sources.base import SPLITS, Kind, Source, TensorSource, Wanted, choose_split, list_shards, splits_of
+from situs.data.sources.base import (
+    SPLIT_WORDS,
+    SPLITS,
+    Kind,
+    Source,
+    TensorSource,
+    Wanted,
+    choose_split,
+    list_shards,
+    splits_of,
+)
 from situs.data.sources.cifar import find_cifar, open_cifar
 from situs.data.sources.coco import CocoSource, coco_splits
 from situs.data.sources.folder import TABLES, FolderSource, split_folders
@@ -23,14 +33,14 @@ from situs.data.sources.rows import SUFFIXES as ROWS
 from situs.data.sources.samples import load_samples
 from situs.data.sources.segments import mask_splits, open_masks
 from situs.data.sources.speech import open_speech, speech_splits
-from situs.data.sources.subset import hold_out
+from situs.data.sources.subset import Joined, hold_out
 from situs.data.sources.table import SUFFIXES, TableSource, has_table, table_splits
 from situs.data.sources.text import PLAIN, open_text, text_splits
 from situs.data.sources.webdataset import TarSource
 from situs.data.text import TEXT, TextConfig
 from situs.errors import SitusError
 
-SAMPLES = "samples"
+SAMPLES, ALL = "samples", "all"
 
 
 class Reading(TypedDict, total=False):
@@ -62,7 +72,7 @@ def open_source(
     An address of parquet or tar files (https://host/train-{000..099}.tar, s3://bucket/folder) is read through a cache.
 
     split:    train, val or test; without one the training split is taken where the data is split. `val`
-              falls back on test and `test` on val.
+              falls back on test and `test` on val. `all` joins the splits, and holds nothing out.
     labels:   use the labels where there are some; False reads any layout as a flat set.
     channels: convert every image to so many channels, or refuse it; None leaves each as it is.
     strict:   a broken image is an error for the loaders, not skipped.
@@ -88,11 +98,22 @@ def open_source(
             "objects": wanted.objects is not None,
             "words": reading.get("words", False),
         }
+        if split == ALL:
+            wanted = wanted._replace(split=None)
+            names = sorted(splits_at(path, **told), key=[*SPLIT_WORDS, "dev"].index)
+            parts = [(_prefix(path, name), _open(path, wanted._replace(split=name), reading)) for name in names]
+            return Joined(Path(path).name, parts) if len(parts) > 1 else _open(path, wanted, reading)
         if not held_out or splits_at(path, **told) & {*SPLITS["val"], *SPLITS["test"]}:
             return _open(path, wanted, reading)
         choose_split(SPLITS, split, str(path))  # refuses a name that means no split
         whole = _open(path, wanted._replace(split=None), reading)
     return hold_out(whole, held_out, held=split in {*SPLITS["val"], *SPLITS["test"]})
+
+
+def _prefix(path: str | Path, split: str) -> str:
+    """What stands before the names of a split's files, seen from the data's folder."""
+    folder = not is_remote(path) and (Path(path).expanduser() / split).is_dir()
+    return f"{split}/" if folder and not any(list_shards(Path(path), each) for each in (".parquet", ".tar")) else ""
 
 
 @contextmanager

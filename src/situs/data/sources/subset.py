@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from situs.data.sampler import exact_order
 from situs.data.sources.base import Blocks, Source
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, SitusError, verb
 
 
 class Rows(Source):
@@ -62,6 +64,51 @@ class Rows(Source):
         self.source.release(None if index is None else int(self.rows[index]))
 
 
+class Joined(Source):
+    """Several sources as one, one after another. parts: each behind what stands before the names of its samples."""
+
+    def __init__(self, name: str, parts: Iterable[tuple[str, Source]]) -> None:
+        self.prefixes, self.parts = zip(*parts, strict=True)
+        first = self.parts[0]
+        if any((part.classes, part.target) != (first.classes, first.target) for part in self.parts):
+            raise SitusError(f"{name}: its splits have different classes; take one of them", field="split")
+        super().__init__(name, first.classes, first.channels, first.strict, multi_label=first.multi_label)
+        self.ends = np.cumsum([len(part) for part in self.parts])
+        self.things, self.notes = first.things, [note for part in self.parts for note in part.notes]
+
+    @property
+    def target(self) -> str:
+        """Of the parts."""
+        return self.parts[0].target
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def _at(self, index: int) -> tuple[int, int]:
+        part = int(np.searchsorted(self.ends, index, "right"))
+        return part, index - int(self.ends[part - 1]) * (part > 0)
+
+    def key(self, index: int) -> str:
+        """The sample's name in its part, seen from where the parts lie."""
+        part, row = self._at(index)
+        return self.prefixes[part] + self.parts[part].key(row)
+
+    def read(self, index: int) -> dict[str, Any]:
+        """Sample `index` of all."""
+        part, row = self._at(index)
+        return self.parts[part].read(row)
+
+    def label(self, index: int) -> Any:
+        """Of its part."""
+        part, row = self._at(index)
+        return self.parts[part].label(row)
+
+    def origin(self, index: int) -> tuple[Source, int]:
+        """In its part."""
+        part, row = self._at(index)
+        return self.parts[part].origin(row)
+
+
 class Subset(Rows):
     """At most `count` images of `source`: a uniform random choice, the same every time, in the source's order.
 
@@ -80,12 +127,7 @@ class PerClass(Rows):
     """
 
     def __init__(self, source: Source, count: int) -> None:
-        if source.classes is None or source.target != "label":
-            several = {"labels": "any number of classes a sample", "mask": "a class for each pixel"}
-            several["objects"] = "a class for each object"
-            said = several[source.target] if source.classes is not None else "no labels"
-            raise SitusError(f"{source.name}: has {said}, and so many of each class were asked for", field="per_class")
-        left, rows = [count] * len(source.classes), []
+        left, rows = [count] * len(check_one_class(source, "per_class")), []
         for row in exact_order(0, 0, len(source), "cpu")[torch.arange(len(source))].tolist():
             try:
                 label = int(source.label(row))
@@ -99,13 +141,40 @@ class PerClass(Rows):
         super().__init__(source, sorted(rows))
 
 
+def check_one_class(source: Source, field: str) -> tuple[str, ...]:
+    """The classes of a set with one a sample; others are refused, for what counts classes."""
+    if source.classes is None or source.target != "label":
+        several = {"labels": "any number of classes a sample", "mask": "a class for each pixel"}
+        several["objects"] = "a class for each object"
+        has = several[source.target] if source.classes is not None else "no labels"
+        asked = "so many of each class were" if field == "per_class" else "every class equally often was"
+        raise SitusError(f"{source.name}: has {has}, and {asked} asked for", field=field)
+    return source.classes
+
+
+def class_labels(source: Source) -> Tensor:
+    """The class of each sample of a set with one a sample, [n] int64; -1 where it cannot be read."""
+    labels = torch.full((len(source),), -1)
+    for index in range(len(source)):
+        with contextlib.suppress(BrokenSampleError):
+            labels[index] = int(source.label(index))
+    return labels
+
+
 def hold_out(source: Source, share: float, *, held: bool) -> Rows:
     """About a `share` of the images that is held out of `source` (held), or the others.
 
-    Each image's own name decides, by a hash, so that an image stays on its side when others come or go.
+    Each image's own name decides, by a hash, so that an image stays on its side when others come or go. Of sets with a
+    class a sample, up to `STRATIFIED` samples, every class of two or more has at least one on each side: the one with
+    the smallest hash is held out, or the one with the largest is not. A class of one is trained on, and a note says so.
     """
     bound = int(share * 2**64)
-    rows = np.fromiter((index for index in range(len(source)) if (_hash(source.key(index)) < bound) is held), np.int64)
+    hashes = np.fromiter((_hash(source.key(index)) for index in range(len(source))), np.uint64)
+    out = hashes < np.uint64(bound)
+    labelled = source.classes is not None and source.target == "label"
+    if labelled and source.things != "sentences" and len(source) <= STRATIFIED:  # equal sentences stay on one side
+        _on_both_sides(source, hashes, out)
+    rows = np.flatnonzero(out == held)
     if not len(rows):
         rest = "none is held out" if held else "every one is held out"
         raise SitusError(
@@ -114,6 +183,34 @@ def hold_out(source: Source, share: float, *, held: bool) -> Rows:
         )
     said = f"the {share:.3g} held out" if held else f"without the {share:.3g} held out"
     return Rows(source, rows, f"{source.name}, {said}")
+
+
+STRATIFIED = 100_000
+"""Samples up to which a held-out share has some of every class; in larger sets names alone decide."""
+
+
+def _on_both_sides(source: Source, hashes: np.ndarray, out: np.ndarray) -> None:
+    """Changes `out` [n] bool, the samples held out, so that each class of two or more samples is on both sides."""
+    assert source.classes is not None
+    members: list[list[int]] = [[] for _ in source.classes]
+    for index, label in enumerate(class_labels(source).tolist()):
+        if label >= 0:
+            members[label].append(index)
+    for rows in filter(None, members):
+        if len(rows) == 1:
+            out[rows] = False
+        elif not out[rows].any():
+            out[min(rows, key=hashes.__getitem__)] = True
+        elif out[rows].all():
+            out[max(rows, key=hashes.__getitem__)] = False
+    alone = [name for name, rows in zip(source.classes, members, strict=True) if len(rows) == 1]
+    if alone:
+        few = ", ".join(map(repr, alone[:3])) + (", …" if len(alone) > 3 else "")
+        are, one = verb(len(alone), "have"), source.things.removesuffix("s")
+        source.notes.append(
+            f"{source.name}: {len(alone):,} of its {len(source.classes):,} classes {are} one {one} only ({few}), which "
+            "is trained on: too small to be tested"
+        )
 
 
 def _hash(name: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Unpack
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.evaluate.accuracy import hard
+from situs.evaluate.by_class import ByClass
 from situs.evaluate.features import Pool, extract
 from situs.evaluate.probe.linear import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
 from situs.evaluate.probe.position import RATIO, PositionProbes, follow, probe_position
@@ -30,7 +31,7 @@ class ClassProbe(Probe):
         """What was read off, and how it was fitted."""
         found = self.score
         read = {"pool": self.pool, "accuracy": found.accuracy, "loss": found.loss, "count": found.count}
-        return {**read, **super().numbers()}
+        return {**read, **ByClass.of(found.answers).numbers(), **super().numbers()}
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,22 @@ class ClassProbes(Probes[ClassProbe]):
         (name, first), *rest = self.probes.items()
         things = self.provenance.things
         words = {"mean": "the mean of its patches", "cls": "its CLS token"}[first.pool]
-        said = (
-            f"A linear classifier on {words} recognises {percent(first.score.accuracy, 2)} of "
-            f"{self.provenance.counted(first.score.count)} in {name} "
-            f"(chance {percent(1 / len(first.score.counts), 2)})."
+        samples, rows_of = self.provenance.counted(first.score.count), ByClass.of
+        text = (
+            f"A linear classifier on {words} recognises {percent(first.score.accuracy, 2)} of {samples} in {name}. "
+            f"{rows_of(first.score.answers).words(self.classes, samples)}"
         )
-        said += "".join(f" In {other} it is {percent(probe.score.accuracy, 2)}." for other, probe in rest)
-        header = ["model", "pool", "top-1, %", "loss", things, f"{things} fitted to", "weight decay"]
+        text += "".join(f" In {other} it is {percent(probe.score.accuracy, 2)}." for other, probe in rest)
+        header = ["model", "pool", "top-1, %", "balanced, %", "largest class, %", "loss", things,
+                  f"{things} fitted to", "weight decay"]  # fmt: skip
         rows: list[list[Cell]] = [
-            [name, probe.pool, f"{100 * probe.score.accuracy:.2f}", probe.score.loss, probe.score.count,
+            [name, probe.pool, f"{100 * probe.score.accuracy:.2f}",
+             f"{100 * rows_of(probe.score.answers).balanced:.2f}",
+             f"{100 * rows_of(probe.score.answers).majority:.2f}", probe.score.loss, probe.score.count,
              probe.train_count, f"{probe.fitted.weight_decay:g}"]
             for name, probe in self.probes.items()
         ]  # fmt: skip
-        return Summary(said, (Table(self.data, header, rows),))
+        return Summary(text, (Table(self.data, header, rows),))
 
 
 def evaluate_probe(

@@ -1,0 +1,116 @@
+"""What a classifier's accuracy is worth: beside the largest class, class by class, with its interval.
+
+Where one class is much larger than the others, naming it for every sample is right often and knows nothing. So top-1
+stands beside the share of the largest class (the majority baseline), and beside balanced accuracy: the mean of the
+classes' own accuracies, in which each class counts the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from situs.results import percent
+
+TOP5_FROM = 11
+"""Classes from which top-5 is told: among five of ten, half of all guesses are right."""
+
+Z = 1.959963984540054
+"""Of the normal distribution: 95 % lie within so many standard deviations."""
+
+
+def wilson(hits: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share of which `hits` of `count` were seen, by Wilson's score.
+
+    >>> tuple(round(end, 4) for end in wilson(16, 37))
+    (0.2871, 0.5905)
+    """
+    share = hits / count
+    middle = share + Z**2 / (2 * count)
+    half = Z * math.sqrt(share * (1 - share) / count + (Z / (2 * count)) ** 2)
+    scale = 1 + Z**2 / count
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+
+
+class ByClass(NamedTuple):
+    """Per class, each [C]: its samples (counts), those of them recognised (hits), and samples taken for it (named)."""
+
+    counts: Tensor
+    hits: Tensor
+    named: Tensor
+
+    @classmethod
+    def of(cls, answers: Tensor) -> ByClass:
+        """From counts [C, C] by (true, named)."""
+        return cls(answers.sum(dim=1), answers.diagonal(), answers.sum(dim=0))
+
+    @property
+    def balanced(self) -> float:
+        """The mean accuracy of the classes that have samples."""
+        there = self.counts > 0
+        return float((self.hits[there].double() / self.counts[there].double()).mean())
+
+    @property
+    def majority(self) -> float:
+        """The share of the largest class."""
+        return float(self.counts.max()) / float(self.counts.sum())
+
+    @property
+    def only(self) -> int | None:
+        """The class that all samples were taken for, where it is one."""
+        return int(self.named.argmax()) if float(self.named.max()) == float(self.named.sum()) else None
+
+    def words(self, classes: Sequence[str], samples: str) -> str:
+        """The sentences that stand behind a top-1: its interval, the largest class, balanced accuracy, and what they
+        come to. samples: the samples counted, as "37 images"."""
+        count, hits = int(self.counts.sum()), int(self.hits.sum())
+        low, high = wilson(hits, count)
+        largest = int(self.counts.argmax())
+        text = (
+            f"Naming {classes[largest]!r}, the largest class, every time is right in {percent(self.majority, 2)}; the "
+            f"95 % interval of what was measured is {percent(low)} to {percent(high)}. Balanced accuracy (the mean "
+            f"over the classes) is {percent(self.balanced, 2)}."
+        )
+        there = int((self.counts > 0).sum())
+        if there == 1:
+            text += f" All {samples} are of one class, so that nothing was told apart."
+        elif self.only is not None:
+            text += f" It names one class, {classes[self.only]!r}, for everything: it tells nothing apart."
+        elif low <= self.majority <= high:
+            text += f" {samples}: too few to tell apart from naming the largest class."
+        elif high < self.majority:
+            text += " That is worse than naming the largest class."
+        empty = [name for name, number in zip(classes, self.counts.tolist(), strict=True) if not number]
+        if empty:
+            listed = ", ".join(map(repr, empty[:3])) + (", …" if len(empty) > 3 else "")
+            text += f" Not tested, for want of samples: {len(empty):,} of {len(classes):,} classes ({listed})."
+        return text
+
+    def numbers(self) -> dict[str, Any]:
+        """What stands beside a top-1, as JSON holds it."""
+        interval = wilson(float(self.hits.sum()), int(self.counts.sum()))
+        return {"balanced_accuracy": self.balanced, "majority": self.majority, "interval": interval}
+
+
+def by_class(answers: Tensor, classes: Sequence[str]) -> list[dict[str, Any]]:
+    """A row a class of counts [C, C]: how many samples, the share recognised, and the class the others are taken for
+    most often.
+
+    None where there is no sample, or none that is taken for another class.
+    """
+    most, which = answers.clone().fill_diagonal_(0).max(dim=1)
+    counts, hits, named = (each.tolist() for each in ByClass.of(answers))
+    rows = zip(classes, counts, hits, named, most.tolist(), which.tolist(), strict=True)
+    return [
+        {
+            "class": name,
+            "count": count,
+            "top1": hit / count if count else None,
+            "named": taken,
+            "taken_for": classes[other] if often else None,
+        }
+        for name, count, hit, taken, often, other in rows
+    ]

@@ -1,0 +1,118 @@
+"""`situs predict` and `situs.predict`: every sample has its row, by a slow forward of each alone."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import situs
+from situs.cli.main import main
+from situs.train.run import load_run, make_eval_loader
+
+HEADER = ["path", "class", "probability"]
+
+
+def read(path: Path) -> list[list[str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.reader(file))
+
+
+def slow(run: Path) -> list[tuple[str, float]]:
+    """Class and probability of each image of the val split, one forward each."""
+    loaded, rows = load_run(run), []
+    for batch in make_eval_loader(loaded.config, batch=1):
+        with torch.no_grad():
+            shares = loaded.method.backbone(batch.inputs).double().softmax(-1)[0]
+        assert loaded.classes is not None
+        rows.append((loaded.classes[int(shares.argmax())], float(shares.max())))
+    return rows
+
+
+def test_every_image_has_its_class_and_probability(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "deep" / "predictions.csv"
+    assert main(["predict", str(trained.one), "--split", "val", "--batch", "4", "--out", str(out)]) == 0
+    assert f"{out}: 15 rows with a class: " in capsys.readouterr().out
+    header, *rows = read(out)
+    assert header == HEADER
+    assert [row[0] for row in rows] == [f"{name}/{n}.png" for name in ("dark", "light", "middle") for n in range(5)]
+    for row, (name, share) in zip(rows, slow(trained.one), strict=True):
+        assert row[1] == name
+        assert float(row[2]) == pytest.approx(share, abs=2e-6)
+    assert not [path for path in out.parent.iterdir() if path != out]  # nothing half-written stays
+
+    whole = tmp_path / "all.csv"
+    assert main(["predict", str(trained.one), "--out", str(whole)]) == 0
+    every = read(whole)[1:]
+    assert len(every) == 24 + 15 and every[0][0] == "train/dark/0.png"
+    assert [[row[0].removeprefix("val/"), *row[1:]] for row in every[24:]] == rows
+
+
+def test_broken_files_have_a_row_and_are_counted(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flat = tmp_path / "unsorted"  # no labels, no splits
+    flat.mkdir()
+    for number, file in enumerate(sorted((trained.data / "val").rglob("*.png"))):
+        shutil.copy(file, flat / f"{number:02}.png")
+    for number in (3, 11):
+        (flat / f"{number:02}.png").write_bytes(b"no image")
+    (flat / "notes.txt").write_text("no image either")
+    out = tmp_path / "x.csv"
+    assert main(["predict", str(trained.one), "--data", str(flat), "--out", str(out), "--json"]) == 0
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    assert (told["rows"], told["broken"]) == (15, ["03.png", "11.png"])
+    assert "2 of 15 images of unsorted could not be read and were skipped" in printed.err
+    rows = read(out)[1:]
+    assert [row[0] for row in rows if not row[1]] == ["03.png", "11.png"]
+    assert all((row[1] == "") == (row[2] == "") for row in rows)
+    expected = [name for number, (name, _) in enumerate(slow(trained.one)) if number not in (3, 11)]
+    assert [row[1] for row in rows if row[1]] == expected
+
+    for file in flat.glob("*.png"):
+        file.write_bytes(b"no image")
+    before = out.read_bytes()
+    assert main(["predict", str(trained.one), "--data", str(flat), "--out", str(out)]) == 2
+    assert out.read_bytes() == before  # nothing to tell is no table
+    capsys.readouterr()
+    found = situs.predict(trained.one, trained.data, split="val")
+    assert [(row.name, row.path) for row in found.rows[:1]] == [(slow(trained.one)[0][0], "dark/0.png")]
+    assert (found.broken, found.classes, sum(found.counts.values())) == ([], ("dark", "light", "middle"), 15)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["MP3", "--out", "x.csv"], "has no trained classifier; fine-tune it first"),
+        (["ONE", "--out", "x.txt"], "must be a file ending in .csv"),
+        (["ONE", "--data", "nowhere", "--out", "x.csv"], "nowhere: no such folder or file"),
+        (["ONE", "--split", "other", "--out", "x.csv"], "split='other'"),
+        (["ONE", "--text.column", "words", "--out", "x.csv"], "is for sentences"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    words: list[str], sentence: str, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    named = [{"MP3": str(trained.mp3), "ONE": str(trained.one)}.get(word, word) for word in words]
+    assert main(["predict", *named]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_features_of_all_splits(trained: Any, tmp_path: Path) -> None:
+    parts = {split: situs.evaluate.extract_features(trained.one, split=split) for split in ("train", "val", "all")}
+    joined = torch.cat([parts["train"].features, parts["val"].features])
+    torch.testing.assert_close(parts["all"].features, joined)
+    assert parts["all"].labels.tolist() == [*parts["train"].labels.tolist(), *parts["val"].labels.tolist()]
+    assert parts["all"].names[0] == "train/dark/0.png" and parts["all"].names[24] == "val/dark/0.png"
+    assert main(["evaluate", "knn", str(trained.one), "--split", "all", "--out", str(tmp_path)]) == 2
