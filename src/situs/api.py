@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from situs.core.tokens import Size
     from situs.locks.key import AnyKey
     from situs.models import Model
+    from situs.models.data import AnyData
     from situs.models.open import Unlock
     from situs.train.contract import TrainResult
     from situs.train.rehearse import Rehearsal
@@ -94,7 +95,7 @@ PLACE = ("out", "resume", "start_over", "device", "key", "withheld", "quiet")
 
 
 def pretrain(
-    data: str | Path | Table | None = None,
+    data: AnyData | Table = None,
     *,
     out: str | Path | None = None,
     method: str | Table | None = None,
@@ -107,7 +108,9 @@ def pretrain(
 ) -> Path:
     """Trains a method on images; gives the folder of the run.
 
-    data: an image folder, a folder of parquet or tar files, CIFAR's batches, or "samples" for the embedded pictures.
+    data: an image folder, a folder of parquet or tar files, CIFAR's batches, or "samples" for the embedded pictures; or
+    what is in memory: a list of images, of (image, label) pairs or of dicts, arrays, tensors, a dataset of torch or of
+    Hugging Face, or a dict of them by split. A run on it goes on with resume and the same data again.
     out: a new folder for the run; resume instead: a run to go on with, after a crash or a Ctrl-C. method: mp3, droppos,
     mjp, mae or supervised. backbone: a model of timm, as "vit_small_patch16_224". preset: a recipe by name, over which
     a TOML file (config) and then the other arguments are laid.
@@ -129,7 +132,7 @@ def pretrain(
 def finetune(
     source: str | Path | None = None,
     *,
-    data: str | Path | Table | None = None,
+    data: AnyData | Table = None,
     out: str | Path | None = None,
     positions: PositionKind | None = None,
     validate_every: int | None = None,
@@ -342,6 +345,8 @@ def _asked(
         if name not in known:
             raise unknown_key(name, known)
     place = {name: asked.pop(name) for name in PLACE if name in asked}
+    if "data" in asked:
+        asked["data"] = _data_of(asked["data"])
     below = layered(asked.pop("preset", None), asked.pop("config", None), place.get("resume"), ground)
     layers = laid(cls, below.values())
     from_dict(cls, layers, where=named(below))  # a mistake in a file is told with its name
@@ -354,6 +359,18 @@ def _asked(
             else [(name, path, value) for path in SHORT.get(name, (name,))]
         )
     return from_dict(cls, merge(layers, one_length(tables_of(each)), choices_of(cls))), place
+
+
+def _data_of(data: Any) -> Any:
+    """A path, an address of what is in memory, or fields of the data's config with such a path."""
+    from situs.data.config import DataConfig
+    from situs.data.sources import addressed
+
+    if isinstance(data, Mapping) and {*data} <= {each.name for each in fields(DataConfig)}:
+        return {**data, "path": str(addressed(data["path"]))} if data.get("path") is not None else data
+    if isinstance(data, Mapping) and "path" in data:
+        return data  # the unknown key is said
+    return addressed(data)
 
 
 def layered(

@@ -26,9 +26,13 @@ from situs.audit.scores.lpips import Lpips
 from situs.audit.settings import RATIO, Comparison, compare_settings, contestants, with_informed
 from situs.audit.victim import Victim, load_test_set, open_predictor, open_victim
 from situs.config import Checked
+from situs.data.sources import addressed
+from situs.data.sources.base import Source
+from situs.data.sources.memory import spoken
 from situs.errors import SitusError
 from situs.limits import Count, Positive
 from situs.methods.base import Method
+from situs.models.data import AnyData
 from situs.results import Provenance
 
 ATTACKED = ("patchembed", "april", "tokens")
@@ -99,7 +103,7 @@ class AuditConfig(Checked):
 
 def audit_gradients(
     model: Any,
-    data: str | Path,
+    data: AnyData,
     *,
     attacks: Sequence[str | Attack] = ATTACKED,
     defences: Sequence[str | Defence] = AUTO,
@@ -115,8 +119,9 @@ def audit_gradients(
         assert audit.judge(psnr=20).passed
 
     model: what `situs.models.open_model` takes: a name, a run, an export, a locked folder, your own module, an open
-    `Model`. data: a folder of images, or any layout that training reads. attacks, defences: by name. options: fields of
-    `AuditConfig` (count, batch, precision, fail_above, …), and what `open_model` is asked (img_size, weights, …).
+    `Model`. data: a folder of images, or any layout that training reads, or images in memory. attacks, defences: by
+    name. options: fields of `AuditConfig` (count, batch, precision, fail_above, …), and what `open_model` is asked
+    (img_size, weights, …).
 
     When the deadline's time is over, or on Ctrl-C, what is there is returned and says so (`Audit.stopped`). keep: is
     given the audit now and then while it grows, and at its end. facts: more of them for its files.
@@ -161,7 +166,7 @@ def audit_gradients(
 
 def audit_settings(
     model: Any,
-    data: str | Path,
+    data: AnyData,
     settings: Sequence[str] = tuple(SETTINGS),
     *,
     attacks: Sequence[str | Attack] = ATTACKED,
@@ -232,7 +237,7 @@ def config_from(options: Mapping[str, Any]) -> tuple[AuditConfig, dict[str, Any]
 
 def open_audit(
     model: Any,
-    data: str | Path,
+    data: AnyData,
     attacks: Sequence[str | Attack],
     config: AuditConfig,
     asked: Mapping[str, Any],
@@ -240,6 +245,7 @@ def open_audit(
 ) -> Opened:
     """The model, the images and the attacks; names are looked up before anything is opened. count: of the images,
     where it is not the config's."""
+    data = addressed(data)
     search = MatchingConfig(distance=config.distance, iterations=config.iterations, restarts=config.restarts)
     configs = [search, TokensConfig(seconds=config.search_seconds)]
     made = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
@@ -257,9 +263,11 @@ def open_audit(
     if lpips is not None:
         lpips.check(test.pixels)
     height, width = test.pixels.shape[2:]
+    named = data.name if isinstance(data, Source) else Path(spoken(str(data))).name
+    kind = "pixels" if test.stored else "numbers"
     origin = {
         "weights": str(opened.facts.get("weights", opened.facts["kind"])),
-        "images": f"{len(test)} of {Path(data).name}, {height} × {width} {'pixels' if test.stored else 'numbers'}",
+        "images": f"{len(test)} of {named}, {height} × {width} {kind}",
         "seed": config.seed,
         **evidence(victim.trains, asked.get("weights")),
     }

@@ -17,11 +17,13 @@ from situs.audit.stem import StemBackbone
 from situs.backbones.base import Backbone
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader, settle
-from situs.data.sources import kind_of, open_source
+from situs.data.sources import addressed, kind_of, open_source
+from situs.data.sources.base import Source
 from situs.errors import SitusError
 from situs.locks.manifest import read_manifest
 from situs.methods.base import Method
 from situs.models import PUBLISHED, Model, open_model
+from situs.models.data import AnyData
 from situs.models.module import OwnModule
 from situs.train.tuning import describe
 
@@ -133,22 +135,24 @@ def labels_for(model: Model, labels: Tensor | None, count: int) -> Tensor:
 
 
 def load_test_set(
-    victim: Victim, data: str | Path, count: int = 12, split: str | None = None, device: torch.device | str = "cpu"
+    victim: Victim, data: AnyData, count: int = 12, split: str | None = None, device: torch.device | str = "cpu"
 ) -> TestSet:
     """The first images or clips that can be read, as the model sees them; named by their files where they have some."""
-    if Path(data).is_file() and kind_of(str(data)) == "text":
+    place: Any = addressed(data)
+    own = isinstance(place, Source)
+    if not own and Path(place).is_file() and kind_of(str(place)) == "text":
         said = "is read as sentences, and the model sees images; a model of words takes it as texts"
-        raise SitusError(f"{data}: {said}", field=("data", "texts"))
-    config = _prepared(victim.model.data, str(data))
+        raise SitusError(f"{place}: {said}", field=("data", "texts"))
+    config = victim.model.data if own else _prepared(victim.model.data, str(place))
     clips = {"kind": config.kind, "audio": config.audio} if config.kind == "audio" else {}
-    source = open_source(data, split, channels=config.channels, **clips)
+    source = place if own else open_source(place, split, channels=config.channels, **clips)
     loader = make_loader(replace(config, batch=1, workers=0, resident="never"), None, device, source=source)
     # One by one: in the place of a broken image comes the next.
     found = list(islice(loader, count))
     left_out = source.left_out()
     if not found:
         why = "; ".join(left_out) or "it is empty"
-        raise SitusError(f"{data}: holds no {source.things} that can be read: {why}", field="data")
+        raise SitusError(f"{source.name}: holds no {source.things} that can be read: {why}", field="data")
     told = [batch.targets["label"] for batch in found if "label" in batch.targets]
     labels = labels_for(victim.model, torch.cat(told) if told else None, len(found))
     numbers = [int(batch.ids) for batch in found]

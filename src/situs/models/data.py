@@ -11,13 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+import numpy as np
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from situs.config import from_dict
 from situs.data.config import DataConfig, Target
 from situs.data.loader import Loader, make_loader
 from situs.data.masks import MaskConfig
-from situs.data.sources import judged_split, open_source
+from situs.data.sources import addressed, judged_split, open_source
 from situs.data.sources.base import Source
 from situs.data.sources.subset import Subset
 from situs.data.text import COLUMNS, Columns
@@ -32,8 +34,9 @@ from situs.train.inputs import check_words
 AnyModel = str | Path | nn.Module | Model
 """What `open_model` takes."""
 
-AnyData = str | Path | Source | None
-"""A path to images, a source of them, or None for those that a run was trained on."""
+AnyData = str | Path | Source | Sequence[Any] | Mapping[str, Any] | Dataset[Any] | Tensor | np.ndarray | None
+"""A path to images, a source of them, images in memory (`situs.data.sources.memory`), or None for those that a run was
+trained on."""
 
 
 class Read(TypedDict, total=False):
@@ -113,6 +116,7 @@ def load_any(
     over the ranks; else each rank has them all. target: what is asked of an image, its class, its mask or its objects;
     of text the class of a sentence, or words. read: see `Read`.
     """
+    data = addressed(data)
     snr_db, masks, text = read.get("snr_db"), read.get("masks"), read.get("text")
     rank, world = (distributed.rank(), distributed.world()) if shared else (0, 1)
     if world > 1:  # each rank takes the same share of a batch
@@ -190,6 +194,7 @@ def load_bank(
         raise SitusError(
             f"split={split!r}: is what the classifier is fitted to; judge it on val or test", field="split"
         )
+    data = addressed(data)
     if isinstance(data, Source):
         raise SitusError(
             f"{data.name}: is one set, and one to learn from and one to be judged on are needed", field="data"

@@ -49,6 +49,7 @@ LUMA = (0.299, 0.587, 0.114)
 _PILLOW_TYPES = {"I;16": torch.uint16, "I": torch.int32, "F": torch.float32}
 _DEEPEST = {torch.uint16: 65535.0, torch.int32: 65535.0, torch.int16: 32767.0}
 _FLOATS = {torch.float16, torch.float32, torch.float64}
+_NUMBERS = "uint8 (0 to 255), uint16 (0 to 65535) or floats from 0 to 1"
 _ROUNDING = 1e-3  # of floats that are meant to be 0 or 1
 
 
@@ -79,6 +80,50 @@ def decode(data: bytes, name: str, channels: int | None = None, *, reduce: int =
             plain = _decode_plain(data) if reduce == 1 else None
             image = plain if plain is not None else _decode_pillow(data, keep_alpha=channels == 4, reduce=reduce)
     return to_channels(image, channels, name)
+
+
+def from_pillow(image: Image.Image, name: str, channels: int | None = None) -> Tensor:
+    """An image of Pillow that is in memory, [C, H, W], as `decode` would give its file; it stays as it is."""
+    from PIL import ImageOps
+
+    file = str(getattr(image, "filename", "") or "")
+    # Of one whose pixels are not read yet, processes and threads would share the place in the open file.
+    if getattr(image, "fp", None) is not None and Path(file).is_file() and getattr(image, "n_frames", 1) == 1:
+        return decode(read_bytes(Path(file), lambda: name), name, channels)
+    with _broken(name):
+        found = _pixels_of(ImageOps.exif_transpose(image), keep_alpha=channels == 4)
+    return to_channels(found, channels, name)
+
+
+def from_array(array: np.ndarray | Tensor, name: str, channels: int | None = None, *, many: bool = False) -> Tensor:
+    """An array or tensor [H, W], [C, H, W] or [H, W, C] (the shorter end is the channels) as `decode` gives an image.
+
+    many: [n, …], all of one size; gives [n, C, H, W] and leaves the channels as they are.
+    """
+    import numpy as np
+
+    if isinstance(array, np.ndarray):
+        if array.dtype.kind not in "uif":
+            raise BrokenSampleError(f"{name}: is an array of {array.dtype}, and pixels are {_NUMBERS}", field="data")
+        array = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
+        array = torch.from_numpy(np.ascontiguousarray(array))
+    image = array.detach().cpu()
+    if image.ndim - many not in {2, 3} or 0 in image.shape:
+        said = f"is an array {list(image.shape)}, and an image is [H, W], [C, H, W] or [H, W, C]"
+        raise BrokenSampleError(f"{name}: {said}", field="data")
+    if image.dtype not in {torch.uint8, torch.uint16, *_FLOATS}:
+        kind = str(image.dtype).removeprefix("torch.")
+        raise BrokenSampleError(f"{name}: has pixels of {kind}, and pixels are {_NUMBERS}", field="data")
+    if image.ndim - many == 2:
+        image = image.unsqueeze(-3)
+    elif image.shape[-1] < image.shape[-3]:
+        image = image.movedim(-1, -3).contiguous()
+    try:
+        image = _shallow(image)
+    except ValueError as error:
+        said = f"{error}: give {_NUMBERS}, before any Normalize, which Situs does itself"
+        raise BrokenSampleError(f"{name}: {said}", field="data") from error
+    return image if many else to_channels(image, channels, name)
 
 
 def decode_numbers(data: bytes, name: str) -> Tensor:
@@ -342,8 +387,13 @@ def _decode_pillow(data: bytes, keep_alpha: bool, reduce: int = 1) -> Tensor:
             opened.draft(None, (opened.width // reduce, opened.height // reduce))
         opened.load()
         ImageOps.exif_transpose(opened, in_place=True)
-        image = _plain_mode(opened, keep_alpha)
-        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=_PILLOW_TYPES.get(image.mode, torch.uint8))
+        return _pixels_of(opened, keep_alpha)
+
+
+def _pixels_of(image: Image.Image, keep_alpha: bool) -> Tensor:
+    """An upright image of Pillow as a tensor [C, H, W]."""
+    image = _plain_mode(image, keep_alpha)
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=_PILLOW_TYPES.get(image.mode, torch.uint8))
     return _shallow(pixels.view(image.height, image.width, -1).permute(2, 0, 1))
 
 
