@@ -98,7 +98,7 @@ def test_what_cannot_be_had_is_one_sentence(which: str, said: str, own: str) -> 
 
 
 def test_a_multi_label_model_is_no_victim_of_attackers_who_know_one_class() -> None:
-    model = open_model(small_vit(num_classes=3))
+    model = open_model(small_vit(num_classes=3).eval())
     assert model.input is not None and open_victim(model).model is model
     with pytest.raises(SitusError, match="is multi-label, and the attackers and their clients learn one class"):
         open_victim(replace(model, input=replace(model.input, multi_label=True)))

@@ -23,7 +23,7 @@ from situs.errors import SitusError
 from situs.locks.manifest import read_manifest
 from situs.methods.base import Method
 from situs.models import PUBLISHED, Model, open_model
-from situs.models.data import AnyData
+from situs.models.data import AnyData, opened
 from situs.models.module import OwnModule
 from situs.train.tuning import describe
 
@@ -53,7 +53,7 @@ def open_victim(source: Any, *, classes: int = 1000, **asked: Any) -> Victim:
 
     classes: of the new classifier that a model without one gets, because a client's loss needs one.
     """
-    model = open_model(source, any_weights=True, as_trained=True, **asked)
+    model = opened(open_model(source, any_weights=True, as_trained=True, **asked))
     shaped = model.facts["kind"] in ("export", "name") and model.facts.get("weights") != PUBLISHED
     if shaped and outputs_of(model) == model.backbone.out_dim:  # as many outputs as channels: pooled features
         model = open_model(source, any_weights=True, num_classes=classes, **asked)

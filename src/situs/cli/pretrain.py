@@ -24,7 +24,7 @@ from situs.train.contract import TrainResult
 from situs.train.rehearse import Rehearsal
 from situs.train.run import RunConfig
 
-EVERYDAY = {"data": (NAMED["data"],), **SHORT}
+EVERYDAY = {"data": (NAMED["data"],), "backbone": (NAMED["backbone"],), **SHORT}
 """Everyday flags, each for fields of the run's config."""
 
 

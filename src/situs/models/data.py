@@ -26,6 +26,7 @@ from situs.data.text import COLUMNS, Columns
 from situs.errors import SitusError, counted, verb
 from situs.limits import check_value
 from situs.models.model import Model, check_classifier
+from situs.models.module import in_eval_mode
 from situs.models.open import open_model
 from situs.results import Provenance
 from situs.train import distributed
@@ -61,14 +62,15 @@ class Chosen(Read, total=False):
 
 
 def opened(model: AnyModel, seed: int = 0) -> Model:
-    """The model itself, or the one that is named, opened where it can be computed quickest.
+    """The model itself, or the one that is named, opened where it can be computed quickest; in eval mode.
 
     seed: of random weights. What else can be said of a model that is not open yet, `open_model` is told.
     """
-    if isinstance(model, Model):
-        return model
-    own = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    return open_model(model, seed=seed, device=distributed.start().device if own is None else own.device)
+    if not isinstance(model, Model):
+        own = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+        model = open_model(model, seed=seed, device=distributed.start().device if own is None else own.device)
+    backbone = model.backbone if model.method is not None else in_eval_mode(model.backbone)
+    return model if backbone is model.backbone else replace(model, backbone=backbone)
 
 
 def open_several(models: Iterable[AnyModel], seed: int = 0) -> dict[str, Model]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from situs.backbones.base import InputSpec, WholeBackbone, refuses_tokens
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
+from situs.models.inference import evaluating
 
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 WHOLE = "it is your own module and runs only as a whole"
 
 
@@ -54,18 +56,18 @@ def wrap_module(
     normalisation: tuple[Sequence[float], Sequence[float]] | None = None,
     kind: type[OwnModule] = OwnModule,
 ) -> OwnModule:
-    """The module as a backbone, in eval mode; one in half precision is copied to float32.
+    """The module as a backbone, in the mode it is in; one in half precision is copied to float32.
 
     One that does not give logits [1, classes] for one image is refused. normalisation: mean and deviation of the
     channels that it expects; ImageNet's where None. kind: the class of the backbone.
     """
     module, held = in_float32(module, keep=(torch.float64,))
-    backbone = kind(module.eval(), name or type(module).__name__, pair(img_size), in_chans)
+    backbone = kind(module, name or type(module).__name__, pair(img_size), in_chans)
     backbone.normalisation, backbone.held = normalisation, held
     like = next(backbone.parameters(), torch.zeros(0))
     images = torch.randn(1, in_chans, *pair(img_size), generator=torch.Generator().manual_seed(0))
     try:
-        with torch.no_grad():
+        with evaluating(backbone):
             found = backbone(images.to(like.device, like.dtype))
     except Exception as error:  # whatever the user's own code raises
         said = error if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
@@ -84,6 +86,17 @@ def in_float32(module: nn.Module, keep: Sequence[torch.dtype] = ()) -> tuple[nn.
     if not types:
         return module, None
     return deepcopy(module).float(), str(types.pop()).removeprefix("torch.")
+
+
+def in_eval_mode(module: AnyModule) -> AnyModule:
+    """The module where it is in eval mode; else its twin over the same tensors that is, so that its own mode stays."""
+    if not any(part.training for part in module.modules()):
+        return module
+    shared: dict[int, Any] = {id(each): each for each in (*module.parameters(), *module.buffers())}
+    try:
+        return deepcopy(module, shared).eval()
+    except Exception:  # noqa: BLE001  (whatever a user's own module keeps that has no copy)
+        return module.eval()
 
 
 def names_module(source: str) -> bool:

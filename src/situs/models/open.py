@@ -62,7 +62,7 @@ def open_model(
     device: torch.device | str = "cpu",
     **fields: Any,
 ) -> Model:
-    """The model that `source` names, on its device and in eval mode.
+    """The model that `source` names, on its device and in eval mode; a module stays in the mode it is in.
 
     weights: for a name, a file, "pretrained" or "random"; any_weights: a name without them gets random ones. seed: of
     random weights. ema: for a run, the mean of its weights; None takes it where there is one. as_trained: a run as its
@@ -114,7 +114,7 @@ def _open(
     elif names_module(source):
         _refuse(source, weights=weights)
         module = make_module(source, fields.pop("model_args", None))
-        model = _open_module(module, last_name(source), fields, device)  # a result tells no folders
+        model = _open_module(module.eval(), last_name(source), fields, device)  # a result tells no folders
     else:
         model = _open_name(source, weights or (RANDOM if any_weights else None), fields, device)
     home = Path(origin).parent.name if Path(source).exists() else last_name(weights or "")
@@ -307,6 +307,9 @@ def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: t
         _refuse(name, **fields)
     if backbone.input.channels and backbone.input.shape is None:
         raise SitusError(f"{name}: takes images of no one size")
+    own = {*module.modules()}
+    for part in backbone.modules():  # what stands around the module has its mode
+        part.training = part.training if part in own else module.training
     if size is not None and backbone.input.shape != pair(size):
         raise SitusError(f"img_size={size}: {name} takes {backbone.input.shape}", field="img_size")
     backbone.name = name
@@ -318,7 +321,7 @@ def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: t
     notes = {} if held is None else {"precision": f"held in {held}; here it computes in float32"}
     device = "cpu" if str(device) == "meta" else device
     facts = {"kind": "module", "model": name, "weights": "its own"}
-    return Model(name, backbone.to(device).eval(), None, images_for(backbone, told), None, facts, notes=notes)
+    return Model(name, backbone.to(device), None, images_for(backbone, told), None, facts, notes=notes)
 
 
 def _known(module: nn.Module) -> Backbone | None:

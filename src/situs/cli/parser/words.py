@@ -95,9 +95,8 @@ def members_of(kind: Any) -> tuple[Any, ...]:
 
 
 OTHERS = {
-    "--model": "--backbone.name",
-    "--arch": "--backbone.name",
-    "--backbone": "--backbone.name",
+    "--model": "--backbone",
+    "--arch": "--backbone",
     "--batch-size": "--batch",
     "--learning-rate": "--optim.lr",
     "--checkpoint": "--init",
