@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from situs.backbones.config import PositionKind
     from situs.core.tokens import Size
     from situs.locks.key import AnyKey
+    from situs.methods import Method
     from situs.models import Model
     from situs.models.data import AnyData, AnyModel
     from situs.models.open import Unlock
@@ -86,7 +87,7 @@ class Options(TypedDict, total=False):
 class FinetuneOptions(Options, total=False):
     """The same for a fine-tuning."""
 
-    method: str | Table
+    method: str | type[Method] | Table
     backbone: Table
 
 
@@ -98,7 +99,7 @@ def pretrain(
     data: AnyData | Table = None,
     *,
     out: str | Path | None = None,
-    method: str | Table | None = None,
+    method: str | type[Method] | Table | None = None,
     backbone: AnyModel | Table | None = None,
     preset: str | None = None,
     epochs: int | None = None,
@@ -112,9 +113,9 @@ def pretrain(
     what is in memory: a list of images, of (image, label) pairs or of dicts, arrays, tensors, a dataset of torch or of
     Hugging Face, or a dict of them by split. A run on it goes on with resume and the same data again.
     out: a new folder for the run; resume instead: a run to go on with, after a crash or a Ctrl-C. method: mp3, droppos,
-    mjp, mae or supervised. backbone: a model of timm, as "vit_small_patch16_224", or a module or open model, whose
-    weights the run starts from (it trains a copy). preset: a recipe by name, over which
-    a TOML file (config) and then the other arguments are laid.
+    mjp, mae or supervised, or a class of your own, itself or as "file.py:Class". backbone: a model of timm, as
+    "vit_small_patch16_224", or a module or open model, whose weights the run starts from (it trains a copy). preset: a
+    recipe by name, over which a TOML file (config) and then the other arguments are laid.
 
     Every field of a run's config can be given, as a TOML file holds it: `optim={"lr": 1e-3}`,
     `method={"name": "mp3", "mask_ratio": 0.5}`, `data={"path": "photos/", "img_size": 160}`. Further options: steps,
@@ -353,6 +354,7 @@ def _asked(
     if "data" in asked:
         asked["data"] = _data_of(asked["data"])
     _take_modules(asked)
+    _take_class(asked)
     init = None if _names_backbone(asked) else asked.get("init")
     below = layered(asked.pop("preset", None), asked.pop("config", None), place.get("resume"), ground, init)
     layers = laid(cls, below.values())
@@ -379,6 +381,17 @@ def _take_modules(asked: dict[str, Any]) -> None:
                 raise SitusError(said, field=("backbone", "init"))
             asked["init"] = asked.pop("backbone")
         asked["init"] = addressed_model(asked["init"])
+
+
+def _take_class(asked: dict[str, Any]) -> None:
+    """Puts its name in the place of a class of the user's own as method."""
+    method = asked.get("method")
+    given = method.get("name") if isinstance(method, Mapping) else method
+    if isinstance(given, type):
+        from situs.methods import METHODS
+
+        name = METHODS.name_of(given)
+        asked["method"] = {**method, "name": name} if isinstance(method, Mapping) else name
 
 
 def _names_backbone(table: Table) -> bool:

@@ -11,10 +11,11 @@ from torch import nn
 from situs.backbones.config import BackboneConfig
 from situs.config import from_dict, to_dict
 from situs.errors import SitusError
+from situs.files import names_code
 from situs.methods import METHODS
 from situs.models.handed import handed
 from situs.models.model import Model
-from situs.models.module import OwnModule, names_module
+from situs.models.module import OwnModule
 from situs.models.open import CONFIG, PUBLISHED, RANDOM, is_locked, model_folder, open_model
 from situs.train.checkpoint import read_config, run_and_step
 from situs.train.export import POSITIONS, TRAINING_ONLY
@@ -77,7 +78,7 @@ def beginning(source: str | Path) -> Beginning:
         data = to_dict(config.data)
         sees = METHODS[config.method_name].uses_positions(config.method)
         return Beginning(replace(config.backbone, weights=None), source, {n: data[n] for n in SAME_DATA}, sees)
-    if names_module(source):
+    if names_code(source):
         raise SitusError(f"{source}: is your own module, which a run cannot make again by itself", field="source")
     folder = model_folder(source)
     if folder is None and is_locked(source):
@@ -110,7 +111,7 @@ def adopted(init: str) -> dict[str, Any]:
     None where they are weights alone: a file, a module's name.
     """
     known = handed(init) is not None or is_run(init) or model_folder(init) is not None
-    if not known and (Path(init).exists() or names_module(init)):
+    if not known and (Path(init).exists() or names_code(init)):
         return {}
     try:
         begun = beginning(init if known or "=" in init else f"{init}={PUBLISHED}")

@@ -7,11 +7,8 @@ one. It runs only as a whole: what needs its tokens, positions or blocks is refu
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from importlib import import_module
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -20,6 +17,7 @@ from torch import Tensor, nn
 from situs.backbones.base import InputSpec, WholeBackbone, refuses_tokens
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
+from situs.files import load_code
 from situs.models.inference import evaluating
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -99,25 +97,12 @@ def in_eval_mode(module: AnyModule) -> AnyModule:
         return module.eval()
 
 
-def names_module(source: str) -> bool:
-    """Whether `source` is package.module:name or file.py:name, and not a folder or a name of a library ("hf:…")."""
-    place, colon, name = source.rpartition(":")
-    if not colon or not name.isidentifier() or place == "hf":
-        return False
-    return place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
-
-
 def make_module(source: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
     """What package.module:name or file.py:name stands for: a module as it is, else what calling it gives.
 
     arguments: of that call.
     """
-    place, _, name = source.rpartition(":")
-    try:
-        make = getattr(_import(place), name)
-    except Exception as error:  # whatever the user's own code raises while it is imported
-        said = error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
-        raise SitusError(f"{source}: cannot be had as package.module:name or file.py:name: {said} (MODEL)") from error
+    make = load_code(source, " (MODEL)")
     if not isinstance(make, nn.Module):
         make = _call(source, make, dict(arguments or {}))
     elif arguments:
@@ -125,21 +110,6 @@ def make_module(source: str, arguments: Mapping[str, Any] | None = None) -> nn.M
     if not isinstance(make, nn.Module):
         raise SitusError(f"{source}: gives {type(make).__name__}, and must give an nn.Module (MODEL)")
     return make
-
-
-def _import(place: str) -> Any:
-    if not place.endswith(".py"):
-        return _import_from(Path.cwd(), place)  # as python -m does
-    file = Path(place).expanduser().resolve()
-    if not file.is_file():
-        raise ImportError(f"there is no file {place}")
-    return _import_from(file.parent, file.stem)
-
-
-def _import_from(folder: Path, name: str) -> Any:
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    return import_module(name)
 
 
 def _call(source: str, make: Any, arguments: dict[str, Any]) -> Any:

@@ -26,12 +26,12 @@ from situs.config import from_dict
 from situs.core.tokens import Size, pair
 from situs.data.tokeniser import hold_tokeniser
 from situs.errors import SitusError
-from situs.files import read_json
+from situs.files import names_code, read_json
 from situs.methods import create_method, method_class
 from situs.methods.base import Method
 from situs.models.defended import trained_under
 from situs.models.model import Model, folder_name, identity_of
-from situs.models.module import OwnModule, in_float32, make_module, names_module, wrap_module
+from situs.models.module import OwnModule, in_float32, make_module, wrap_module
 from situs.models.prepared import class_names, described, images_for, is_multi_label, read_prepared, sentences_for
 from situs.train.checkpoint import run_and_step
 from situs.train.export import PARTS, last_name
@@ -95,7 +95,7 @@ def _open(
         name = source.name if isinstance(source, Backbone) else type(source).__name__
         return _open_module(source, name, fields, device)
     source = str(source)
-    if not Path(source).exists() and not names_module(source) and "=" in source:
+    if not Path(source).exists() and not names_code(source) and "=" in source:
         source, _, given = source.partition("=")
         _refuse(f"{source}={given}", weights=weights)
         weights = given
@@ -111,7 +111,7 @@ def _open(
     elif (folder := model_folder(source)) is not None:
         _refuse("a model's folder", weights=weights)
         model = _open_folder(folder, fields, device)
-    elif names_module(source):
+    elif names_code(source):
         _refuse(source, weights=weights)
         module = make_module(source, fields.pop("model_args", None))
         model = _open_module(module.eval(), last_name(source), fields, device)  # a result tells no folders
