@@ -103,7 +103,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     told = [*out, "--from", str(trained.mp3), *QUICK]
     assert refused(out, capsys) == (
         "give the pretrained model to start from, other weights with the name of their model, or a run to go on with "
-        "(--from, --init, --backbone, --resume)"
+        "(--from, --init, --backbone.name, --resume)"
     )
     assert refused([*told, "--init", "x.pt"], capsys) == (
         f"give the model to start from ({trained.mp3}) or other weights (x.pt), and not both (--from, --init)"

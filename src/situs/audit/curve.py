@@ -189,7 +189,7 @@ def axis_of(name: str, rms: float, norm: float) -> Axis:
 
 def trace_defences(
     model: Any,
-    data: AnyData,
+    data: AnyData = None,
     over: Sequence[str] = ("noise",),
     *,
     beside: Sequence[str | Defence] = BESIDE,

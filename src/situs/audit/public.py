@@ -97,13 +97,16 @@ class AuditConfig(Checked):
     """A gate, as psnr=20. Exit status 0: a closed form solved all images and none is above; 3: some image is above;
     4: not judged, which is no pass."""
 
+    loss: str | None = None
+    """Your own, not cross entropy: file.py:name(logits, labels)."""
+
     seed: int = 0
     """Of random weights and of noise."""
 
 
 def audit_gradients(
     model: Any,
-    data: AnyData,
+    data: AnyData = None,
     *,
     attacks: Sequence[str | Attack] = ATTACKED,
     defences: Sequence[str | Defence] = AUTO,
@@ -119,9 +122,9 @@ def audit_gradients(
         assert audit.judge(psnr=20).passed
 
     model: what `situs.models.open_model` takes: a name, a run, an export, a locked folder, your own module, an open
-    `Model`. data: a folder of images, or any layout that training reads, or images in memory. attacks, defences: by
-    name. options: fields of `AuditConfig` (count, batch, precision, fail_above, …), and what `open_model` is asked
-    (img_size, weights, …).
+    `Model`. data: a folder of images, or any layout that training reads, or images in memory; by default a run's own.
+    attacks, defences: by name. options: fields of `AuditConfig` (count, batch, precision, fail_above, …; loss may also
+    be the function itself), and what `open_model` is asked (img_size, weights, …).
 
     When the deadline's time is over, or on Ctrl-C, what is there is returned and says so (`Audit.stopped`). keep: is
     given the audit now and then while it grows, and at its end. facts: more of them for its files.
@@ -166,7 +169,7 @@ def audit_gradients(
 
 def audit_settings(
     model: Any,
-    data: AnyData,
+    data: AnyData = None,
     settings: Sequence[str] = tuple(SETTINGS),
     *,
     attacks: Sequence[str | Attack] = ATTACKED,
@@ -231,6 +234,7 @@ def step_of(config: AuditConfig, victim: Victim) -> Step:
 def config_from(options: Mapping[str, Any]) -> tuple[AuditConfig, dict[str, Any]]:
     """The options that are fields of the config, and the others, which are for `open_model`."""
     known = {field.name for field in fields(AuditConfig)}
+    known -= {"loss"} if callable(options.get("loss")) else set()
     config = AuditConfig(**{name: value for name, value in options.items() if name in known})
     return config, {name: value for name, value in options.items() if name not in known}
 
@@ -251,8 +255,12 @@ def open_audit(
     made = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
     _check_used(config, {attack.Config for attack in made})
     lpips = None if config.lpips is None else Lpips(config.lpips)
-    victim = open_victim(model, classes=config.classes or CLASSES, seed=config.seed, **asked)
+    told = {"loss": config.loss, **asked, "classes": config.classes or CLASSES, "seed": config.seed}
+    victim = open_victim(model, **told)
     opened = victim.model
+    data = opened.data.path or None if data is None else data
+    if data is None:
+        raise SitusError(f"{opened.name}: only a run knows its data; say where the images are", field="data")
     if config.predictor is not None:
         predictor = open_predictor(config.predictor, opened.backbone, opened.device)
         configs = [search, replace(configs[1], predictor=predictor), AdaptiveConfig(predictor=predictor)]

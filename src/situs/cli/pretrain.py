@@ -24,7 +24,7 @@ from situs.train.contract import TrainResult
 from situs.train.rehearse import Rehearsal
 from situs.train.run import RunConfig
 
-EVERYDAY = {"data": (NAMED["data"],), "backbone": (NAMED["backbone"],), **SHORT}
+EVERYDAY = {"data": (NAMED["data"],), **SHORT}
 """Everyday flags, each for fields of the run's config."""
 
 
@@ -73,7 +73,7 @@ class Training(Recipe):
 class Args(Training):
     """Pretrain a backbone."""
 
-    config: RunConfig = configured(RunConfig, short=EVERYDAY)
+    config: RunConfig = configured(RunConfig, short={**EVERYDAY, "backbone": (NAMED["backbone"],)})
 
 
 def run(args: Args) -> int:

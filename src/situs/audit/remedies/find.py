@@ -168,7 +168,7 @@ def part_of(test: TestSet, span: slice) -> TestSet:
 
 def find_defences(
     model: Any,
-    data: AnyData,
+    data: AnyData = None,
     limit: str = "psnr=20",
     *,
     attacks: Sequence[str | Attack] = ATTACKED,

@@ -1,8 +1,8 @@
 """One encoded image to one tensor: what Pillow reads (JPEG, PNG, WebP, TIFF…) and NumPy arrays.
 
 A decoded image is [C, H, W]: uint8 in 0..255, or float32 in [0, 1] where the file is deeper than 8 bits.
-Alpha is dropped unless four channels are asked for, a palette becomes RGB, and a photograph is turned as its
-EXIF tag says.
+What is transparent is laid over white unless four channels are asked for, a palette becomes RGB, and a photograph is
+turned as its EXIF tag says.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Header(NamedTuple):
     """What a file says of its image before a pixel is read.
 
     kind: Pillow's name of the format, or NPY. mode: Pillow's, or the array's type. height, width: as the image is seen,
-    upright. turned: whether its EXIF tag turns or mirrors it.
+    upright. turned: whether its EXIF tag turns or mirrors it. transparent: whether it has an alpha channel.
     """
 
     kind: str
@@ -65,6 +65,7 @@ class Header(NamedTuple):
     height: int
     width: int
     turned: bool
+    transparent: bool = False
 
 
 def decode(data: bytes, name: str, channels: int | None = None, *, reduce: int = 1) -> Tensor:
@@ -163,7 +164,7 @@ def read_header(data: bytes, name: str) -> Header:
         with _opened(data) as image:
             way = image.getexif().get(_ORIENTATION, 1)
             width, height = image.size[::-1] if way in {5, 6, 7, 8} else image.size
-            return Header(image.format or "", image.mode, height, width, way in range(2, 9))
+            return Header(image.format or "", image.mode, height, width, way in range(2, 9), is_transparent(image))
 
 
 @contextmanager
@@ -399,15 +400,29 @@ def _pixels_of(image: Image.Image, keep_alpha: bool) -> Tensor:
 
 def _plain_mode(image: Image.Image, keep_alpha: bool) -> Image.Image:
     """Pillow's many modes brought to L, RGB, RGBA, 16/32-bit integers or floats."""
-    if image.mode in {"L", "RGB", "F", "I"}:
+    transparent = is_transparent(image)
+    if image.mode in {"F", "I"} or (image.mode in {"L", "RGB"} and not transparent):
         return image
     if image.mode.startswith("I;16"):
         return image if image.mode == "I;16" else image.convert("I")
-    if image.mode in {"1", "LA", "La"}:
-        return image.convert("L")
-    if keep_alpha:
+    if keep_alpha and image.mode not in {"1", "L", "LA", "La"}:
         return image.convert("RGBA")
-    if "transparency" in image.info or image.mode in {"RGBa", "PA"}:
-        # Straight to RGB, Pillow warns about or refuses these two.
-        image = image.convert("RGBA")
-    return image.convert("RGB")
+    grey = "L" if image.mode in {"1", "L", "LA", "La"} else "RGB"
+    return _over_white(image).convert(grey) if transparent else image.convert(grey)
+
+
+def is_transparent(image: Image.Image) -> bool:
+    """Whether an image of Pillow has an alpha channel, or a colour that stands for nothing."""
+    return image.mode in {"LA", "La", "PA", "RGBA", "RGBa"} or "transparency" in image.info
+
+
+def _over_white(image: Image.Image) -> Image.Image:
+    """An image with its transparent pixels laid over white, opaque."""
+    from PIL import Image as Pillow
+
+    if image.mode == "La":
+        image = image.convert("LA")
+    image = image.convert("RGBA")
+    if image.getchannel("A").getextrema() == (255, 255):
+        return image.convert("RGB")
+    return Pillow.alpha_composite(Pillow.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")
