@@ -122,6 +122,12 @@ def test_a_run_goes_on_with_the_same_data_alone(tmp_path: Path) -> None:
     assert json.loads((run / "config.json").read_text())["train"]["max_steps"] == 3
 
 
+def test_labels_that_are_missing_are_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(SitusError, match=r"the data in memory has none, .* give \(image, label\) pairs"):
+        situs.pretrain({"path": TRAIN[0], "img_size": SIDE}, method="supervised", out=tmp_path / "run", **TINY)
+    assert not (tmp_path / "run").exists()
+
+
 def test_workers_read_a_dataset_to_the_same_bits(tmp_path: Path) -> None:
     data = {"path": TorchSet(*TRAIN), "img_size": SIDE, "resident": "never"}
     runs = [situs.pretrain({**data, "workers": workers}, out=tmp_path / f"{workers}", **TINY) for workers in (0, 2)]

@@ -162,8 +162,7 @@ def _arguments(config: BackboneConfig) -> dict[str, Any]:
     if not timm.is_model(config.name):
         close = nearest(config.name)
         hint = f"; did you mean {', '.join(close)}?" if close else "; timm.list_models() lists the names"
-        said = f"{config.name!r} is neither a timm model nor a folder with a config.json{hint}"
-        raise SitusError(said, field="backbone.name")
+        raise SitusError(f"{config.name!r} is neither a timm model nor a folder with a config.json{hint}")
     arguments: dict[str, Any] = {"in_chans": config.in_chans, **config.model_args}
     if config.num_classes is not None:
         arguments["num_classes"] = config.num_classes
