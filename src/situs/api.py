@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from situs.backbones.config import PositionKind
     from situs.core.tokens import Size
     from situs.locks.key import AnyKey
+    from situs.methods import Method
     from situs.models import Model
+    from situs.models.data import AnyData, AnyModel
     from situs.models.open import Unlock
     from situs.train.contract import TrainResult
     from situs.train.rehearse import Rehearsal
@@ -77,7 +79,7 @@ class Options(TypedDict, total=False):
     train: Table | Literal["all", "head", "lora"]
     tuning: Table
     dp: Table | float
-    init: str
+    init: AnyModel
     init_positions: bool
     probe_every: int
 
@@ -85,7 +87,7 @@ class Options(TypedDict, total=False):
 class FinetuneOptions(Options, total=False):
     """The same for a fine-tuning."""
 
-    method: str | Table
+    method: str | type[Method] | Table
     backbone: Table
 
 
@@ -94,11 +96,11 @@ PLACE = ("out", "resume", "start_over", "device", "key", "withheld", "quiet")
 
 
 def pretrain(
-    data: str | Path | Table | None = None,
+    data: AnyData | Table = None,
     *,
     out: str | Path | None = None,
-    method: str | Table | None = None,
-    backbone: str | Table | None = None,
+    method: str | type[Method] | Table | None = None,
+    backbone: AnyModel | Table | None = None,
     preset: str | None = None,
     epochs: int | None = None,
     batch: int | None = None,
@@ -107,15 +109,19 @@ def pretrain(
 ) -> Path:
     """Trains a method on images; gives the folder of the run.
 
-    data: an image folder, a folder of parquet or tar files, CIFAR's batches, or "samples" for the embedded pictures.
+    data: an image folder, a folder of parquet or tar files, CIFAR's batches, or "samples" for the embedded pictures; or
+    what is in memory: a list of images, of (image, label) pairs or of dicts, arrays, tensors, a dataset of torch or of
+    Hugging Face, or a dict of them by split. A run on it goes on with resume and the same data again.
     out: a new folder for the run; resume instead: a run to go on with, after a crash or a Ctrl-C. method: mp3, droppos,
-    mjp, mae or supervised. backbone: a model of timm, as "vit_small_patch16_224". preset: a recipe by name, over which
-    a TOML file (config) and then the other arguments are laid.
+    mjp, mae or supervised, or a class of your own, itself or as "file.py:Class". backbone: a model of timm, as
+    "vit_small_patch16_224", or a module or open model, whose weights the run starts from (it trains a copy). preset: a
+    recipe by name, over which a TOML file (config) and then the other arguments are laid.
 
     Every field of a run's config can be given, as a TOML file holds it: `optim={"lr": 1e-3}`,
     `method={"name": "mp3", "mask_ratio": 0.5}`, `data={"path": "photos/", "img_size": 160}`. Further options: steps,
-    parallel, augment, train, init (weights to start from; key and withheld open a locked folder), init_positions,
-    probe_every, start_over, device, quiet. `situs pretrain --help all` explains each.
+    parallel, augment, train, init (a model or weights to start from, whose architecture is taken where no backbone is
+    named; key and withheld open a locked folder), init_positions, probe_every, start_over, device, quiet.
+    `situs pretrain --help all` explains each.
 
     >>> run = situs.pretrain("photos/", method="mp3", backbone="vit_small_patch16_224", out="runs/mp3")
     """
@@ -127,9 +133,9 @@ def pretrain(
 
 
 def finetune(
-    source: str | Path | None = None,
+    source: AnyModel | None = None,
     *,
-    data: str | Path | Table | None = None,
+    data: AnyData | Table = None,
     out: str | Path | None = None,
     positions: PositionKind | None = None,
     validate_every: int | None = None,
@@ -141,19 +147,22 @@ def finetune(
 ) -> Path:
     """Trains a classifier on a pretrained model; gives the folder of the run.
 
-    source: a run, an export or another model's folder, a locked folder with its key, or a timm name with its weights
-    (NAME=FILE, NAME=pretrained). data: images in a folder a class; by default the run's own. out: a new folder for the
-    run, or resume: one to go on with. positions: learned, sincos, learned_sincos, relative or none; by default the
-    model's own, and learned after MP3. validate_every: epochs between two looks at the validation split, by default 5;
-    0 for data without one. train: "head" or "lora" trains the classifier alone, or with LoRA's products (tuning=
-    {"rank": 8, "targets": ["qkv"]}); dp: an ε, trains with differential privacy (the extra dp).
+    source: a run, an export or another model's folder, a locked folder with its key, a timm name with its weights
+    (NAME=FILE, NAME=pretrained), or a module or open model, of which a copy is trained. data: images in a folder a
+    class, or in memory; by default the run's own. out: a new folder for the run, or resume: one to go on with.
+    positions: learned, sincos, learned_sincos, relative or none; by default the model's own, and learned after MP3.
+    validate_every: epochs between two looks at the validation split, by default 5; 0 for data without one. train:
+    "head" or "lora" trains the classifier alone, or with LoRA's products (tuning={"rank": 8, "targets": ["qkv"]}); dp:
+    an ε, trains with differential privacy (the extra dp).
 
     preset, epochs, batch, seed and further options are those of `pretrain`.
 
     >>> tuned = situs.finetune("runs/mp3", data="photos/", out="runs/ft")
     """
     from situs.evaluate.finetune import FinetuneConfig, data_as_seen
+    from situs.models.handed import addressed_model
 
+    source = addressed_model(source)
     given = {"out": out, "data": data, "preset": preset, "epochs": epochs, "batch": batch, "seed": seed}
     ground = {} if source is None else data_as_seen(source)
     config, place = _asked(FinetuneConfig, given, options, ground)
@@ -198,11 +207,11 @@ def open_model(
 ) -> Model:
     """Opens any model: a run, an export, a locked folder, a name, a folder, your own module.
 
-    The model is in eval mode; its `backbone` is a torch module with the steps `embed`, `positions`, `encode` and
-    `head`. key, withheld: what opens a locked folder; without them it is opened as it lies there, scrambled. weights:
-    for a timm name, a file, "pretrained" or "random"; pretrained=True says the second. img_size (an own module needs
-    it, or `example`, images that it takes) and patch_size, in_chans, num_classes, model_args shape a new model. ema:
-    for a run, the mean of its weights. seed: of random weights.
+    The model is in eval mode, but a module stays in the mode it is in; its `backbone` is a torch module with the steps
+    `embed`, `positions`, `encode` and `head`. key, withheld: what opens a locked folder; without them it is opened as
+    it lies there, scrambled. weights: for a timm name, a file, "pretrained" or "random"; pretrained=True says the
+    second. img_size (an own module needs it, or `example`, images that it takes) and patch_size, in_chans, num_classes,
+    model_args shape a new model. ema: for a run, the mean of its weights. seed: of random weights.
 
     >>> model = situs.open_model("vit_small_patch16_224", weights="random")
     """
@@ -342,7 +351,12 @@ def _asked(
         if name not in known:
             raise unknown_key(name, known)
     place = {name: asked.pop(name) for name in PLACE if name in asked}
-    below = layered(asked.pop("preset", None), asked.pop("config", None), place.get("resume"), ground)
+    if "data" in asked:
+        asked["data"] = _data_of(asked["data"])
+    _take_modules(asked)
+    _take_class(asked)
+    init = None if _names_backbone(asked) else asked.get("init")
+    below = layered(asked.pop("preset", None), asked.pop("config", None), place.get("resume"), ground, init)
     layers = laid(cls, below.values())
     from_dict(cls, layers, where=named(below))  # a mistake in a file is told with its name
     each: list[tuple[str, str, Any]] = []
@@ -356,16 +370,59 @@ def _asked(
     return from_dict(cls, merge(layers, one_length(tables_of(each)), choices_of(cls))), place
 
 
+def _take_modules(asked: dict[str, Any]) -> None:
+    """Puts addresses in the place of models in memory: of `init`, and of a backbone, whose weights are started from."""
+    if not isinstance(asked.get("init"), str | None) or not isinstance(asked.get("backbone"), str | Mapping | None):
+        from situs.models.handed import addressed_model
+
+        if not isinstance(asked.get("backbone"), str | Mapping | None):
+            if asked.get("init") is not None:
+                said = "backbone: is a model in memory, whose weights are started from; leave init out"
+                raise SitusError(said, field=("backbone", "init"))
+            asked["init"] = asked.pop("backbone")
+        asked["init"] = addressed_model(asked["init"])
+
+
+def _take_class(asked: dict[str, Any]) -> None:
+    """Puts its name in the place of a class of the user's own as method."""
+    method = asked.get("method")
+    given = method.get("name") if isinstance(method, Mapping) else method
+    if isinstance(given, type):
+        from situs.methods import METHODS
+
+        name = METHODS.name_of(given)
+        asked["method"] = {**method, "name": name} if isinstance(method, Mapping) else name
+
+
+def _names_backbone(table: Table) -> bool:
+    named = table.get("backbone")
+    return isinstance(named, str) or (isinstance(named, Mapping) and "name" in named)
+
+
+def _data_of(data: Any) -> Any:
+    """A path, an address of what is in memory, or fields of the data's config with such a path."""
+    from situs.data.config import DataConfig
+    from situs.data.sources import addressed
+
+    if isinstance(data, Mapping) and {*data} <= {each.name for each in fields(DataConfig)}:
+        return {**data, "path": str(addressed(data["path"]))} if data.get("path") is not None else data
+    if isinstance(data, Mapping) and "path" in data:
+        return data  # the unknown key is said
+    return addressed(data)
+
+
 def layered(
     preset: str | None,
     file: str | Path | None,
     run: str | Path | None = None,
     ground: Table | None = None,
+    init: str | None = None,
 ) -> dict[str, Table]:
     """What lies below the arguments of a training, by where it comes from, the lowest first: preset < TOML file, or a
     run's own config.
 
-    ground: tables that lie below both.
+    ground: tables that lie below both. init: weights to start from, whose architecture lies there too where neither
+    names one.
     """
     if run is not None:
         if preset or file:
@@ -379,6 +436,10 @@ def layered(
         found[f"preset {preset}"] = one_length(load_preset(preset))
     if file is not None:
         found[str(file)] = one_length(read_toml(file))
+    if init is not None and not any(map(_names_backbone, found.values())):
+        from situs.models.beginning import adopted
+
+        found = {GROUND: merge(adopted(init), ground or {}), **{name: t for name, t in found.items() if name != GROUND}}
     return found
 
 

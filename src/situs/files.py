@@ -1,11 +1,14 @@
-"""Small files: TOML and JSON read with errors of one sentence; what is written appears whole or not at all."""
+"""Small files: TOML and JSON read with errors of one sentence; what is written appears whole or not at all; a user's
+own code by its name."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +103,40 @@ def write_result(path: Path, content: bytes, *, private: bool = False, field: st
         reason = (error.strerror or str(error)).lower()
         raise SitusError(f"{path}: could not be written: {reason}", field=field) from error
     return path
+
+
+# --- a user's own code ----------------------------------------------------------------------------------------
+
+
+def names_code(source: str) -> bool:
+    """Whether `source` is package.module:name or file.py:name, and not a folder or a name of a library ("hf:…")."""
+    place, colon, name = source.rpartition(":")
+    if not colon or not name.isidentifier() or place == "hf":
+        return False
+    return place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
+
+
+def load_code(source: str, what: str = "") -> Any:
+    """What package.module:name or file.py:name stands for. what: behind an error's sentence."""
+    place, _, name = source.rpartition(":")
+    try:
+        return getattr(_import(place), name)
+    except Exception as error:  # whatever the user's own code raises while it is imported
+        said = error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        told = f"{source}: cannot be had as package.module:name or file.py:name: {said}{what}"
+        raise SitusError(told) from error
+
+
+def _import(place: str) -> Any:
+    if not place.endswith(".py"):
+        return _import_from(Path.cwd(), place)  # as python -m does
+    file = Path(place).expanduser().resolve()
+    if not file.is_file():
+        raise ImportError(f"there is no file {place}")
+    return _import_from(file.parent, file.stem)
+
+
+def _import_from(folder: Path, name: str) -> Any:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    return import_module(name)

@@ -65,7 +65,7 @@ def test_an_oracle_that_was_stopped_is_no_pass(vit: Any) -> None:
             return True
 
     cut = audited(vit, 3.0, deadline=Late()).judge()
-    assert cut.status == NOT_JUDGED and "oracle was stopped after" in cut.sentence
+    assert cut.status == NOT_JUDGED and "or before its end" in cut.sentence
 
 
 @pytest.mark.parametrize("scale", [30.0, 100.0, 300.0])

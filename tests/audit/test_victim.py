@@ -13,9 +13,13 @@ import torch
 from builders import small_vit
 from outcomes import reason
 from PIL import Image
+from torch import Tensor
+from torch.nn import functional
 
+import situs
 from situs.audit import PatchEmbedding, audit_gradients
-from situs.audit.victim import load_test_set, open_predictor, open_victim
+from situs.audit.client import victim_gradients
+from situs.audit.victim import labels_for, load_test_set, open_predictor, open_victim
 from situs.config import from_dict
 from situs.errors import SitusError
 from situs.locks import lock, new_key
@@ -98,7 +102,7 @@ def test_what_cannot_be_had_is_one_sentence(which: str, said: str, own: str) -> 
 
 
 def test_a_multi_label_model_is_no_victim_of_attackers_who_know_one_class() -> None:
-    model = open_model(small_vit(num_classes=3))
+    model = open_model(small_vit(num_classes=3).eval())
     assert model.input is not None and open_victim(model).model is model
     with pytest.raises(SitusError, match="is multi-label, and the attackers and their clients learn one class"):
         open_victim(replace(model, input=replace(model.input, multi_label=True)))
@@ -224,3 +228,61 @@ def test_another_loss_than_the_audited_one_is_said(named: str | None, tmp_path: 
     said = "" if named in (None, "single_label_classification") else f"problem_type {named}"
     for file in ("gradients.html", "gradients.json"):
         assert ("another loss" in (tmp_path / file).read_text()) == bool(said) and said in found.notes.get("loss", "")
+
+
+def margin(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.multi_margin_loss(logits, labels)
+
+
+def test_a_loss_of_ones_own_makes_the_gradients(tmp_path: Path) -> None:
+    """To autograd's own; the closed form reads the image of a hinge as it does of cross entropy; by file as well."""
+    (tmp_path / "own_loss.py").write_text("from torch.nn.functional import multi_margin_loss as margin\nfive = 5\n")
+    torch.manual_seed(0)
+    backbone = small_vit(num_classes=5, width=48).eval()
+    images, labels = torch.randn(3, 3, 16, 16), torch.tensor([1, 4, 0])
+    parameters = dict(backbone.named_parameters())
+    wanted = torch.autograd.grad(margin(backbone(images), labels), list(parameters.values()), allow_unused=True)
+    for loss in (margin, f"{tmp_path}/own_loss.py:margin"):
+        victim = open_victim(backbone, loss=loss)
+        sent = victim_gradients(victim.trains, images, labels)
+        for name, gradient in zip(parameters, wanted, strict=True):
+            assert torch.equal(sent[name], torch.zeros_like(sent[name]) if gradient is None else gradient), name
+        assert "the client's own" in victim.notes["loss"]
+        assert "/" not in victim.notes["loss"].partition(":")[0]  # no folders
+        data = [(torch.rand(3, 16, 16), index) for index in range(2)]
+        found = audit_gradients(backbone, data, loss=loss, attacks=["patchembed"], defences=["none"])
+        assert [pair.exact for pair in found.pairs] == [2]
+        assert "margin" in found.notes["loss"]
+    refused: list[tuple[Any, str]] = [
+        (
+            lambda logits, labels: functional.cross_entropy(logits, labels, reduction="none"),
+            r"a tensor \[2\], and must",
+        ),
+        (lambda _, labels: labels.float().mean(), "depends on the logits"),
+        (lambda logits: logits.mean(), "ends with TypeError"),
+        (f"{tmp_path}/own_loss.py:five", "must be a function"),
+        (f"{tmp_path}/none.py:margin", "there is no file"),
+    ]
+    for loss, said in refused:
+        with pytest.raises(SitusError, match=said):
+            open_victim(backbone, loss=loss)
+
+    def one_sided(logits: Tensor, labels: Tensor) -> Tensor:
+        return functional.binary_cross_entropy_with_logits(logits[:, 0], labels.float())
+
+    one = open_victim(small_vit(num_classes=1), loss=one_sided)
+    assert labels_for(one.model, torch.tensor([0, 1]), 2).tolist() == [0, 1]
+
+
+def test_a_run_is_audited_on_its_own_data(tmp_path: Path) -> None:
+    data = [(torch.rand(3, 16, 16), index % 2) for index in range(6)]
+    small: dict[str, Any] = {"steps": 1, "batch": 6, "device": "cpu", "quiet": True}
+    tiny = {"depth": 1, "embed_dim": 16, "num_heads": 2}
+    shape = {"name": "vit_tiny_patch16_224", "patch_size": 8, "model_args": tiny}
+    table = {"path": data, "img_size": 16}
+    run = situs.pretrain(table, method="supervised", backbone=shape, out=tmp_path / "run", **small)
+    asked: dict[str, Any] = {"count": 2, "attacks": ["april"], "defences": ["none"]}
+    own, named = audit_gradients(run, **asked), audit_gradients(run, data, **asked)
+    assert [pair.scores["psnr"] for pair in own.pairs] == [pair.scores["psnr"] for pair in named.pairs]
+    with pytest.raises(SitusError, match="only a run knows its data; say where the images are"):
+        audit_gradients(small_vit(num_classes=3), **asked)

@@ -223,3 +223,25 @@ def test_flags_of_a_topic_are_listed_and_explained_where_they_are_asked_for(caps
     assert "presets" not in capsys.readouterr().out
     assert main(["audit", "gradients", "--help", "presets"]) == 2
     assert "choose one of: all, matching, remedies" in capsys.readouterr().err
+
+
+def test_data_that_is_nowhere_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    code = """
+import sys
+from situs.cli.main import _check_data, main
+from situs.errors import SitusError
+status = [main(words.split()) for words in (
+    "pretrain --data nowhere --out run",
+    "evaluate accuracy model --data=nowhere/a --json",
+)]
+print(status, "torch" in sys.modules)
+for place in ("here", "samples", "s3://bucket/{0..9}.tar", "~"):
+    _check_data("pretrain", ["--data", place])
+_check_data("pretrain", ["--help", "--data", "nowhere"])
+_check_data("study run", ["--data", "photos=nowhere"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "[2, 2] False", done.stderr
+    said = ["situs: nowhere: no such folder or file (--data)", "situs: nowhere/a: no such folder or file (--data)"]
+    assert done.stderr.splitlines() == said

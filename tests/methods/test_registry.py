@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
+import timm
+import torch
+from torch import nn
 
+import situs
+from situs.backbones import create_backbone
 from situs.cli.main import main
 from situs.config import Choice
 from situs.errors import SitusError
-from situs.methods import METHODS, MAEConfig, create_method, method_class
+from situs.files import load_code
+from situs.methods import METHODS, Batch, MAEConfig, Output, create_method, method_class
 from situs.methods.mp3 import MP3, MP3Config
 from situs.methods.registry import Registry
+from situs.train.checkpoint import RunFolder
+from situs.train.run import load_run
 
 PACKAGE = '''
 """Shade: tell how bright each patch is. A method that Situs does not know."""
@@ -182,3 +191,129 @@ def test_ours_have_each_a_config_of_their_own() -> None:
     assert method_class("mp3") is MP3
     with pytest.raises(SitusError, match="unknown method 'nosuch'; choose one of: "):
         create_method("nosuch", None)  # pyright: ignore[reportArgumentType]
+
+
+OWN = '''
+"""Two methods in a file of a user's own."""
+from situs.methods import MP3, Method, Output
+
+{shade}
+
+class Calm(Method):
+    """Nothing but a forward: no settings, one loss."""
+
+    def draw(self, batch, *, seed, epoch, progress=0.0):
+        return {{}}
+
+    def forward(self, batch, draws):
+        return Output(self.backbone.encode(self.backbone.embed(batch.inputs), None).patches.square().mean())
+
+
+class Louder(MP3):
+    """MP3 with twice its loss, and with MP3's own settings."""
+
+    def forward(self, batch, draws):
+        found = super().forward(batch, draws)
+        return found._replace(loss=2 * found.loss)
+'''
+
+SMALL: dict[str, Any] = {
+    "data": {"path": "samples", "img_size": 28, "channels": 1, "batch": 16},
+    "backbone": {
+        "name": "vit_tiny_patch16_224",
+        "patch_size": 7,
+        "model_args": {"depth": 1, "embed_dim": 16, "num_heads": 2},
+    },
+    "optim": {"warmup_epochs": 0},
+    "device": "cpu",
+    "quiet": True,
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with methods, beside nothing else; METHODS forgets them afterwards."""
+    for name in ("_loaded", "_words"):
+        monkeypatch.setattr(METHODS, name, {})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / "own_methods.py"
+    file.write_text(OWN.format(shade=PACKAGE))
+    monkeypatch.delitem(sys.modules, "own_methods", raising=False)
+    return file
+
+
+def forget() -> None:
+    """As another process would find it."""
+    METHODS._loaded.clear()
+    METHODS._words.clear()
+    sys.modules.pop("own_methods", None)
+
+
+def test_a_class_of_a_file_goes_through_the_verbs(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(
+        "[backbone]\npatch_size = 7\nmodel_args = {depth = 1, embed_dim = 16, num_heads = 2}\n"
+    )
+    run = tmp_path / "run"
+    small = "--config tiny.toml --data samples --data.img-size 28 --data.channels 1 --backbone vit_tiny_patch16_224"
+    more = "--device cpu --batch 16 --optim.warmup-epochs 0"
+    line = f"pretrain --method own_methods.py:Shade --method.power 1.5 {small} {more} --steps 2 --out {run}"
+    assert main(line.split()) == 0
+    wanted = {"name": f"{own.resolve()}:Shade", "power": 1.5}
+    assert json.loads((run / "config.json").read_text())["method"] == wanted
+    forget()
+    monkeypatch.chdir("/")  # the file is found again from anywhere
+    assert main(f"pretrain --resume {run} --steps 3 --device cpu".split()) == 0
+    assert type(load_run(run).method).__name__ == "Shade"
+
+
+def test_classes_as_methods(own: Path, tmp_path: Path) -> None:
+    module = load_code(f"{own}:Calm").__module__
+    calm, louder = (getattr(sys.modules[module], name) for name in ("Calm", "Louder"))
+    run = situs.pretrain(**SMALL, method=calm, steps=1, out=tmp_path / "calm")
+    assert type(load_run(run).method).__name__ == "Calm"
+    loud = situs.pretrain(**SMALL, method={"name": louder, "mask_ratio": 0.5}, steps=1, out=tmp_path / "loud")
+    plain = situs.pretrain(**SMALL, method={"name": MP3, "mask_ratio": 0.5}, steps=1, out=tmp_path / "plain")
+    names = [json.loads((each / "config.json").read_text())["method"]["name"] for each in (run, loud, plain)]
+    assert names == [f"{own.resolve()}:Calm", f"{own.resolve()}:Louder", "mp3"]
+    losses = [RunFolder.open(each, writer=False).records()[-1]["loss"] for each in (loud, plain)]
+    assert losses[0] == pytest.approx(2 * losses[1], rel=1e-6)
+    assert MP3.Config is MP3Config
+    refused: list[tuple[Any, str]] = [
+        (dict, "is no subclass of situs.methods.Method"),
+        ("nowhere.py:Calm", "there is no file"),
+    ]
+    for given, said in refused:
+        with pytest.raises(SitusError, match=said):
+            situs.pretrain(**SMALL, method=given, steps=1, out=tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("name", ["mp3", "droppos", "mae", "mjp", "supervised"])
+def test_a_module_of_timm_is_taken_as_it_is(name: str) -> None:
+    """The module itself is trained: same parameters, same mode, and the loss of the same module wrapped by hand."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "img_size": 16,
+        "patch_size": 4,
+        "embed_dim": 24,
+        "depth": 1,
+        "num_heads": 2,
+        "num_classes": 3,
+    }
+    module: Any = timm.create_model("vit_tiny_patch16_224", **shape)
+    kind: Any = METHODS[name]
+    made = []
+    for backbone in (module, create_backbone(module)):
+        torch.manual_seed(1)
+        made.append(kind(backbone))
+    assert {*module.parameters()} <= {*made[0].parameters()}
+    assert made[0].config == kind.Config()
+    batch = Batch(torch.randn(4, 3, 16, 16), torch.arange(4), {"label": torch.tensor([0, 1, 2, 0])})
+    losses = [method(batch, method.draw(batch, seed=0, epoch=0)).loss for method in made]
+    assert torch.equal(*losses)
+    losses[0].backward()
+    assert module.patch_embed.proj.weight.grad is not None
+    with pytest.raises(SitusError, match="its class Linear is not among those Situs knows"):
+        kind(nn.Linear(2, 2))
+    assert Output(losses[0]) == (losses[0], {}, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import torch
 from builders import small_vit
 from torch import Tensor, nn
 
+from situs.audit import audit_gradients
 from situs.config import from_dict
 from situs.errors import SitusError
+from situs.evaluate import evaluate_accuracy
+from situs.evaluate.accuracy import ClassAccuracy
 from situs.locks.key import new_key
 from situs.locks.locking import lock
 from situs.locks.owner import unlocking
@@ -224,7 +228,7 @@ def test_an_own_module_by_file_by_package_and_as_an_instance(world: Path, monkey
         assert torch.equal(logits(found), answers), source
         assert (found.facts["kind"], found.notes, found.data.size) == ("module", {}, (16, 16))
     assert logits(open_model("own_net:Net", img_size=16, model_args={"classes": 7})).shape == (2, 7)
-    half = type(net)().half()
+    half = type(net)().half().eval()
     for source in ("own_net:half", half):
         found = open_model(source, img_size=16)
         assert torch.equal(logits(found), type(net)().half().float()(X))
@@ -296,3 +300,22 @@ def test_random_weights_are_those_of_seed_0_where_none_is_said() -> None:
     first, same, other = (open_model("test_vit", weights="random", **each).backbone.state_dict() for each in said)
     assert all(torch.equal(value, same[name]) for name, value in first.items())
     assert not all(torch.equal(value, other[name]) for name, value in first.items())
+
+
+def test_a_module_stays_in_its_mode_and_is_measured_in_eval_mode() -> None:
+    """Dropout and batch norm at work: the same numbers as of a copy in eval mode, and nothing of the module moves."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Dropout(0.5), nn.Linear(3 * 16 * 16, 3)).train()
+    module[0].eval()  # frozen, as in many own loops
+    modes, state = [part.training for part in module.modules()], deepcopy(module.state_dict())
+    data = [(torch.rand(3, 16, 16), index % 3) for index in range(6)]
+    model, still = (open_model(each, img_size=16) for each in (module, deepcopy(module).eval()))
+    found, wanted = (evaluate_accuracy(each, data) for each in (model, still))
+    assert isinstance(found, ClassAccuracy)
+    assert isinstance(wanted, ClassAccuracy)
+    assert found.accuracy == wanted.accuracy
+    for each in (module, model):
+        size: dict[str, Any] = {"img_size": 16} if each is module else {}
+        audit_gradients(each, data, count=1, attacks=["april"], defences=["none"], **size)
+        assert [part.training for part in module.modules()] == modes
+    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())

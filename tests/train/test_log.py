@@ -34,6 +34,8 @@ def test_a_record_as_a_person_reads_it() -> None:
         "epoch 1.25 · loss 2.346 · position accuracy 0.4123 · lr 1.50e-04 · 3,120 samples/s · data-wait 3 % · 17.3 GiB"
     )
     assert describe(RECORD, skip=("step",)) == shown
+    slow = [describe({"images_per_second": value}) for value in (0.0304, 0.96, 9.94, 11.2)]
+    assert slow == ["0.03 samples/s", "0.96 samples/s", "9.9 samples/s", "11 samples/s"]
 
 
 def test_plain_lines_where_there_is_no_terminal(run: RunFolder) -> None:

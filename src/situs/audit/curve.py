@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -23,6 +22,7 @@ from situs.backbones.base import Backbone
 from situs.core.tokens import patchify
 from situs.errors import SitusError, unknown_name
 from situs.methods.base import Method
+from situs.models.data import AnyData
 from situs.results import Cell, Provenance, Result, Summary, Table, percent
 
 NOISES = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -189,7 +189,7 @@ def axis_of(name: str, rms: float, norm: float) -> Axis:
 
 def trace_defences(
     model: Any,
-    data: str | Path,
+    data: AnyData = None,
     over: Sequence[str] = ("noise",),
     *,
     beside: Sequence[str | Defence] = BESIDE,

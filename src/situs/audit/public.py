@@ -29,9 +29,13 @@ from situs.audit.scores.lpips import Lpips
 from situs.audit.settings import RATIO, Comparison, compare_settings, contestants, with_informed
 from situs.audit.victim import Victim, load_test_set, open_predictor, open_victim
 from situs.config import Checked
+from situs.data.sources import addressed
+from situs.data.sources.base import Source
+from situs.data.sources.memory import spoken
 from situs.errors import SitusError, counted
 from situs.limits import Count, Positive
 from situs.methods.base import Method
+from situs.models.data import AnyData
 from situs.results import Provenance
 
 ATTACKED = ("patchembed", "april", "tokens", "patchembed-prior")
@@ -97,13 +101,16 @@ class AuditConfig(Checked):
     """A gate: blind (no image closer than blind guesses come), or that and a limit of yours, as psnr=20. Exit status 0:
     passed; 3: an image is above; 4: inconclusive (not a pass)."""
 
+    loss: str | None = None
+    """Your own, not cross entropy: file.py:name(logits, labels)."""
+
     seed: int = 0
     """Of random weights and of noise."""
 
 
 def audit_gradients(
     model: Any,
-    data: str | Path,
+    data: AnyData = None,
     *,
     attacks: Sequence[str | Attack] = ATTACKED,
     defences: Sequence[str | Defence] = AUTO,
@@ -119,8 +126,9 @@ def audit_gradients(
         assert audit.judge(psnr=20).passed
 
     model: what `situs.models.open_model` takes: a name, a run, an export, a locked folder, your own module, an open
-    `Model`. data: a folder of images, or any layout that training reads. attacks, defences: by name. options: fields of
-    `AuditConfig` (count, batch, precision, fail_above, …), and what `open_model` is asked (img_size, weights, …).
+    `Model`. data: a folder of images, or any layout that training reads, or images in memory; by default a run's own.
+    attacks, defences: by name. options: fields of `AuditConfig` (count, batch, precision, fail_above, …; loss may also
+    be the function itself), and what `open_model` is asked (img_size, weights, …).
 
     When the deadline's time is over, or on Ctrl-C, what is there is returned and says so (`Audit.stopped`). keep: is
     given the audit now and then while it grows, and at its end. facts: more of them for its files.
@@ -166,7 +174,7 @@ def audit_gradients(
 
 def audit_settings(
     model: Any,
-    data: str | Path,
+    data: AnyData = None,
     settings: Sequence[str] = tuple(SETTINGS),
     *,
     attacks: Sequence[str | Attack] = ATTACKED,
@@ -247,13 +255,14 @@ def step_of(config: AuditConfig, victim: Victim) -> Step:
 def config_from(options: Mapping[str, Any]) -> tuple[AuditConfig, dict[str, Any]]:
     """The options that are fields of the config, and the others, which are for `open_model`."""
     known = {field.name for field in fields(AuditConfig)}
+    known -= {"loss"} if callable(options.get("loss")) else set()
     config = AuditConfig(**{name: value for name, value in options.items() if name in known})
     return config, {name: value for name, value in options.items() if name not in known}
 
 
 def open_audit(
     model: Any,
-    data: str | Path,
+    data: AnyData,
     attacks: Sequence[str | Attack],
     config: AuditConfig,
     asked: Mapping[str, Any],
@@ -261,13 +270,18 @@ def open_audit(
 ) -> Opened:
     """The model, the images and the attacks; names are looked up before anything is opened. count: of the images,
     where it is not the config's."""
+    data = addressed(data)
     search = MatchingConfig(distance=config.distance, iterations=config.iterations, restarts=config.restarts)
     configs = [search, TokensConfig(seconds=config.search_seconds)]
     made = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
     _check_used(config, {attack.Config for attack in made})
     lpips = None if config.lpips is None else Lpips(config.lpips)
-    victim = open_victim(model, classes=config.classes or CLASSES, seed=config.seed, **asked)
+    told = {"loss": config.loss, **asked, "classes": config.classes or CLASSES, "seed": config.seed}
+    victim = open_victim(model, **told)
     opened = victim.model
+    data = opened.data.path or None if data is None else data
+    if data is None:
+        raise SitusError(f"{opened.name}: only a run knows its data; say where the images are", field="data")
     if config.predictor is not None:
         predictor = open_predictor(config.predictor, opened.backbone, opened.device)
         configs = [search, replace(configs[1], predictor=predictor), AdaptiveConfig(predictor=predictor)]
@@ -278,9 +292,11 @@ def open_audit(
     if lpips is not None:
         lpips.check(test.pixels)
     height, width = test.pixels.shape[2:]
+    named = data.name if isinstance(data, Source) else Path(spoken(str(data))).name
+    kind = "pixels" if test.stored else "numbers"
     origin = {
         "weights": str(opened.facts.get("weights", opened.facts["kind"])),
-        "images": f"{len(test)} of {Path(data).name}, {height} × {width} {'pixels' if test.stored else 'numbers'}",
+        "images": f"{len(test)} of {named}, {height} × {width} {kind}",
         "seed": config.seed,
         **evidence(victim.trains, asked.get("weights")),
     }

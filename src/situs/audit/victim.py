@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -17,11 +18,15 @@ from situs.audit.stem import StemBackbone
 from situs.backbones.base import Backbone
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader, settle
-from situs.data.sources import kind_of, open_source
+from situs.data.sources import addressed, kind_of, open_source
+from situs.data.sources.base import Source
 from situs.errors import SitusError
+from situs.files import load_code
 from situs.locks.manifest import read_manifest
-from situs.methods.base import Method
+from situs.methods.base import Batch, Draws, Method, Output
+from situs.methods.supervised import Supervised, SupervisedConfig
 from situs.models import PUBLISHED, Model, open_model
+from situs.models.data import AnyData, opened
 from situs.models.module import OwnModule
 from situs.train.tuning import describe
 
@@ -49,18 +54,65 @@ class Victim:
         return OwnDp(spent.clip, spent.noise, promise)
 
 
-def open_victim(source: Any, *, classes: int = 1000, **asked: Any) -> Victim:
+class OwnLoss(Supervised):
+    """A client's own loss: a function of logits [B, C] and labels [B] that gives one number, a mean over the batch."""
+
+    def __init__(self, backbone: Backbone, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(backbone, SupervisedConfig(label_smoothing=0.0))
+        self.loss = loss
+
+    def forward(self, batch: Batch, draws: Draws) -> Output:  # noqa: ARG002
+        return Output(self.loss(self.backbone(batch.inputs, batch.mask), batch.targets["label"]))
+
+
+def with_loss(victim: Victim, loss: str | Callable[[Tensor, Tensor], Tensor]) -> Victim:
+    """The victim trained by a loss of the user's own, given itself or as file.py:name, and a note that says so."""
+    given: Any = load_code(loss) if isinstance(loss, str) else loss
+    name = Path(loss).name if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+    if not callable(given):
+        raise SitusError(f"loss={name}: must be a function of logits [B, C] and labels [B]", field="loss")
+    function: Any = given
+    model, made = victim.model, OwnLoss(victim.model.backbone, function)
+    like = next(model.backbone.parameters())
+    images = torch.zeros(2, model.data.channels, *model.data.size, device=like.device, dtype=like.dtype)
+    labels = torch.zeros(2, dtype=torch.int64, device=like.device)
+    try:  # what is wrong with it is said before anything is attacked
+        with torch.enable_grad():
+            found: Any = made(Batch(images, torch.arange(2), {"label": labels}), {}).loss
+    except Exception as error:  # whatever the user's own code raises
+        said = f"is called with logits and labels of two images and ends with {type(error).__name__}: {error}"
+        raise SitusError(f"loss={name}: {said}", field="loss") from error
+    if not isinstance(found, Tensor) or found.dim() or not found.requires_grad:
+        shown = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        said = "must give one number that depends on the logits, the mean over the batch"
+        raise SitusError(f"loss={name}: gives {shown}, and {said}", field="loss")
+    said = (
+        f"the client's own, {name}: closed forms hold for any loss, and a search is made by this one, which the "
+        "attacker has as well. Labels are inferred as of cross entropy, which may miss; with labels known they need "
+        "not be. A defence that trains by a method of its own (mjp) has that method's loss"
+    )
+    return replace(victim, trains=made, notes={**victim.notes, "loss": said})
+
+
+def open_victim(source: Any, *, classes: int = 1000, loss: Any = None, **asked: Any) -> Victim:
     """The victim that `source` names, by `open_model` and what it is asked; a timm name without weights gets random.
 
-    classes: of the new classifier that a model without one gets, because a client's loss needs one.
+    classes: of the new classifier that a model without one gets, because a client's loss needs one. loss: of the
+    client's own, in the place of cross entropy or of a run's own method.
     """
-    model = open_model(source, any_weights=True, as_trained=True, **asked)
+    victim = _opened(source, classes, asked, single=loss is None)
+    return victim if loss is None else with_loss(victim, loss)
+
+
+def _opened(source: Any, classes: int, asked: dict[str, Any], *, single: bool) -> Victim:
+    """single: refuse a model of one output, over which cross entropy is nothing."""
+    model = opened(open_model(source, any_weights=True, as_trained=True, **asked))
     shaped = model.facts["kind"] in ("export", "name") and model.facts.get("weights") != PUBLISHED
     if shaped and outputs_of(model) == model.backbone.out_dim:  # as many outputs as channels: pooled features
         model = open_model(source, any_weights=True, num_classes=classes, **asked)
     if model.multi_label:
         raise SitusError(f"{model.name}: is multi-label, and the attackers and their clients learn one class an image")
-    _check_loss(model)
+    _check_loss(model, single=single)
     notes, backbone = {**model.notes, **other_loss(model.backbone)}, model.backbone
     if isinstance(backbone, OwnModule) and not isinstance(backbone, StemBackbone):
         asked = {"in_chans": backbone.input.channels, "name": backbone.name, "normalisation": backbone.normalisation}
@@ -96,12 +148,12 @@ def other_loss(backbone: Backbone) -> dict[str, str]:
     }
 
 
-def _check_loss(model: Model) -> None:
+def _check_loss(model: Model, *, single: bool) -> None:
     """Refuses a model that has no loss to take a gradient of."""
     for name, weight in model.backbone.named_parameters():
         if not bool(weight.isfinite().all()):
             raise SitusError(f"{model.name}: {name} holds NaN or infinity, and so do all gradients (MODEL)")
-    if outputs_of(model) == 1:
+    if single and outputs_of(model) == 1:
         said = "gives one number for an image, and cross entropy over one class is 0 whatever the image"
         raise SitusError(f"{model.name}: {said}: there is no gradient to audit; two classes or more have one (MODEL)")
 
@@ -129,22 +181,24 @@ def outputs_of(model: Model) -> int:
 
 def labels_for(model: Model, labels: Tensor | None, count: int) -> Tensor:
     """The images' own labels where the classifier has them all, else 0, 1, 2 … through its classes; [count]."""
-    classes = outputs_of(model)
+    classes = max(2, outputs_of(model))  # of one output a client's own loss makes two classes
     if labels is not None and int(labels.max()) < classes:
         return labels
     return torch.arange(count, device=model.device) % classes
 
 
 def load_test_set(
-    victim: Victim, data: str | Path, count: int = 12, split: str | None = None, device: torch.device | str = "cpu"
+    victim: Victim, data: AnyData, count: int = 12, split: str | None = None, device: torch.device | str = "cpu"
 ) -> TestSet:
     """The first images or clips that can be read, as the model sees them; named by their files where they have some."""
-    if Path(data).is_file() and kind_of(str(data)) == "text":
+    place: Any = addressed(data)
+    own = isinstance(place, Source)
+    if not own and Path(place).is_file() and kind_of(str(place)) == "text":
         said = "is read as sentences, and the model sees images; a model of words takes it as texts"
-        raise SitusError(f"{data}: {said}", field=("data", "texts"))
-    config = _prepared(victim.model.data, str(data))
+        raise SitusError(f"{place}: {said}", field=("data", "texts"))
+    config = victim.model.data if own else _prepared(victim.model.data, str(place))
     clips = {"kind": config.kind, "audio": config.audio} if config.kind == "audio" else {}
-    source = open_source(data, split, channels=config.channels, **clips)
+    source = place if own else open_source(place, split, channels=config.channels, **clips)
     loader = make_loader(replace(config, batch=1, workers=0, resident="never"), None, device, source=source)
     # One by one: in the place of a broken image comes the next.
     reading = iter(loader)
@@ -152,7 +206,7 @@ def load_test_set(
     left_out = source.left_out()
     if not found:
         why = "; ".join(left_out) or "it is empty"
-        raise SitusError(f"{data}: holds no {source.things} that can be read: {why}", field="data")
+        raise SitusError(f"{source.name}: holds no {source.things} that can be read: {why}", field="data")
     told = [batch.targets["label"] for batch in found if "label" in batch.targets]
     labels = labels_for(victim.model, torch.cat(told) if told else None, len(found))
     numbers = [int(batch.ids) for batch in found]

@@ -16,7 +16,7 @@ class BackboneConfig(Checked):
     """Which model, at which size. Every field but `name` may be left to the model's own default."""
 
     name: str = "vit_small_patch16_224"
-    """A timm model name, or a folder with a timm or transformers config.json (an export)."""
+    """A timm model name; or a folder with a timm or transformers config.json (an export)."""
 
     img_size: int | tuple[int, int] | None = None
     """Side of the square images, or their height and width; of a clip the coefficients of a frame and its frames."""

@@ -181,7 +181,20 @@ def run_verb(verb: str, rest: list[str]) -> int:
     return run_on_ranks(verb, lambda: shell.speak(rest, lambda: work(verb, rest)))
 
 
+def _check_data(verb: str, rest: Sequence[str]) -> None:
+    """Refuses data that is nowhere before torch is imported, which takes seconds; what else is wrong is said later."""
+    if "torch" in sys.modules or verb.startswith("study ") or any(word in HELP for word in rest):
+        return  # nothing would be saved; the --data of studies gives names to paths
+    places = [rest[at + 1] for at, word in enumerate(rest[:-1]) if word == "--data"]
+    places += [word.removeprefix("--data=") for word in rest if word.startswith("--data=")]
+    for place in places[-1:]:
+        known = not place or place == "samples" or place.startswith("-") or "://" in place
+        if not known and not os.path.exists(os.path.expanduser(place)):  # noqa: PTH110, PTH111  (as above)
+            raise SitusError(f"{place}: no such folder or file (--data)", field="data")
+
+
 def _work(verb: str, rest: list[str]) -> int:
+    _check_data(verb, rest)
     module = import_module(VERBS[verb][0])
     parse: Callable[..., Any] = import_module("situs.cli.parser.arguments").parse
     try:

@@ -73,7 +73,7 @@ class Training(Recipe):
 class Args(Training):
     """Pretrain a backbone."""
 
-    config: RunConfig = configured(RunConfig, short=EVERYDAY)
+    config: RunConfig = configured(RunConfig, short={**EVERYDAY, "backbone": (NAMED["backbone"],)})
 
 
 def run(args: Args) -> int:

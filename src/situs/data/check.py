@@ -24,7 +24,7 @@ from situs.data.sources.open import kind_of, open_source, splits_at, unread_labe
 from situs.data.sources.remote.names import is_remote
 from situs.data.sources.segments import has_masks
 from situs.data.sources.walk import plain
-from situs.data.survey import BROKEN, CMYK, DEEP, GREY, TURNED, row_of, survey
+from situs.data.survey import ALPHA, BROKEN, CMYK, DEEP, GREY, TURNED, row_of, survey
 from situs.data.work import in_order
 from situs.errors import SitusError, counted, unknown_name
 from situs.results import Provenance, Result, Summary, Table, Tone
@@ -39,6 +39,7 @@ KINDS = {
     "no object": "an annotation without an area in its image, or without an outline; a run leaves it out",
     "grey": "one channel, among images of three; repeated to three where three are asked for",
     "cmyk": "four inks, turned into RGB without a colour profile",
+    "transparent": "an alpha channel, or a colour that stands for none; laid over white",
     "deep": "more than 8 bits a channel; floats for the loader",
     "turned": "the EXIF tag turns or mirrors them, and so does the loader; other readers may not",
     "huge": "more pixels than the limit: slow to decode, and large in memory",
@@ -260,7 +261,7 @@ class _Gathering:
         height, width = rows["height"].astype(np.int64), rows["width"].astype(np.int64)
         short, long = np.minimum(height, width), np.maximum(height, width)
         grey, typical = rows["flags"] & GREY > 0, np.median(short[good]) if good.any() else 0
-        flags = {"cmyk": CMYK, "deep": DEEP, "turned": TURNED}
+        flags = {"cmyk": CMYK, "transparent": ALPHA, "deep": DEEP, "turned": TURNED}
         masks = {kind: rows["flags"] & flag > 0 for kind, flag in flags.items()}
         masks["grey"] = grey & (2 * grey[good].sum() < good.sum())  # in a grey set none is odd
         masks["huge"] = height * width > self.huge

@@ -348,8 +348,10 @@ def settle(config: DataConfig) -> DataConfig:
     The same data always gives the same config. Other images are left as they are.
     """
     if (things := DENSE.get(config.target)) and config.path and not getattr(config, things).classes:
-        classes = open_source(config.path, config.split, **config.wanted()).classes
-        return replace(config, **{things: replace(getattr(config, things), classes=classes or ())})
+        source = open_source(config.path, config.split, **config.wanted())
+        whole: Any = source.origin(0)[0]
+        known = whole.masks if things == "masks" else replace(config.objects, classes=source.classes or ())
+        return replace(config, **{things: known})
     kind = kind_of(config.path, config.kind, multi_label=config.multi_label) if config.path else "image"
     if kind != "audio":
         return replace(config, kind=kind) if kind == "text" else config

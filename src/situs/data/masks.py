@@ -27,8 +27,9 @@ _LISTS = ("objectInfo150.txt", "classes.txt")
 class MaskConfig(Checked):
     """How masks are read: class numbers in files, to classes from 0 on."""
 
-    first: Natural = 0
-    """Number of the first class in the mask files: 1 in ADE20K's."""
+    first: Natural | None = None
+    """Number of the first class in the mask files: 1 in ADE20K's. By default 0; where nobody names the classes and no
+    mask of the training split holds 0, 1."""
 
     void: tuple[Natural, ...] = (255,)
     """Numbers that mean no class: 0 in ADE20K's. No class has one of them, whatever lies between."""
@@ -37,6 +38,11 @@ class MaskConfig(Checked):
     """Names of the classes, in the order of their numbers; by default those of a list beside the images
     (objectInfo150.txt, as ADE20K has it, or classes.txt), else one for each number up to the largest of the training
     split."""
+
+    @property
+    def start(self) -> int:
+        """The first class's number."""
+        return self.first or 0
 
     def check(self) -> None:
         if len({*self.classes}) < len(self.classes):
@@ -48,7 +54,7 @@ MASKS = MaskConfig()
 
 def class_numbers(config: MaskConfig, count: int) -> list[int]:
     """The numbers of `count` classes in the files: from the first on, those that mean none left out."""
-    found, number = [], config.first
+    found, number = [], config.start
     while len(found) < count:
         if number not in config.void:
             found.append(number)
@@ -61,7 +67,7 @@ def to_classes(numbers: Tensor, config: MaskConfig, count: int, name: str) -> Te
 
     count: how many classes there are.
     """
-    known = _table(config.first, config.void, count)
+    known = _table(config.start, config.void, count)
     numbers = numbers.long()
     within = numbers.clamp(0, _NUMBERS - 1)
     classes = known[within].masked_fill_(within != numbers, _STRANGE)
@@ -69,7 +75,7 @@ def to_classes(numbers: Tensor, config: MaskConfig, count: int, name: str) -> Te
     if bool(strange.any()):
         number, last = int(numbers[strange][0]), class_numbers(config, count)[-1]
         void = f", and {', '.join(map(str, config.void))} for none" if config.void else ""
-        have = f"the class has {last}" if count == 1 else f"the {count} classes have {config.first} to {last}"
+        have = f"the class has {last}" if count == 1 else f"the {count} classes have {config.start} to {last}"
         said = f"holds the class number {number:,}, and {have}{void}"
         if number == _OFTEN_VOID:
             said += "; where 255 means no class, name it among those that do"
@@ -129,13 +135,13 @@ def numbered(found: Iterable[int], config: MaskConfig, where: str) -> tuple[str,
     """
     numbers = sorted({*found} - {*config.void})
     most = numbers[-1] if numbers else -1
-    before = {*range(config.first, _OFTEN_VOID)} - {*config.void}
+    before = {*range(config.start, _OFTEN_VOID)} - {*config.void}
     if most == _OFTEN_VOID and (missing := before - {*numbers}):
         raise SitusError(
             f"{where}: its masks hold 255, and {len(missing)} of the {len(before)} numbers before it are in none, so "
             "that 255 would be a class: name it among the numbers that mean no class, or name the classes",
             field=("data.masks.void", "data.masks.classes"),
         )
-    if most < config.first:
-        raise SitusError(f"{where}: its masks hold no class, numbers from {config.first} on", field="data.masks.first")
-    return tuple(str(number) for number in range(config.first, most + 1) if number not in config.void)
+    if most < config.start:
+        raise SitusError(f"{where}: its masks hold no class, numbers from {config.start} on", field="data.masks.first")
+    return tuple(str(number) for number in range(config.start, most + 1) if number not in config.void)

@@ -6,6 +6,7 @@ epoch while the last batches of this one are used.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -152,7 +153,7 @@ class WorkerStream:
         self._tasks: Iterator[list[WorkerBatch]] = iter(())
         self._next: tuple[int, int] | None = None  # epoch and step that the workers go on with
         # If nobody closes it: of a circle of objects that is let go, their queues are gone before torch tells them.
-        weakref.finalize(self, _end_workers, self._loader)
+        weakref.finalize(self, _end_workers, self._loader, os.getpid())
 
     def describe(self) -> str:
         """For the log: who reads."""
@@ -183,10 +184,13 @@ class WorkerStream:
             raise type(error)(_own_words(str(error))) from error
 
 
-def _end_workers(loader: DataLoader[Any]) -> None:
+def _end_workers(loader: DataLoader[Any], owner: int | None = None) -> None:
+    """owner: the process that they belong to; one that was forked from it leaves them alone."""
     workers: Any = loader._iterator
     loader._iterator = None
-    if workers is not None:  # told, and not only let go: the traceback of an error may hold them yet
+    if workers is not None and owner not in (None, os.getpid()):
+        workers._shutdown = True  # or torch would ask after them when it is let go
+    elif workers is not None:  # told, and not only let go: the traceback of an error may hold them yet
         workers._shutdown_workers()
 
 

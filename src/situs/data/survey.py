@@ -14,7 +14,7 @@ from situs.data.sources.images import decode, read_header
 from situs.data.sources.remote.transfer import RemoteError
 from situs.errors import BrokenSampleError, SitusError
 
-GREY, CMYK, DEEP, TURNED, BROKEN = (1 << bit for bit in range(5))
+GREY, CMYK, DEEP, TURNED, BROKEN, ALPHA = (1 << bit for bit in range(6))
 BAD, MARKED, NOTHING = "broken", "annotation", "no object"
 """Kinds of what is told with a reason: of an image, of what is known of it, and of one of its objects."""
 
@@ -58,6 +58,7 @@ def _survey_one(source: Source, decoding: bool, number: int, row: Any) -> list[t
         row["height"], row["width"] = header.height, header.width
         flags |= GREY if kind in _GREY_MODES else 0
         flags |= CMYK if kind == "CMYK" else 0
+        flags |= ALPHA if header.transparent else 0
         flags |= DEEP if kind in _DEEP_MODES or (header.kind == "NPY" and kind != "uint8") else 0
         row["flags"] = flags
         label = None if source.target in DENSE else source.label(number)

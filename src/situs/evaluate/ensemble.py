@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from situs import __version__
+from situs.data.sources import addressed
 from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, Classifier, Tally, check_numbers, hard, labels_of
 from situs.evaluate.by_class import TOP5_FROM, wilson
@@ -107,7 +108,7 @@ def evaluate_ensemble(
     loaders = {}
     for name, model in opened.items():
         held = model.holding_out(first.held_out)
-        loaders[name] = load_set(held, data or first.path or None, shared=True, **chosen)
+        loaders[name] = load_set(held, addressed(data) or first.path or None, shared=True, **chosen)
         check_classes(model, loaders[name])
     backbones = {name: model.backbone for name, model in opened.items()}
     found = measure_ensemble(backbones, loaders, average=average, precision=precision)

@@ -8,11 +8,13 @@ counter-based hash, so a sample's draws are the same whatever batch it stands in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
+from situs.backbones import create_backbone
 from situs.backbones.base import Backbone, Features
 from situs.core.jigsaw import move_patches
 from situs.data.batch import Batch
@@ -26,8 +28,8 @@ class Output(NamedTuple):
     """loss: a scalar. metrics: detached scalars to log. extras: tensors for figures and evaluations."""
 
     loss: Tensor
-    metrics: dict[str, Tensor]
-    extras: dict[str, Tensor]
+    metrics: dict[str, Tensor] = {}  # noqa: RUF012  (a tuple's default, into which nobody writes)
+    extras: dict[str, Tensor] = {}  # noqa: RUF012
 
 
 class UnknownPosition(NamedTuple):
@@ -64,10 +66,15 @@ class Puzzle(NamedTuple):
         return (self.guesses == self.places)[:, self.asked :]
 
 
+@dataclass(frozen=True)
+class NoConfig:
+    """Of a method without settings."""
+
+
 class Method(nn.Module, ABC):
     """A training idea over a backbone. What a method adds lives beside `backbone` and is dropped on export."""
 
-    Config: ClassVar[type[Any]]
+    Config: ClassVar[type[Any]] = NoConfig
     needs: ClassVar[tuple[str, ...]] = ("tokens",)
     """Capabilities the backbone must not refuse; see `situs.backbones.base.CAPABILITIES`."""
 
@@ -86,13 +93,15 @@ class Method(nn.Module, ABC):
     puzzle_ratios: ClassVar[tuple[str, ...]] = ()
     """Fields of its config that say how a puzzle for its position head is made; none where it has no such head."""
 
-    def __init__(self, backbone: Backbone) -> None:
+    def __init__(self, backbone: Backbone | nn.Module, config: Any = None) -> None:
+        """backbone: or a module of timm or transformers, which is wrapped and trained as it is. config: its own
+        defaults where None."""
         super().__init__()
+        self.backbone: Backbone = backbone if isinstance(backbone, Backbone) else create_backbone(backbone)
         for capability in self.needs:
-            backbone.require(capability)
-        self.backbone = backbone
-        self.grid: tuple[int, ...] = backbone.grid
-        self.config: Any = None
+            self.backbone.require(capability)
+        self.grid: tuple[int, ...] = self.backbone.grid
+        self.config: Any = type(self).Config() if config is None else config
 
     @abstractmethod
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:

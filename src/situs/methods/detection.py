@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
@@ -62,8 +62,9 @@ class Detection(Method):
     needs_targets: ClassVar[tuple[str, ...]] = ("objects",)
     compiled_part: ClassVar[str] = "maps"
 
-    def __init__(self, backbone: Backbone, config: DetectionConfig, classes: int) -> None:
-        super().__init__(backbone)
+    def __init__(self, backbone: Backbone | nn.Module, config: DetectionConfig, classes: int) -> None:
+        super().__init__(backbone, config)
+        backbone = self.backbone
         # Here, for torchvision takes a second to import.
         from situs.methods.pyramid import SimplePyramid, StagePyramid
         from situs.methods.regions import Proposals, Regions
@@ -74,7 +75,7 @@ class Detection(Method):
         if len({*patch}) != 1 or len(patch) != 2:
             told = " × ".join(map(str, patch))
             raise SitusError(f"detection takes models whose patches are square, and {backbone.name} has {told}")
-        self.config, self.classes, levels = config, classes, backbone.levels()
+        self.classes, levels = classes, backbone.levels()
         staged = any(level.halved for level in levels)
         self.levels = levels if staged else levels[-1:]
         self.norms = own_norms(self.levels)

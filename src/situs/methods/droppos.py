@@ -133,11 +133,12 @@ class DropPos(Method):
     puzzle_ratios: ClassVar[tuple[str, ...]] = ("mask_ratio", "position_mask_ratio")
     reads_text: ClassVar[bool] = True
 
-    def __init__(self, backbone: Backbone, config: DropPosConfig) -> None:
-        super().__init__(backbone)
+    def __init__(self, backbone: Backbone | nn.Module, config: DropPosConfig | None = None) -> None:
+        config = config or DropPosConfig()
+        super().__init__(backbone, config)
+        backbone = self.backbone
         if backbone.input.words:  # its visible tokens stand in random order, which a causal mask would take for theirs
             backbone.require("rows")
-        self.config = config
         self.grid = backbone.out_grid
         self.by_cells = "take" in backbone.refusals
         if self.by_cells:

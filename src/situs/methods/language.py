@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
@@ -35,13 +35,13 @@ class Language(Method):
     needs_targets: ClassVar[tuple[str, ...]] = ("words",)
     reads_text: ClassVar[bool] = True
 
-    def __init__(self, backbone: Backbone, config: LanguageConfig) -> None:
-        super().__init__(backbone)
+    def __init__(self, backbone: Backbone | nn.Module, config: LanguageConfig | None = None) -> None:
+        super().__init__(backbone, config)
+        backbone = self.backbone
         if not backbone.next_words:
             raise SitusError(
                 f"{backbone.name} has no head for the next word, as GPT2LMHeadModel and LlamaForCausalLM have"
             )
-        self.config = config
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         return {}

@@ -58,9 +58,10 @@ class MAE(Method):
     Config: ClassVar[type[MAEConfig]] = MAEConfig
     needs: ClassVar[tuple[str, ...]] = ("images", "tokens", "take")
 
-    def __init__(self, backbone: Backbone, config: MAEConfig) -> None:
-        super().__init__(backbone)
-        self.config = config
+    def __init__(self, backbone: Backbone | nn.Module, config: MAEConfig | None = None) -> None:
+        config = config or MAEConfig()
+        super().__init__(backbone, config)
+        backbone = self.backbone
         count = backbone.num_tokens
         if not 0 < kept_of(config.mask_ratio, count, floor=config.floor_counts) < count:
             raise SitusError(

@@ -62,9 +62,10 @@ class MP3(Method):
     names_places: ClassVar[bool] = True
     reads_text: ClassVar[bool] = True
 
-    def __init__(self, backbone: Backbone, config: MP3Config) -> None:
-        super().__init__(backbone)
-        self.config = config
+    def __init__(self, backbone: Backbone | nn.Module, config: MP3Config | None = None) -> None:
+        config = config or MP3Config()
+        super().__init__(backbone, config)
+        backbone = self.backbone
         if config.window:
             self.position_head = nn.Linear(2 * backbone.out_dim, 2 * config.window + 1)
         else:

@@ -1,13 +1,17 @@
-"""Methods by name: ours, and those that other packages declare under an entry-point group."""
+"""Methods by name: ours, those that other packages declare under an entry-point group, and a user's own class, by
+file.py:Class or package.module:Class."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from situs.errors import SitusError
+from situs.files import load_code, names_code
 from situs.methods.base import Method
 
 
@@ -17,20 +21,44 @@ class Registry(Mapping[str, type[Method]]):
     def __init__(self, own: Mapping[str, type[Method]], group: str) -> None:
         self.own, self.group = dict(own), group
         self._loaded: dict[str, type[Method]] = {}
+        self._words: dict[str, str] = {}  # other words for those names, as they were given
         self._points: dict[str, EntryPoint] | None = None
 
     def __getitem__(self, name: str) -> type[Method]:
         if name in self.own:
             return self.own[name]
+        name = self._words.get(name, name)
         if name not in self._loaded:
-            self._loaded[name] = _load(self._declared()[name])
+            if not names_code(name):
+                self._loaded[name] = _load(self._declared()[name])
+            else:
+                self._words[name] = self.name_of(load_code(name))
+                return self[name]
         return self._loaded[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self.own or name in self._declared()
+        return name in self.own or name in self._declared() or (isinstance(name, str) and names_code(name))
 
     def __iter__(self) -> Iterator[str]:
-        yield from dict.fromkeys([*self.own, *self._loaded, *sorted(self._declared())])
+        yield from dict.fromkeys([*self.own, *self._loaded, *sorted(self._declared()), *self._words])
+
+    def name_of(self, kind: Any) -> str:
+        """The name of a class, which is known by it from now on: that of its file, or of its module."""
+        for name, known in {**self.own, **self._loaded}.items():
+            if known is kind:
+                return name
+        place = getattr(kind, "__module__", "?")
+        main = getattr(sys.modules.get(place), "__file__", None)
+        if main is not None and (place == "__main__" or sys.modules[place].__package__ in (None, "")):
+            place = str(Path(main).resolve())  # a script's, or beside it: found again from anywhere
+        name = f"{place}:{getattr(kind, '__name__', kind)}"
+        _check(kind, f"method {name}")
+        if any(known.Config is kind.Config for known in (*self.own.values(), *self._loaded.values())):
+            # By its config a run's method is known: one that is inherited gets a class of its own.
+            own = type(f"{kind.__name__}Config", (kind.Config,), {"__module__": kind.__module__})
+            kind.Config = dataclass(frozen=True)(own)
+        self._loaded[name] = kind
+        return name
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -47,8 +75,12 @@ def _load(point: EntryPoint) -> type[Method]:
         kind: Any = point.load()
     except Exception as error:  # whatever another package's import may raise
         raise SitusError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+    _check(kind, where)
+    return kind
+
+
+def _check(kind: Any, where: str) -> None:
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         raise SitusError(f"{where} is no subclass of situs.methods.Method")
     if not is_dataclass(getattr(kind, "Config", None)):
         raise SitusError(f"{where} has no dataclass Config")
-    return kind

@@ -51,11 +51,12 @@ class Segmentation(Method):
     Config: ClassVar[type[SegmentationConfig]] = SegmentationConfig
     needs_targets: ClassVar[tuple[str, ...]] = ("mask",)
 
-    def __init__(self, backbone: Backbone, config: SegmentationConfig, classes: int) -> None:
-        super().__init__(backbone)
+    def __init__(self, backbone: Backbone | nn.Module, config: SegmentationConfig, classes: int) -> None:
+        super().__init__(backbone, config)
+        backbone = self.backbone
         if classes < 2:
             raise SitusError("segmentation tells classes apart, and there are not two", field="data.masks.classes")
-        self.config, self.classes, self.levels = config, classes, backbone.levels()
+        self.classes, self.levels = classes, backbone.levels()
         widths = [level.dim for level in self.levels]
         flat = not any(level.halved for level in self.levels)
         self.norms = own_norms(self.levels)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
@@ -38,9 +38,8 @@ class Supervised(Method):
     needs_targets: ClassVar[tuple[str, ...]] = ("label",)
     reads_text: ClassVar[bool] = True
 
-    def __init__(self, backbone: Backbone, config: SupervisedConfig) -> None:
-        super().__init__(backbone)
-        self.config = config
+    def __init__(self, backbone: Backbone | nn.Module, config: SupervisedConfig | None = None) -> None:
+        super().__init__(backbone, config)
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         return {}

@@ -6,12 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from situs.backbones.config import BackboneConfig
 from situs.config import from_dict, to_dict
 from situs.errors import SitusError
+from situs.files import names_code
 from situs.methods import METHODS
+from situs.models.handed import handed
 from situs.models.model import Model
-from situs.models.module import names_module
+from situs.models.module import OwnModule
 from situs.models.open import CONFIG, PUBLISHED, RANDOM, is_locked, model_folder, open_model
 from situs.train.checkpoint import read_config, run_and_step
 from situs.train.export import POSITIONS, TRAINING_ONLY
@@ -34,6 +38,13 @@ SAME_DATA = (
     "resident_gib",
 )
 """Fields of `DataConfig` in which fine-tuning follows the pretraining unless told otherwise."""
+
+PREPARED = ("kind", "audio", "text", "img_size", "channels", "mean", "std", "crop_share")
+"""Those that say how a model's samples are prepared, wherever they are."""
+
+
+FOLLOWS = ("num_classes", "in_chans", "img_size", *TRAINING_ONLY)
+"""Arguments of a model that follow from the data and the recipe."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +69,16 @@ def beginning(source: str | Path) -> Beginning:
     Refused is what a run could not make again by itself. A locked folder needs no key here, nor what was withheld.
     """
     source = str(source)
+    if (model := handed(source)) is not None:
+        data = to_dict(model.samples)
+        seen = SAME_DATA if model.facts["kind"] == "run" else PREPARED
+        return Beginning(_made_of(model), source, {name: data[name] for name in seen}, model.positions)
     if is_run(source):
         config = from_dict(RunConfig, read_config(run_and_step(source)[0]), where=f"{source}/config.json")
         data = to_dict(config.data)
         sees = METHODS[config.method_name].uses_positions(config.method)
         return Beginning(replace(config.backbone, weights=None), source, {n: data[n] for n in SAME_DATA}, sees)
-    if names_module(source):
+    if names_code(source):
         raise SitusError(f"{source}: is your own module, which a run cannot make again by itself", field="source")
     folder = model_folder(source)
     if folder is None and is_locked(source):
@@ -84,10 +99,45 @@ def beginning(source: str | Path) -> Beginning:
         fields = ["source" if each == "backbone.name" else each for each in error.fields]
         raise SitusError(str(error), field=fields) from error
     data = to_dict(model.samples)
-    seen = {name: data[name] for name in ("kind", "audio", "text", "img_size", "channels", "mean", "std", "crop_share")}
+    seen = {name: data[name] for name in PREPARED}
     if folder is None:
         return Beginning(BackboneConfig(name), name if weights == PUBLISHED else weights, seen, True, named=True)
     return Beginning(_described(model, folder), str(folder), seen, model.positions)
+
+
+def adopted(init: str) -> dict[str, Any]:
+    """The tables of a training from weights that say which model they are of: its architecture, how it sees images.
+
+    None where they are weights alone: a file, a module's name.
+    """
+    known = handed(init) is not None or is_run(init) or model_folder(init) is not None
+    if not known and (Path(init).exists() or names_code(init)):
+        return {}
+    try:
+        begun = beginning(init if known or "=" in init else f"{init}={PUBLISHED}")
+    except SitusError:  # whoever reads the weights says what is wrong with them
+        return {}
+    own = to_dict(begun.backbone)
+    shaped = {name: own[name] for name in ("name", "patch_size", "positions", "model_args")}
+    return {"backbone": shaped, "data": {name: begun.data[name] for name in PREPARED}}
+
+
+def _made_of(model: Model) -> BackboneConfig:
+    """How the model of an open one is made again."""
+    backbone = model.backbone
+    if backbone.source.get("library", "timm") != "timm" or isinstance(backbone, OwnModule):
+        said = "is your own module" if isinstance(backbone, OwnModule) else "is a module of transformers"
+        more = "" if isinstance(backbone, OwnModule) else "; save it (save_pretrained) and give the folder"
+        raise SitusError(f"{model.name}: {said}, which a run cannot make again by itself{more}", field="source")
+    from situs.backbones.timm.create import remade  # timm takes seconds
+
+    own = remade(backbone)
+    beside = any(not name.startswith("model.") for name in backbone.state_dict())
+    table = getattr(backbone.model, "pos_embed", None)
+    fixed = isinstance(table, nn.Parameter) and not table.requires_grad
+    shaped = {name: value for name, value in own["model_args"].items() if name not in FOLLOWS}
+    positions = "learned" if beside else "sincos" if fixed else None
+    return BackboneConfig(own["architecture"], positions=positions, model_args=shaped)
 
 
 def _described(model: Model, folder: Path) -> BackboneConfig:
@@ -95,7 +145,6 @@ def _described(model: Model, folder: Path) -> BackboneConfig:
     own = model.backbone.source
     if own["library"] != "timm":
         return BackboneConfig(str(folder / CONFIG if is_locked(folder) else folder))  # a lock may lack weights
-    follows = ("num_classes", "in_chans", "img_size", *TRAINING_ONLY)  # from the data and the recipe
-    shaped = {name: value for name, value in own["model_args"].items() if name not in follows}
+    shaped = {name: value for name, value in own["model_args"].items() if name not in FOLLOWS}
     beside = (folder / POSITIONS).is_file()
     return BackboneConfig(own["architecture"], positions="learned" if beside else None, model_args=shaped)

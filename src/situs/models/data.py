@@ -11,19 +11,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+import numpy as np
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from situs.config import from_dict
 from situs.data.config import DataConfig, Target
 from situs.data.loader import Loader, make_loader
 from situs.data.masks import MaskConfig
-from situs.data.sources import judged_split, open_source
+from situs.data.sources import addressed, judged_split, open_source
 from situs.data.sources.base import Source
 from situs.data.sources.subset import Subset
 from situs.data.text import COLUMNS, Columns
 from situs.errors import SitusError, counted, verb
 from situs.limits import check_value
 from situs.models.model import Model, check_classifier
+from situs.models.module import in_eval_mode
 from situs.models.open import open_model
 from situs.results import Provenance
 from situs.train import distributed
@@ -32,8 +35,9 @@ from situs.train.inputs import check_words
 AnyModel = str | Path | nn.Module | Model
 """What `open_model` takes."""
 
-AnyData = str | Path | Source | None
-"""A path to images, a source of them, or None for those that a run was trained on."""
+AnyData = str | Path | Source | Sequence[Any] | Mapping[str, Any] | Dataset[Any] | Tensor | np.ndarray | None
+"""A path to images, a source of them, images in memory (`situs.data.sources.memory`), or None for those that a run was
+trained on."""
 
 
 class Read(TypedDict, total=False):
@@ -58,14 +62,15 @@ class Chosen(Read, total=False):
 
 
 def opened(model: AnyModel, seed: int = 0) -> Model:
-    """The model itself, or the one that is named, opened where it can be computed quickest.
+    """The model itself, or the one that is named, opened where it can be computed quickest; in eval mode.
 
     seed: of random weights. What else can be said of a model that is not open yet, `open_model` is told.
     """
-    if isinstance(model, Model):
-        return model
-    own = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    return open_model(model, seed=seed, device=distributed.start().device if own is None else own.device)
+    if not isinstance(model, Model):
+        own = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+        model = open_model(model, seed=seed, device=distributed.start().device if own is None else own.device)
+    backbone = model.backbone if model.method is not None else in_eval_mode(model.backbone)
+    return model if backbone is model.backbone else replace(model, backbone=backbone)
 
 
 def open_several(models: Iterable[AnyModel], seed: int = 0) -> dict[str, Model]:
@@ -113,6 +118,7 @@ def load_any(
     over the ranks; else each rank has them all. target: what is asked of an image, its class, its mask or its objects;
     of text the class of a sentence, or words. read: see `Read`.
     """
+    data = addressed(data)
     snr_db, masks, text = read.get("snr_db"), read.get("masks"), read.get("text")
     rank, world = (distributed.rank(), distributed.world()) if shared else (0, 1)
     if world > 1:  # each rank takes the same share of a batch
@@ -190,6 +196,7 @@ def load_bank(
         raise SitusError(
             f"split={split!r}: has what the classifier is fitted to; judge it on val or test", field="split"
         )
+    data = addressed(data)
     if isinstance(data, Source):
         raise SitusError(
             f"{data.name}: is one set, and one to learn from and one to be judged on are needed", field="data"

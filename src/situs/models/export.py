@@ -13,10 +13,10 @@ from situs.backbones.base import join
 from situs.backbones.reload import run_reloaded
 from situs.config import to_dict
 from situs.errors import SitusError
+from situs.files import names_code
 from situs.methods.base import Method
 from situs.models.defended import protection, trained_under
 from situs.models.inference import evaluating
-from situs.models.module import names_module
 from situs.models.onnx import OnnxFeatures, export_onnx
 from situs.models.open import is_locked, model_folder, open_model, spent_of
 from situs.train.export import Export, ModelProvenance, last_metrics, write_export
@@ -142,7 +142,7 @@ def _instead(source: str) -> str:
         return "it is a locked folder, and situs unlock writes the model that it holds"
     if model_folder(source) is not None:
         return "it is a model's folder already, which its library loads as it is"
-    if names_module(source):
+    if names_code(source):
         return "it is your own module, which no library makes again"
     if Path(source).exists():
         return "there is no config.json with checkpoints beside it"

@@ -14,7 +14,9 @@ from situs.backbones.lora import merged_state
 from situs.backbones.weights import HEADS, load_into, load_weights, read_state_dict
 from situs.core.position import resample_table
 from situs.errors import SitusError
-from situs.models.module import make_module, names_module
+from situs.files import names_code
+from situs.models.handed import handed
+from situs.models.module import make_module
 from situs.models.open import PUBLISHED, Unlock, is_locked, open_whole
 from situs.train.checkpoint import RunFolder, run_and_step
 from situs.train.export import POSITIONS
@@ -120,6 +122,8 @@ def _has_prefix_rows(table: Tensor, backbone: Backbone) -> bool:
 
 def _read(source: str, unlock: Unlock | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The model's tensors at `source`, and those of positions that stand beside the model."""
+    if (model := handed(source)) is not None:
+        return _apart(merged_state(model.backbone.state_dict()))
     path = Path(source).expanduser()
     if is_run(path):
         run, step = run_and_step(path)
@@ -132,7 +136,7 @@ def _read(source: str, unlock: Unlock | None) -> tuple[dict[str, Tensor], dict[s
     if path.exists():
         table = path / POSITIONS
         return _weights(path), _weights(table) if table.is_file() else {}
-    if names_module(source):
+    if names_code(source):
         return make_module(source).state_dict(), {}
     name, _, file = source.partition("=")
     if file and file != PUBLISHED:

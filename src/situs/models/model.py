@@ -21,7 +21,7 @@ from situs.train.tuning import TuningConfig
 
 @dataclass(frozen=True)
 class Model:
-    """A model that was opened, on its device and in eval mode.
+    """A model that was opened, on its device and in eval mode (a module in the mode it was in).
 
     method: what a run was trained with, its own heads and tokens included; None for all that is no run. input: how its
     images, clips or sentences are prepared (and, of a run, where they are); None where nobody knows. classes: their

@@ -7,12 +7,9 @@ one. It runs only as a whole: what needs its tokens, positions or blocks is refu
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from importlib import import_module
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +17,10 @@ from torch import Tensor, nn
 from situs.backbones.base import InputSpec, WholeBackbone, refuses_tokens
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
+from situs.files import load_code
+from situs.models.inference import evaluating
 
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 WHOLE = "it is your own module and runs only as a whole"
 
 
@@ -54,18 +54,18 @@ def wrap_module(
     normalisation: tuple[Sequence[float], Sequence[float]] | None = None,
     kind: type[OwnModule] = OwnModule,
 ) -> OwnModule:
-    """The module as a backbone, in eval mode; one in half precision is copied to float32.
+    """The module as a backbone, in the mode it is in; one in half precision is copied to float32.
 
     One that does not give logits [1, classes] for one image is refused. normalisation: mean and deviation of the
     channels that it expects; ImageNet's where None. kind: the class of the backbone.
     """
     module, held = in_float32(module, keep=(torch.float64,))
-    backbone = kind(module.eval(), name or type(module).__name__, pair(img_size), in_chans)
+    backbone = kind(module, name or type(module).__name__, pair(img_size), in_chans)
     backbone.normalisation, backbone.held = normalisation, held
     like = next(backbone.parameters(), torch.zeros(0))
     images = torch.randn(1, in_chans, *pair(img_size), generator=torch.Generator().manual_seed(0))
     try:
-        with torch.no_grad():
+        with evaluating(backbone):
             found = backbone(images.to(like.device, like.dtype))
     except Exception as error:  # whatever the user's own code raises
         said = error if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
@@ -86,12 +86,15 @@ def in_float32(module: nn.Module, keep: Sequence[torch.dtype] = ()) -> tuple[nn.
     return deepcopy(module).float(), str(types.pop()).removeprefix("torch.")
 
 
-def names_module(source: str) -> bool:
-    """Whether `source` is package.module:name or file.py:name, and not a folder or a name of a library ("hf:…")."""
-    place, colon, name = source.rpartition(":")
-    if not colon or not name.isidentifier() or place == "hf":
-        return False
-    return place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
+def in_eval_mode(module: AnyModule) -> AnyModule:
+    """The module where it is in eval mode; else its twin over the same tensors that is, so that its own mode stays."""
+    if not any(part.training for part in module.modules()):
+        return module
+    shared: dict[int, Any] = {id(each): each for each in (*module.parameters(), *module.buffers())}
+    try:
+        return deepcopy(module, shared).eval()
+    except Exception:  # noqa: BLE001  (whatever a user's own module keeps that has no copy)
+        return module.eval()
 
 
 def make_module(source: str, arguments: Mapping[str, Any] | None = None) -> nn.Module:
@@ -99,12 +102,7 @@ def make_module(source: str, arguments: Mapping[str, Any] | None = None) -> nn.M
 
     arguments: of that call.
     """
-    place, _, name = source.rpartition(":")
-    try:
-        make = getattr(_import(place), name)
-    except Exception as error:  # whatever the user's own code raises while it is imported
-        said = error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
-        raise SitusError(f"{source}: cannot be had as package.module:name or file.py:name: {said} (MODEL)") from error
+    make = load_code(source, " (MODEL)")
     if not isinstance(make, nn.Module):
         make = _call(source, make, dict(arguments or {}))
     elif arguments:
@@ -112,21 +110,6 @@ def make_module(source: str, arguments: Mapping[str, Any] | None = None) -> nn.M
     if not isinstance(make, nn.Module):
         raise SitusError(f"{source}: gives {type(make).__name__}, and must give an nn.Module (MODEL)")
     return make
-
-
-def _import(place: str) -> Any:
-    if not place.endswith(".py"):
-        return _import_from(Path.cwd(), place)  # as python -m does
-    file = Path(place).expanduser().resolve()
-    if not file.is_file():
-        raise ImportError(f"there is no file {place}")
-    return _import_from(file.parent, file.stem)
-
-
-def _import_from(folder: Path, name: str) -> Any:
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    return import_module(name)
 
 
 def _call(source: str, make: Any, arguments: dict[str, Any]) -> Any:

@@ -26,12 +26,12 @@ from situs.config import from_dict
 from situs.core.tokens import Size, pair
 from situs.data.tokeniser import hold_tokeniser
 from situs.errors import SitusError
-from situs.files import read_json
+from situs.files import names_code, read_json
 from situs.methods import create_method, method_class
 from situs.methods.base import Method
 from situs.models.defended import trained_under
 from situs.models.model import Model, folder_name, identity_of
-from situs.models.module import OwnModule, in_float32, make_module, names_module, wrap_module
+from situs.models.module import OwnModule, in_float32, make_module, wrap_module
 from situs.models.prepared import class_names, described, images_for, is_multi_label, read_prepared, sentences_for
 from situs.train.checkpoint import run_and_step
 from situs.train.export import PARTS, last_name
@@ -62,7 +62,7 @@ def open_model(
     device: torch.device | str = "cpu",
     **fields: Any,
 ) -> Model:
-    """The model that `source` names, on its device and in eval mode.
+    """The model that `source` names, on its device and in eval mode; a module stays in the mode it is in.
 
     weights: for a name, a file, "pretrained" or "random"; any_weights: a name without them gets random ones. seed: of
     random weights. ema: for a run, the mean of its weights; None takes it where there is one. as_trained: a run as its
@@ -95,7 +95,7 @@ def _open(
         name = source.name if isinstance(source, Backbone) else type(source).__name__
         return _open_module(source, name, fields, device)
     source = str(source)
-    if not Path(source).exists() and not names_module(source) and "=" in source:
+    if not Path(source).exists() and not names_code(source) and "=" in source:
         source, _, given = source.partition("=")
         _refuse(f"{source}={given}", weights=weights)
         weights = given
@@ -111,10 +111,10 @@ def _open(
     elif (folder := model_folder(source)) is not None:
         _refuse("a model's folder", weights=weights)
         model = _open_folder(folder, fields, device)
-    elif names_module(source):
+    elif names_code(source):
         _refuse(source, weights=weights)
         module = make_module(source, fields.pop("model_args", None))
-        model = _open_module(module, last_name(source), fields, device)  # a result tells no folders
+        model = _open_module(module.eval(), last_name(source), fields, device)  # a result tells no folders
     else:
         model = _open_name(source, weights or (RANDOM if any_weights else None), fields, device)
     home = Path(origin).parent.name if Path(source).exists() else last_name(weights or "")
@@ -307,6 +307,9 @@ def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: t
         _refuse(name, **fields)
     if backbone.input.channels and backbone.input.shape is None:
         raise SitusError(f"{name}: takes images of no one size")
+    own = {*module.modules()}
+    for part in backbone.modules():  # what stands around the module has its mode
+        part.training = part.training if part in own else module.training
     if size is not None and backbone.input.shape != pair(size):
         raise SitusError(f"img_size={size}: {name} takes {backbone.input.shape}", field="img_size")
     backbone.name = name
@@ -318,7 +321,7 @@ def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: t
     notes = {} if held is None else {"precision": f"held in {held}; here it computes in float32"}
     device = "cpu" if str(device) == "meta" else device
     facts = {"kind": "module", "model": name, "weights": "its own"}
-    return Model(name, backbone.to(device).eval(), None, images_for(backbone, told), None, facts, notes=notes)
+    return Model(name, backbone.to(device), None, images_for(backbone, told), None, facts, notes=notes)
 
 
 def _known(module: nn.Module) -> Backbone | None:

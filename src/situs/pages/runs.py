@@ -23,6 +23,7 @@ from situs.progress import clock
 from situs.report.figures import curve_panels
 from situs.report.html import Page, Section
 from situs.results import Cell, percent
+from situs.train.log import rate
 
 _SPEED: dict[str, tuple[str, Callable[[Any], Cell]]] = {
     "device": ("device", str),
@@ -30,7 +31,7 @@ _SPEED: dict[str, tuple[str, Callable[[Any], Cell]]] = {
     "precision": ("precision", str),
     "torch": ("torch", str),
     "global_batch": ("batch", int),
-    "images_per_second": ("images a second (median)", "{:,.0f}".format),
+    "images_per_second": ("images a second (median)", rate),
     "data_wait": ("waiting for data (median)", lambda share: percent(share, 0)),
     "memory_gib": ("largest memory", "{:.2f} GiB".format),
     "seconds": ("time", clock),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from situs.data.batch import Batch
 from situs.data.loader import Loader
+from situs.data.sources import addressed
 from situs.errors import SitusError
 from situs.files import write_result
 from situs.limits import check_value
@@ -63,7 +64,9 @@ def write_playground(
     check_value("most_mb", most_mb, "> 0")
     about, tensors = described(model)
     few = replace(model, input=replace(model.data, workers=0))  # processes would take longer to start than to decode
-    loader = load_set(few, data or (None if model.data.path else "samples"), split=split, count=count, batch=64)
+    loader = load_set(
+        few, addressed(data) or (None if model.data.path else "samples"), split=split, count=count, batch=64
+    )
     pixels, inputs, labels = _images(loader)
     about |= {"labels": labels if about["kind"] == "classes" and top1_reason(model, loader) is None else None}
     about |= {"data": loader.source.name, "images": len(pixels)}

@@ -189,10 +189,15 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def rate(value: float) -> str:
+    """So many a second, with two digits where they are few: 3,120, 8.4, 0.31."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
 _FORMS: dict[str, Callable[[Any], str]] = {
     "epoch": lambda v: f"epoch {v:.2f}",
     "lr": lambda v: f"lr {v:.2e}",
-    "images_per_second": lambda v: f"{v:,.0f} samples/s",
+    "images_per_second": lambda v: f"{rate(v)} samples/s",
     "data_wait": lambda v: f"data-wait {100 * v:.0f} %",
     "memory_gib": lambda v: f"{v:.1f} GiB",
 }

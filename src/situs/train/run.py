@@ -24,6 +24,7 @@ from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import BATCH, NO_DATA, DataConfig
 from situs.data.loader import Loader, make_loader, settle
 from situs.data.sources import SAMPLES
+from situs.data.sources.memory import check_same, is_memory, spoken
 from situs.errors import SitusError, counted
 from situs.files import cache_folder
 from situs.limits import Natural
@@ -132,9 +133,12 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     kind = METHODS[config.method_name]
     texts = config.data.kind == "text"
     if kind.needs_targets and classes is None and "words" not in kind.needs_targets:
-        said = f"{config.method_name} needs labels, and {config.data.path} has none"
+        said = f"{config.method_name} needs labels, and {spoken(config.data.path)} has none"
         if texts or config.data.kind == "audio":
             raise SitusError(said, field=("data", "data.text.label") if texts else "data")
+        if is_memory(config.data.path):
+            said += ", one class each: give (image, label) pairs, dicts with 'image' and 'label', or (images, labels)"
+            raise SitusError(said, field=("data", "data.multi_label"))
         more = "" if config.data.multi_label else ", not one class an image; with any number of them it is multi-label"
         raise SitusError(said + more, field=("data", "data.multi_label"))
     count = 0 if classes is None else len(classes)
@@ -225,6 +229,8 @@ def train_run(
     held = contextlib.ExitStack()
     try:
         resume = _begun(out, ranks, speak) if resume is None else resume
+        if resume is not None:
+            check_same(read_config(Path(resume))["data"]["path"], config.data.path)
         run = None if resume is None else RunFolder.open(resume, config, writer=ranks.main)
         if run is not None:
             held.enter_context(run.hold())

@@ -24,7 +24,7 @@ GRADIENTS = "audit gradients x --data y"
         ("key new my.key", "--out: must be given"),
         (
             "pretrain --model vit_tiny_patch16_224",
-            "--model: situs pretrain has no such flag; perhaps --backbone.name (",
+            "--model: situs pretrain has no such flag; perhaps --backbone (",
         ),
         ("pretrain --lr 0.1", "--lr: situs pretrain has no such flag; perhaps --optim.lr ("),
         ("pretrain --batch-size 4", "--batch-size: situs pretrain has no such flag; perhaps --batch ("),

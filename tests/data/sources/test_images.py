@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from situs.data.sources import images
-from situs.data.sources.images import centre_fit, decode, decode_numbers, to_channels
+from situs.data.sources.images import centre_fit, decode, decode_numbers, from_pillow, to_channels
 from situs.errors import BrokenSampleError, SitusError
 
 RNG = np.random.default_rng(0)
@@ -67,14 +67,38 @@ def test_palette_alpha_bilevel_and_cmyk():
     palette = Image.fromarray(RGB).quantize(16)
     assert torch.equal(decode(encoded(palette), "x"), chw(np.asarray(palette.convert("RGB"))))
     alpha = np.dstack([RGB, RNG.integers(0, 256, (9, 13), dtype=np.uint8)])
-    assert torch.equal(decode(encoded(Image.fromarray(alpha)), "x", 3), chw(RGB))
-    assert torch.equal(decode(encoded(Image.fromarray(alpha)), "x"), chw(RGB))
     assert torch.equal(decode(encoded(Image.fromarray(alpha)), "x", channels=4), chw(alpha))
-    palette.info["transparency"] = 0
-    assert decode(encoded(palette, transparency=0), "x", 3).shape == (3, 9, 13)
+    opaque = np.dstack([RGB, np.full((9, 13), 255, np.uint8)])
+    assert torch.equal(decode(encoded(Image.fromarray(opaque)), "x"), chw(RGB))
     bilevel = decode(encoded(Image.fromarray(RGB[..., 0]).convert("1")), "x")
     assert set(bilevel.unique().tolist()) <= {0, 255}
     assert decode(encoded(Image.fromarray(RGB).convert("CMYK"), "JPEG"), "x").shape == (3, 9, 13)
+
+
+def test_what_is_transparent_is_laid_over_white():
+    """c α + 255 (1 − α), whatever says α: a channel, a colour of the palette, or one grey level or colour."""
+    share = RNG.integers(0, 256, (9, 13), dtype=np.uint8)
+    share[0], share[1] = 0, 255
+    weight = share[..., None] / 255
+    wanted = chw((RGB * weight + 255 * (1 - weight)).round().astype(np.uint8)).int()
+    for mode in ("RGBA", "LA"):
+        image = Image.fromarray(np.dstack([RGB, share])).convert(mode)
+        grey = np.asarray(Image.fromarray(RGB).convert("L"))[..., None]
+        here = wanted if mode == "RGBA" else chw((grey * weight + 255 * (1 - weight)).round().astype(np.uint8)).int()
+        found = decode(encoded(image), "x")
+        assert found.shape == here.shape
+        assert (found.int() - here).abs().max() <= 1
+        assert set(found[:, 0].flatten().tolist()) == {255}
+        assert torch.equal(found[:, 1].int(), here[:, 1])
+        assert torch.equal(from_pillow(image, "x"), found)
+    palette = Image.fromarray(RGB).quantize(16)
+    chosen = np.asarray(palette)[4, 4]
+    gone = torch.from_numpy(np.asarray(palette) == chosen)
+    found = decode(encoded(palette, transparency=int(chosen)), "x", 3)
+    assert bool((found[:, gone] == 255).all())
+    assert torch.equal(found[:, ~gone], chw(np.asarray(palette.convert("RGB")))[:, ~gone])
+    level = decode(encoded(Image.fromarray(share), transparency=int(share[5, 5])), "x")
+    assert torch.equal(level, torch.from_numpy(np.where(share == share[5, 5], 255, share))[None])
 
 
 def test_a_photograph_is_turned_upright():

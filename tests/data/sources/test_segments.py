@@ -14,6 +14,8 @@ import torch
 from masked import disc, write_ade
 from PIL import Image
 
+from situs.data.config import DataConfig
+from situs.data.loader import settle
 from situs.data.masks import VOID, MaskConfig
 from situs.data.sources import open_source, splits_at
 from situs.errors import BrokenSampleError, SitusError
@@ -178,3 +180,25 @@ def test_masks_of_which_none_can_be_read_are_not_called_masks_without_a_class(tm
     Image.fromarray(disc(20, 20, 0)[1]).save(tmp_path / "masks" / "b.png")
     with pytest.raises(SitusError, match=r"its only mask cannot be read; the first: .*a\.png: has no mask of its name"):
         open_source(tmp_path, masks=MaskConfig())
+
+
+def test_masks_whose_numbers_start_at_1(tmp_path: Path) -> None:
+    """Without a word: 1 is the first class, in what a run records too; a mask that holds 0 makes 0 a class."""
+    for folder in ("train/images", "train/masks", "val/images", "val/masks"):
+        (tmp_path / folder).mkdir(parents=True)
+    for number in range(2):
+        picture, inside = disc(20, 20, number)
+        for split in ("train", "val"):
+            Image.fromarray(picture).save(tmp_path / split / "images" / f"{number}.png")
+            Image.fromarray(np.where(inside[:1], 255, 1 + inside)).save(tmp_path / split / "masks" / f"{number}.png")
+    source = open_source(tmp_path, channels=3, masks=MaskConfig())
+    assert source.classes == ("1", "2")
+    assert source.read(0)["mask"].unique().tolist() in ([-1, 0, 1], [0, 1])
+    assert "its classes are the numbers 1 to 2 of its masks" in source.notes[-1]
+    settled = settle(DataConfig(str(tmp_path), target="mask", img_size=20)).masks
+    assert (settled.first, settled.classes) == (1, ("1", "2"))
+    val = open_source(tmp_path, "val", channels=3, masks=settled)
+    assert torch.equal(val.read(1)["mask"], source.read(1)["mask"])
+    assert open_source(tmp_path, channels=3, masks=MaskConfig(0)).classes == ("0", "1", "2")  # where it is said
+    Image.fromarray(inside).save(tmp_path / "train" / "masks" / "1.png")
+    assert open_source(tmp_path, channels=3, masks=MaskConfig()).classes == ("0", "1", "2")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from situs.audit.attacks.base import Attack
@@ -25,6 +24,7 @@ from situs.audit.remedies.tune import Tuned, Tuning
 from situs.backbones.base import Backbone
 from situs.errors import SitusError, counted
 from situs.methods.base import Method
+from situs.models.data import AnyData
 from situs.progress import tracked
 from situs.results import Provenance
 
@@ -171,7 +171,7 @@ def part_of(test: TestSet, span: slice) -> TestSet:
 
 def find_defences(
     model: Any,
-    data: str | Path,
+    data: AnyData = None,
     limit: str = "psnr=20",
     *,
     attacks: Sequence[str | Attack] = ATTACKED,

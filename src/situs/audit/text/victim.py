@@ -21,6 +21,7 @@ from situs.data.tokeniser import tokeniser_files
 from situs.errors import SitusError, counted
 from situs.methods.base import Batch, Method
 from situs.models import open_model
+from situs.models.data import opened
 
 Task = Literal["classes", "next words", "masked words"]
 """What a client learns: a class of the sentence, or its words."""
@@ -88,7 +89,7 @@ def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVict
         **asked,
         "any_weights": True,
     }  # a name alone is one of images, which is refused here and not for its weights
-    model = open_model(source, **asked)
+    model = opened(open_model(source, **asked))
     if not isinstance(model.backbone, TextBackbone):
         raise SitusError(f"{model.name}: takes images, not texts", field="texts")
     kind, notes = type(model.backbone.model).__name__, {**model.notes, **other_loss(model.backbone)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,70 @@ def _check_class(model: nn.Module, name: str) -> None:
         raise SitusError(f"{name}: its class {kind} is not among those Situs knows: {', '.join(sorted(FAMILIES))}")
 
 
+def remade(backbone: Backbone) -> dict[str, Any]:
+    """How timm makes the model of a backbone again: its name and the arguments, as `Backbone.source` holds them.
+
+    Of a module that timm made elsewhere they are read off it, and hold only where the same weights then give the same
+    outputs; else it is refused.
+    """
+    if backbone.source:
+        return backbone.source
+    model: Any = backbone.model
+    described: Any = getattr(model, "pretrained_cfg", None) or {}
+    name = described.get("architecture") if isinstance(described, dict) else getattr(described, "architecture", None)
+    if name and timm.is_model(name):
+        for arguments in _read_off(model, backbone.input.channels):
+            with contextlib.suppress(Exception):  # arguments that this family does not take
+                other = timm.create_model(name, pretrained=False, **arguments)
+                if _alike(model, other, backbone):
+                    return {"library": "timm", "architecture": name, "model_args": arguments}
+    raise SitusError(
+        f"{backbone.name}: is a module that timm's create_model does not make again by a name and arguments, so that a "
+        "run could not either; name the model (backbone) and give the module's weights (init)",
+        field=("backbone", "init", "source"),
+    )
+
+
+def _read_off(model: Any, channels: int) -> list[dict[str, Any]]:
+    """Arguments that may have made a module, the fewest first."""
+    plain: dict[str, Any] = {"in_chans": channels, "num_classes": model.num_classes}
+    stem = getattr(model, "patch_embed", None)
+    if stem is None:
+        return [plain]
+    plain["img_size"] = tuple(stem.img_size)
+    plain["patch_size"] = stem.patch_size[0] if len({*stem.patch_size}) == 1 else tuple(stem.patch_size)
+    if hasattr(model, "layers"):
+        heads = [layer.blocks[0].attn.num_heads for layer in model.layers]
+        shape = {"depths": [len(layer.blocks) for layer in model.layers], "num_heads": heads}
+        windows = {"window_size": model.layers[0].blocks[0].window_size}
+        return [plain, *({**plain, "embed_dim": model.embed_dim, **shape, **more} for more in ({}, windows))]
+    block = model.blocks[0]
+    shape = {"embed_dim": model.embed_dim, "depth": len(model.blocks), "num_heads": block.attn.num_heads}
+    more = {"class_token": model.cls_token is not None, "global_pool": model.global_pool}
+    if hasattr(block.mlp, "fc1"):
+        more["mlp_ratio"] = block.mlp.fc1.out_features / model.embed_dim
+    return [plain, {**plain, **shape}, {**plain, **shape, **more}]
+
+
+@torch.no_grad()
+def _alike(model: nn.Module, other: nn.Module, backbone: Backbone) -> bool:
+    """Whether two modules have the same tensors by name and shape and, with the same values, the same outputs."""
+    own, new = model.state_dict(), other.state_dict()
+    if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in new.items()}:
+        return False
+    other.load_state_dict(own)
+    size = backbone.input.shape or (64, 64)
+    like = next(model.parameters())
+    images = torch.randn(1, backbone.input.channels, *size, generator=torch.Generator().manual_seed(0)).to(like)
+    other.to(like)
+    training = {each: each.training for each in model.modules()}
+    try:
+        return torch.allclose(model.eval()(images), other.eval()(images), rtol=1e-4, atol=1e-5)
+    finally:
+        for each, mode in training.items():
+            each.training = mode
+
+
 def create_timm(config: BackboneConfig) -> Backbone:
     """A backbone by timm name, with the size, positions and weights of `config`."""
     arguments = _arguments(config)
@@ -95,7 +160,7 @@ def create_timm_folder(folder: Path, config: BackboneConfig, *, fresh: bool = Fa
 def _arguments(config: BackboneConfig) -> dict[str, Any]:
     """The keyword arguments for timm, refusing early what timm would refuse obscurely."""
     if not timm.is_model(config.name):
-        close = difflib.get_close_matches(config.name, timm.list_models(), n=3, cutoff=0.5)
+        close = nearest(config.name)
         hint = f"; did you mean {', '.join(close)}?" if close else "; timm.list_models() lists the names"
         raise SitusError(f"{config.name!r} is neither a timm model nor a folder with a config.json{hint}")
     arguments: dict[str, Any] = {"in_chans": config.in_chans, **config.model_args}
@@ -121,6 +186,24 @@ def _arguments(config: BackboneConfig) -> dict[str, Any]:
             raise SitusError(f"{said}; encode(positions=None) leaves them out")
         arguments["pos_embed"] = "none"
     return arguments
+
+
+SIZES = {"t": "tiny", "s": "small", "b": "base", "l": "large", "h": "huge"}
+"""Letters by which papers name sizes (ViT-S/16)."""
+
+
+def nearest(name: str) -> list[str]:
+    """At most three models that run here and may be meant: those with most of the words of the name, then the most
+    alike in letters."""
+    words = {SIZES.get(word, word) for word in re.findall(r"[a-z]+|[0-9]+", name.lower())}
+    scores = []
+    for each in dict.fromkeys(model for module in READ for model in timm.list_models(module=module)):
+        shared = len(words & {*re.findall(r"[a-z]+|[0-9]+", each)})
+        alike = difflib.SequenceMatcher(None, name.lower(), each).ratio()
+        most = shared == len(words) or (shared > 1 and shared >= len(words) - 1)
+        if most or alike >= 0.6 or (shared and alike >= 0.4):
+            scores.append((-shared, -alike, each))
+    return [each for *_, each in sorted(scores)[:3]]
 
 
 def _make(name: str, arguments: dict[str, Any]) -> nn.Module:

@@ -20,6 +20,7 @@ from situs.cli.progress import remark
 from situs.cli.result import INTERRUPTED, present
 from situs.errors import SitusError
 from situs.limits import Count
+from situs.models.open import is_run
 from situs.pages import write_numbers
 
 COUNT = 4
@@ -74,7 +75,7 @@ class Args(ModelArgs):
 
 def run(args: Args) -> int:
     """Traces, prints the table and writes the files."""
-    if (args.data is None) == (args.texts is None):
+    if (args.data is None) == (args.texts is None) and not (args.data is None and is_run(args.model)):
         raise SitusError("give images or a file of sentences to attack, one of them", field=("data", "texts"))
     check_folder(args.out, "curve")
     deadline = Deadline(remark, args.time_limit)
@@ -100,6 +101,6 @@ def run(args: Args) -> int:
         else:
             beside = {} if auto else {"beside": args.defences}
             more = {"attacks": args.attacks, "split": args.split}
-            found = trace_defences(args.model, args.data or "", args.curve, **beside, **more, **given)
+            found = trace_defences(args.model, args.data, args.curve, **beside, **more, **given)
         present(found, args.out)
     return INTERRUPTED if deadline.interrupted else 0

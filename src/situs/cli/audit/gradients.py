@@ -33,6 +33,7 @@ from situs.cli.progress import remark
 from situs.cli.result import INTERRUPTED, present
 from situs.errors import SitusError
 from situs.files import write_result
+from situs.models.open import is_run
 from situs.pages import publish, write_numbers
 
 
@@ -43,10 +44,11 @@ class Args(ModelArgs, CostConfig, AuditConfig):
     topics: ClassVar[dict[str, tuple[str, ...]]] = {
         "matching": ("labels", "distance", "iterations", "restarts"),
         "remedies": tuple(each.name for each in fields(CostConfig)),
+        "seldom": ("loss", "lpips"),
     }
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Images to attack, as training reads them."""
+    """Images to attack, as training reads them; else a run's own."""
 
     texts: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Instead, for a model of words: sentences, one a line; its gates: words, tokens, sentences, picked (shares)."""
@@ -120,7 +122,7 @@ def run(args: Args) -> int:
     return INTERRUPTED if deadline.interrupted and status != ABOVE else status
 
 
-def _find(args: Args, data: str, given: dict[str, Any], deadline: Deadline) -> int:
+def _find(args: Args, data: str | None, given: dict[str, Any], deadline: Deadline) -> int:
     """Audits what is sent today, within a tenth of the time, then looks for remedies: both on the audit's page.
 
     The status is 0 where some setting is named, and that of "not judged" where none is.
@@ -165,9 +167,9 @@ _IMAGES = [each for each in fields(Args) if each.name in ("attacks", "settings",
 """Flags that say something of images, beside those of `AuditConfig`."""
 
 
-def _check(args: Args) -> str:
-    """Refuses what would only show when the audit is over; gives where the images are, "" for texts."""
-    if (args.data is None) == (args.texts is None):
+def _check(args: Args) -> str | None:
+    """Refuses what would only show when the audit is over; where the images are, None for a run's own and texts."""
+    if (args.data is None) == (args.texts is None) and not (args.data is None and is_run(args.model)):
         said = "give images" if args.data is None else f"texts={args.texts}: and images are given; give images"
         raise SitusError(f"{said} or a file of sentences to attack, one of them", field=("data", "texts"))
     for name in args.attacks:
@@ -191,4 +193,4 @@ def _check(args: Args) -> str:
         raise SitusError(field="junit", value=args.junit, allowed="a file that can be written")
     result = "texts" if args.texts is not None else "settings" if args.settings else "gradients"
     check_folder(args.out, result, *(["defences"] if args.find_defence is not None else []))
-    return args.data or ""
+    return args.data

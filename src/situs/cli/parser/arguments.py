@@ -186,7 +186,9 @@ def layers_of(args_type: type[Any], argv: Sequence[str]) -> dict[str, Mapping[st
     given = {each.name: _peek(argv, BELOW[each.name]) for each in fields(args_type) if each.name in BELOW}
     run, source = given.get("resume"), given.get("source")
     ground = None if spec.ground is None or source is None or run is not None else spec.ground(source)
-    below = layered(given.get("preset"), given.get("config_file"), run, ground)
+    named_here = _peek(argv, "--backbone") or _peek(argv, "--backbone.name")
+    init = None if named_here or not hasattr(spec.cls, "init") else _peek(argv, "--init")
+    below = layered(given.get("preset"), given.get("config_file"), run, ground, init)
     chosen = [(flag_name(path), f"{path}.name", _peek(argv, flag_name(path))) for path in choices_of(spec.cls)]
     here = tables_of(each for each in chosen if each[2] is not None)
     return {**below, **({FLAGGED: here} if here else {})}

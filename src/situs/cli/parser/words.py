@@ -95,8 +95,8 @@ def members_of(kind: Any) -> tuple[Any, ...]:
 
 
 OTHERS = {
-    "--model": "--backbone.name",
-    "--arch": "--backbone.name",
+    "--model": "--backbone",
+    "--arch": "--backbone",
     "--backbone": "--backbone.name",
     "--batch-size": "--batch",
     "--learning-rate": "--optim.lr",
@@ -113,7 +113,8 @@ def meant(word: str, flags: Sequence[Flag]) -> str:
     """The flag that a word of other programs, or the end of one of ours, stands for; "" where none does."""
     names = [flag.name for flag in flags]
     ends = [name for name in names if name.endswith(f".{word.lstrip('-')}")]
-    return next((name for name in (OTHERS.get(word, ""), *sorted(ends, key=_first)) if name in names), "")
+    other = OTHERS.get(word, "")
+    return next((name for name in (other, OTHERS.get(other, ""), *sorted(ends, key=_first)) if name in names), "")
 
 
 def _first(name: str) -> bool:

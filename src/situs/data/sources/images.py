@@ -1,8 +1,8 @@
 """One encoded image to one tensor: what Pillow reads (JPEG, PNG, WebP, TIFF…) and NumPy arrays.
 
 A decoded image is [C, H, W]: uint8 in 0..255, or float32 in [0, 1] where the file is deeper than 8 bits.
-Alpha is dropped unless four channels are asked for, a palette becomes RGB, and a photograph is turned as its
-EXIF tag says.
+What is transparent is laid over white unless four channels are asked for, a palette becomes RGB, and a photograph is
+turned as its EXIF tag says.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ LUMA = (0.299, 0.587, 0.114)
 _PILLOW_TYPES = {"I;16": torch.uint16, "I": torch.int32, "F": torch.float32}
 _DEEPEST = {torch.uint16: 65535.0, torch.int32: 65535.0, torch.int16: 32767.0}
 _FLOATS = {torch.float16, torch.float32, torch.float64}
+_NUMBERS = "uint8 (0 to 255), uint16 (0 to 65535) or floats from 0 to 1"
 _ROUNDING = 1e-3  # of floats that are meant to be 0 or 1
 
 
@@ -56,7 +57,7 @@ class Header(NamedTuple):
     """What a file says of its image before a pixel is read.
 
     kind: Pillow's name of the format, or NPY. mode: Pillow's, or the array's type. height, width: as the image is seen,
-    upright. turned: whether its EXIF tag turns or mirrors it.
+    upright. turned: whether its EXIF tag turns or mirrors it. transparent: whether it has an alpha channel.
     """
 
     kind: str
@@ -64,6 +65,7 @@ class Header(NamedTuple):
     height: int
     width: int
     turned: bool
+    transparent: bool = False
 
 
 def decode(data: bytes, name: str, channels: int | None = None, *, reduce: int = 1) -> Tensor:
@@ -79,6 +81,50 @@ def decode(data: bytes, name: str, channels: int | None = None, *, reduce: int =
             plain = _decode_plain(data) if reduce == 1 else None
             image = plain if plain is not None else _decode_pillow(data, keep_alpha=channels == 4, reduce=reduce)
     return to_channels(image, channels, name)
+
+
+def from_pillow(image: Image.Image, name: str, channels: int | None = None) -> Tensor:
+    """An image of Pillow that is in memory, [C, H, W], as `decode` would give its file; it stays as it is."""
+    from PIL import ImageOps
+
+    file = str(getattr(image, "filename", "") or "")
+    # Of one whose pixels are not read yet, processes and threads would share the place in the open file.
+    if getattr(image, "fp", None) is not None and Path(file).is_file() and getattr(image, "n_frames", 1) == 1:
+        return decode(read_bytes(Path(file), lambda: name), name, channels)
+    with _broken(name):
+        found = _pixels_of(ImageOps.exif_transpose(image), keep_alpha=channels == 4)
+    return to_channels(found, channels, name)
+
+
+def from_array(array: np.ndarray | Tensor, name: str, channels: int | None = None, *, many: bool = False) -> Tensor:
+    """An array or tensor [H, W], [C, H, W] or [H, W, C] (the shorter end is the channels) as `decode` gives an image.
+
+    many: [n, …], all of one size; gives [n, C, H, W] and leaves the channels as they are.
+    """
+    import numpy as np
+
+    if isinstance(array, np.ndarray):
+        if array.dtype.kind not in "uif":
+            raise BrokenSampleError(f"{name}: is an array of {array.dtype}, and pixels are {_NUMBERS}", field="data")
+        array = array.astype(array.dtype.newbyteorder("="), copy=not array.flags.writeable)
+        array = torch.from_numpy(np.ascontiguousarray(array))
+    image = array.detach().cpu()
+    if image.ndim - many not in {2, 3} or 0 in image.shape:
+        said = f"is an array {list(image.shape)}, and an image is [H, W], [C, H, W] or [H, W, C]"
+        raise BrokenSampleError(f"{name}: {said}", field="data")
+    if image.dtype not in {torch.uint8, torch.uint16, *_FLOATS}:
+        kind = str(image.dtype).removeprefix("torch.")
+        raise BrokenSampleError(f"{name}: has pixels of {kind}, and pixels are {_NUMBERS}", field="data")
+    if image.ndim - many == 2:
+        image = image.unsqueeze(-3)
+    elif image.shape[-1] < image.shape[-3]:
+        image = image.movedim(-1, -3).contiguous()
+    try:
+        image = _shallow(image)
+    except ValueError as error:
+        said = f"{error}: give {_NUMBERS}, before any Normalize, which Situs does itself"
+        raise BrokenSampleError(f"{name}: {said}", field="data") from error
+    return image if many else to_channels(image, channels, name)
 
 
 def decode_numbers(data: bytes, name: str) -> Tensor:
@@ -118,7 +164,7 @@ def read_header(data: bytes, name: str) -> Header:
         with _opened(data) as image:
             way = image.getexif().get(_ORIENTATION, 1)
             width, height = image.size[::-1] if way in {5, 6, 7, 8} else image.size
-            return Header(image.format or "", image.mode, height, width, way in range(2, 9))
+            return Header(image.format or "", image.mode, height, width, way in range(2, 9), is_transparent(image))
 
 
 @contextmanager
@@ -342,22 +388,41 @@ def _decode_pillow(data: bytes, keep_alpha: bool, reduce: int = 1) -> Tensor:
             opened.draft(None, (opened.width // reduce, opened.height // reduce))
         opened.load()
         ImageOps.exif_transpose(opened, in_place=True)
-        image = _plain_mode(opened, keep_alpha)
-        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=_PILLOW_TYPES.get(image.mode, torch.uint8))
+        return _pixels_of(opened, keep_alpha)
+
+
+def _pixels_of(image: Image.Image, keep_alpha: bool) -> Tensor:
+    """An upright image of Pillow as a tensor [C, H, W]."""
+    image = _plain_mode(image, keep_alpha)
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=_PILLOW_TYPES.get(image.mode, torch.uint8))
     return _shallow(pixels.view(image.height, image.width, -1).permute(2, 0, 1))
 
 
 def _plain_mode(image: Image.Image, keep_alpha: bool) -> Image.Image:
     """Pillow's many modes brought to L, RGB, RGBA, 16/32-bit integers or floats."""
-    if image.mode in {"L", "RGB", "F", "I"}:
+    transparent = is_transparent(image)
+    if image.mode in {"F", "I"} or (image.mode in {"L", "RGB"} and not transparent):
         return image
     if image.mode.startswith("I;16"):
         return image if image.mode == "I;16" else image.convert("I")
-    if image.mode in {"1", "LA", "La"}:
-        return image.convert("L")
-    if keep_alpha:
+    if keep_alpha and image.mode not in {"1", "L", "LA", "La"}:
         return image.convert("RGBA")
-    if "transparency" in image.info or image.mode in {"RGBa", "PA"}:
-        # Straight to RGB, Pillow warns about or refuses these two.
-        image = image.convert("RGBA")
-    return image.convert("RGB")
+    grey = "L" if image.mode in {"1", "L", "LA", "La"} else "RGB"
+    return _over_white(image).convert(grey) if transparent else image.convert(grey)
+
+
+def is_transparent(image: Image.Image) -> bool:
+    """Whether an image of Pillow has an alpha channel, or a colour that stands for nothing."""
+    return image.mode in {"LA", "La", "PA", "RGBA", "RGBa"} or "transparency" in image.info
+
+
+def _over_white(image: Image.Image) -> Image.Image:
+    """An image with its transparent pixels laid over white, opaque."""
+    from PIL import Image as Pillow
+
+    if image.mode == "La":
+        image = image.convert("LA")
+    image = image.convert("RGBA")
+    if image.getchannel("A").getextrema() == (255, 255):
+        return image.convert("RGB")
+    return Pillow.alpha_composite(Pillow.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")

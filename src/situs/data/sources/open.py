@@ -27,6 +27,7 @@ from situs.data.sources.cifar import find_cifar, open_cifar
 from situs.data.sources.coco import CocoSource, coco_splits
 from situs.data.sources.folder import TABLES, FolderSource, split_folders
 from situs.data.sources.images import IMAGE_SUFFIXES
+from situs.data.sources.memory import is_memory, memory_splits, open_memory
 from situs.data.sources.parquet import ParquetSource, column_kind
 from situs.data.sources.remote import is_remote, mount
 from situs.data.sources.rows import SUFFIXES as ROWS
@@ -65,7 +66,8 @@ def open_source(
     kind: Kind | None = None,
     **reading: Unpack[Reading],
 ) -> Source:
-    """The samples at `path`: image folder, parquet, WebDataset tars, CIFAR batches, "samples", clips or text.
+    """The samples at `path`: image folder, parquet, WebDataset tars, CIFAR batches, "samples", clips or text; or those
+    in memory, by their address (`situs.data.sources.memory`).
 
     With `multi_label` an image folder with a table of labels, that table (csv), or parquet.
 
@@ -151,7 +153,7 @@ def kind_of(path: str | Path, wanted: Kind | None = None, *, multi_label: bool =
 
 def _kind_at(path: str | Path, wanted: Kind | None, multi_label: bool) -> Kind | None:
     """What the set at `path` tells of itself, of a folder of both what is wanted; None where it does not."""
-    if str(path) == SAMPLES:
+    if str(path) == SAMPLES or is_memory(path):
         return "image"
     if is_remote(path):
         return None
@@ -187,6 +189,8 @@ def splits_at(
     """The splits that the data at `path` is divided into; none for one that is not."""
     if str(path) == SAMPLES:
         return {"train", "test"}
+    if is_memory(path):
+        return memory_splits(str(path))
     with _told(path):
         path, kind = _existing(path), kind or kind_of(path, multi_label=multi_label)
         if kind == "audio":
@@ -223,6 +227,8 @@ def _existing(path: str | Path) -> Path:
 
 
 def _open(path: str | Path, wanted: Wanted, reading: Reading) -> Source:
+    if is_memory(path):
+        return open_memory(str(path), wanted)
     return _open_images(path, wanted) if wanted.kind == "image" else _open_other(path, wanted, reading)
 
 

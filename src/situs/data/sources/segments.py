@@ -9,12 +9,13 @@ A mask belongs to the image of the same name, whatever their endings.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from situs.data.masks import MaskConfig, names_beside, numbered, to_classes
+from situs.data.masks import MaskConfig, class_numbers, names_beside, numbered, to_classes
 from situs.data.sources.base import EncodedSource, Source, Wanted, choose_split, list_shards, splits_of
 from situs.data.sources.folder import FileSource, split_folders
 from situs.data.sources.images import check_bytes, decode, decode_numbers, said_size
@@ -121,7 +122,7 @@ def open_masks(path: Path, wanted: Wanted) -> Source:
     assert masks is not None
     kind = MaskRows if path.suffix == ".parquet" or (path.is_dir() and list_shards(path, ".parquet")) else MaskFiles
     if masks.classes:
-        source = kind(path, wanted)
+        source = _noted(kind(path, wanted))
         if (others := _listed(path)) and others != masks.classes:
             said = f"names other classes, {', '.join(others[:3])}{' …' * (len(others) > 3)}; those given are taken"
             source.notes.append(f"{source.name}: the list beside its images {said}")
@@ -129,8 +130,20 @@ def open_masks(path: Path, wanted: Wanted) -> Source:
     names = names_beside(path)
     if not names:
         bare = kind(path, wanted._replace(split=_learned(path)))
-        names = numbered(bare.all_numbers(), masks, bare.name)
-    return kind(path, wanted._replace(masks=MaskConfig(masks.first, masks.void, names)))
+        numbers = bare.all_numbers()
+        if masks.first is None and numbers and min(numbers - {*masks.void}, default=0) > 0:
+            masks = replace(masks, first=1)
+        names = numbered(numbers, masks, bare.name)
+    return _noted(kind(path, wanted._replace(masks=replace(masks, classes=names))))
+
+
+def _noted(source: MaskRows | MaskFiles) -> MaskRows | MaskFiles:
+    """The source, which says what its classes are where they have no names but their numbers from 1 on."""
+    masks = source.masks
+    if masks.start and all(name.isdigit() for name in masks.classes):
+        last = class_numbers(masks, len(masks.classes))[-1]
+        source.notes.append(f"{source.name}: its classes are the numbers {masks.start} to {last} of its masks")
+    return source
 
 
 def _listed(path: Path) -> tuple[str, ...]:

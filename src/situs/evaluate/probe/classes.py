@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Unpack
 
 from situs.backbones.base import Backbone
+from situs.data.sources import addressed
 from situs.errors import SitusError
 from situs.evaluate.accuracy import hard
 from situs.evaluate.by_class import ByClass
@@ -102,7 +103,7 @@ def evaluate_probe(
     made, classes = {}, ()
     for name, each in tracked([*models.items()], "models"):
         target = "mask" if kind == "segments" else "class"
-        source = data or first.data.path or None
+        source = addressed(data) or first.data.path or None
         train, test = load_bank(each, source, train_count=train_count, target=target, **chosen)
         told = {**shared, "positions": each.positions}
         if kind == "class":

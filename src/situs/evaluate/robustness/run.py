@@ -13,6 +13,7 @@ from torch import Tensor
 from situs import __version__
 from situs.data.augment.recipes import denormalise, normalise
 from situs.data.loader import Loader, make_loader
+from situs.data.sources import addressed
 from situs.data.sources.base import Source
 from situs.data.sources.subset import Rows, Subset
 from situs.errors import SitusError
@@ -76,7 +77,7 @@ def evaluate_robustness(
     model: whatever `open_model` takes. data: the clean images, a path or a source; None for those of a run.
     corruptions: all, none, a kind (noise, blur, weather, digital) or names. sets: published. images: see `load_set`.
     """
-    sets = sets or PublishedSets()
+    sets, data = sets or PublishedSets(), addressed(data)
     chosen, levels = find_corruptions(corruptions), find_severities(severities)
     names = None if sets.class_list is None else read_class_list(sets.class_list)
     model = opened(model, seed)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.config import Checked
+from situs.data.sources import addressed
 from situs.data.text import Columns
 from situs.errors import SitusError, unknown_name
 from situs.limits import Count, NotNegative
@@ -193,11 +194,11 @@ def audit_lock(
     from situs.backbones.timm.create import published_name  # timm takes a second to import
 
     config, key = config or LockAuditConfig(), None if key is None else as_key(key)
-    samples = {name: Path(path) for name, path in (("images", images), ("texts", texts)) if path is not None}
+    samples = {name: Path(addressed(path)) for name, path in (("images", images), ("texts", texts)) if path is not None}
     names = _chosen(
         config, [attacker] if isinstance(attacker, str) else attacker, base is not None, data is not None, samples
     )
-    labelled, where = None if data is None else str(data), distributed.start(device).device
+    labelled, where = None if data is None else str(addressed(data)), distributed.start(device).device
     target = _target(Path(locked), base, weights, key, samples, labelled, config, where)
     able = [name for name in names if name not in target.idle]
     results = [result for name in tracked(able, "attackers") for result in _attack(name, target, config)]

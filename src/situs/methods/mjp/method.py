@@ -42,9 +42,10 @@ class MJP(Method):
     needs_targets: ClassVar[tuple[str, ...]] = ("label",)
     reads_text: ClassVar[bool] = True
 
-    def __init__(self, backbone: Backbone, config: MJPConfig) -> None:
-        super().__init__(backbone)
-        self.config = config
+    def __init__(self, backbone: Backbone | nn.Module, config: MJPConfig | None = None) -> None:
+        config = config or MJPConfig()
+        super().__init__(backbone, config)
+        backbone = self.backbone
         backbone.require("rows" if backbone.input.words else "images")
         if backbone.input.words and (config.shuffle == "spp" or config.rule == "official"):
             said = f"shuffle={config.shuffle!r}, rule={config.rule!r}: are for patches; words are shuffled in spans"

@@ -1,0 +1,202 @@
+"""Samples in memory as a source: every form of an image, labels, classes, and what is refused in one sentence."""
+
+from __future__ import annotations
+
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from memory_kinds import CLASSES, KINDS, HuggingFaceSet, TorchSet, pictures
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from situs.data.sources import addressed, open_source, splits_at
+from situs.errors import BrokenSampleError, SitusError
+
+PIXELS, LABELS = pictures(12)
+
+
+def encoded(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+FORMS: dict[str, Any] = {
+    "pillow": Image.fromarray,
+    "array": lambda each: each,
+    "array CHW": lambda each: each.transpose(2, 0, 1),
+    "read-only array": lambda each: np.frombuffer(each.tobytes(), np.uint8).reshape(each.shape),
+    "floats": lambda each: (each / 255).astype(np.float64),
+    "big-endian": lambda each: each.astype(">u2") * 257,
+    "tensor": lambda each: torch.from_numpy(each).permute(2, 0, 1),
+    "tensor floats": lambda each: torch.from_numpy(each / 255).permute(2, 0, 1),
+    "encoded": encoded,
+    "not decoded": lambda each: {"bytes": encoded(each), "path": None},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sample", ["alone", "pair", "dict", "list of one"])
+def test_every_form_of_an_image_is_its_pixels(form: str, sample: str) -> None:
+    shapes = {"alone": lambda x, _: x, "pair": lambda x, y: (x, y), "dict": lambda x, y: {"img": x, "label": y}}
+    shape = shapes.get(sample, lambda x, _: [x])
+    if (form, sample) == ("not decoded", "alone"):
+        pytest.skip("a dict with 'bytes' alone is a dict without an image")
+    data = [shape(FORMS[form](each), label) for each, label in zip(PIXELS, LABELS, strict=True)]
+    source = open_source(addressed(data), channels=3)
+    for index in range(len(PIXELS)):
+        found = source.read(index)
+        pixels = found["image"] if found["image"].dtype == torch.uint8 else (found["image"] * 255).round().byte()
+        assert torch.equal(pixels, torch.from_numpy(PIXELS[index]).permute(2, 0, 1))
+        assert found.get("label") == (LABELS[index] if sample in ("pair", "dict") else None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_classes_have_the_names_that_the_data_knows(kind: str) -> None:
+    source = open_source(addressed(KINDS[kind](PIXELS, LABELS)))
+    assert source.classes == (("0", "1", "2") if kind == "tensors" else CLASSES)
+    assert [source.label(index) for index in range(12)] == LABELS
+    assert source.notes == []
+
+
+def test_labels_beside_the_images_spare_reading_them() -> None:
+    class Counted(HuggingFaceSet):
+        read = 0
+
+        def __getitem__(self, key: int | str) -> Any:
+            type(self).read += isinstance(key, int)
+            return super().__getitem__(key)
+
+    data = Counted(np.repeat(PIXELS, 50, axis=0), [label for label in LABELS for _ in range(50)])
+    addressed(data)
+    assert Counted.read < 40
+    torch_set: Any = TorchSet(PIXELS, LABELS)
+    part = Subset(torch_set, [5, 4, 3])
+    assert open_source(addressed(part)).classes == CLASSES
+    torch_set.targets = [0] * 12  # which are not what the samples have
+    assert [open_source(addressed(torch_set)).label(index) for index in range(12)] == LABELS
+
+
+def test_an_image_that_is_open_and_not_read_yet_is_its_file(tmp_path: Path) -> None:
+    """Forked workers would share the place in the open file."""
+    turned = Image.fromarray(PIXELS[0][:8])
+    exif = turned.getexif()
+    exif[0x0112] = 6
+    turned.save(tmp_path / "a.jpg", exif=exif)
+    opened = Image.open(tmp_path / "a.jpg")
+    filed = open_source(tmp_path).read(0)["image"]
+    for _ in range(2):
+        assert torch.equal(open_source(addressed([opened])).read(0)["image"], filed)
+    assert filed.shape == (3, 16, 8)
+    assert opened.fp is not None  # nothing of it is held
+    opened.load()
+    assert torch.equal(open_source(addressed([opened])).read(0)["image"], filed)
+
+
+def test_splits_and_many_labels() -> None:
+    hot = [[1, 0, 1], [0, 0, 0], [-1, 1, 0]]
+    address = addressed({"train": (PIXELS[:3], hot), "validation": [(PIXELS[3], [0, 1, 1])]})
+    assert splits_at(address) == {"train", "validation"}
+    train, val = (open_source(address, split, multi_label=True) for split in ("train", "val"))
+    assert [train.label(index).tolist() for index in range(3)] == hot
+    assert (len(val), val.label(0).tolist(), val.classes) == (1, [0, 1, 1], ("0", "1", "2"))
+    assert open_source(address).classes is None  # which were not asked for
+
+
+def test_the_address_is_that_of_the_same_data_and_of_no_other() -> None:
+    first = addressed(TorchSet(PIXELS, LABELS))
+    assert addressed(TorchSet(PIXELS.copy(), [*LABELS])) == first
+    others = [
+        TorchSet(PIXELS[:-1], LABELS[:-1]),
+        TorchSet(PIXELS, [*LABELS[1:], 0]),
+        TorchSet(np.flip(PIXELS, axis=1), LABELS),
+        {"train": TorchSet(PIXELS, LABELS), "val": TorchSet(PIXELS, LABELS)},
+    ]
+    assert len({first, *map(addressed, others)}) == 5
+
+
+class Random(TorchSet):
+    def __getitem__(self, index: int) -> Any:
+        return np.roll(self.pixels[index], random.randrange(1, 9), axis=0), 0
+
+
+class Raises(TorchSet):
+    def __getitem__(self, index: int) -> Any:
+        raise OSError("disk gone\nand more")
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+class NoLength(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ([], "the data: is empty; give a list, an array or a dataset"),
+    (7, "the data: is a int; a list, an array"),
+    (Image.fromarray(PIXELS[0]), "is one image; give a list of them"),
+    (DataLoader(TensorDataset(torch.zeros(2, 3, 4, 4))), "give its dataset"),
+    (Endless(), "give what can be read by number"),
+    (iter(PIXELS), "give what can be read by number"),
+    (NoLength(), "without a length"),
+    (["a cat", "a dog"], "is a str, and no image"),
+    (np.array(["a", "b"]), r"is an array \[2\]; images are \[n, H, W\]"),
+    (np.full((2, 3, 4, 4), "a"), "is an array of <U1, and pixels are uint8"),
+    (PIXELS.astype(np.int64), "has pixels of int64, and pixels are uint8"),
+    (PIXELS.astype(np.float32), r"its pixels go from \d+ to \d+, and must lie between 0 and 1: give uint8"),
+    ([torch.randn(3, 4, 4) for _ in range(4)], "before any Normalize"),
+    ([torch.full((3, 4, 4), float("nan"))], "must lie between 0 and 1"),
+    (torch.zeros(2, 2, 2, 3, 4), r"is an array \[2, 2, 2, 3, 4\]"),
+    ((PIXELS, LABELS[:-1]), "has 12 images and 11 labels"),
+    ([(PIXELS[0], 0), PIXELS[1]], "sample 1 has no label and sample 0 has one"),
+    ([(PIXELS[0], 0.5)], "has the label 0.5; a label is a class number"),
+    ([(PIXELS[0], -1)], "has the label -1"),
+    ([(PIXELS[0], np.zeros((16, 16)))], r"has the label of shape \[16, 16\]"),
+    ([(PIXELS[0], [0, 1]), (PIXELS[1], [0, 1, 1])], "its labels tell of 2 and of 3 classes"),
+    ([(PIXELS[0], 1, 2)], "is a list of 3; give images or"),
+    ([{"photo": PIXELS[0]}], "is a dict of 'photo'; a list"),
+    ({"photo": PIXELS, "class": LABELS}, "is a dict of 'photo', 'class'"),
+    (Random(PIXELS, LABELS), "is another each time it is read, as by a random transform"),
+    (Raises(PIXELS, LABELS), "its own code ends with OSError: disk gone"),
+]
+
+
+@pytest.mark.parametrize(("data", "said"), REFUSED)
+def test_what_is_refused_is_one_sentence(data: Any, said: str) -> None:
+    with pytest.raises(SitusError, match=said) as stop:
+        addressed(data)
+    assert "\n" not in str(stop.value)
+    assert stop.value.field == "data"
+
+
+def test_what_only_the_reading_shows() -> None:
+    names = addressed({"train": [(PIXELS[0], "cat")], "val": [(PIXELS[1], "bee")]})
+    with pytest.raises(SitusError, match="class 'bee' is not among the 1 of training"):
+        open_source(names, "val")
+    with pytest.raises(SitusError, match="its labels are names and numbers; give one kind"):
+        open_source(addressed([(PIXELS[0], "cat"), (PIXELS[1], 1)]))
+    with pytest.raises(SitusError, match="has one class an image"):
+        open_source(addressed((PIXELS, LABELS)), multi_label=True)
+    with pytest.raises(SitusError, match="has no split 'val'"):
+        open_source(addressed((PIXELS, LABELS)), "val")
+    with pytest.raises(SitusError, match="sentences are read from files"):
+        open_source(addressed((PIXELS, LABELS)), kind="text")
+    with pytest.raises(SitusError, match="holds images, and clips are asked for"):
+        open_source(addressed((PIXELS, LABELS)), kind="audio")
+    with pytest.raises(SitusError, match="2 channels and 3 were asked for"):
+        open_source(addressed([np.zeros((2, 8, 8), np.uint8)]), channels=3).read(0)
+    one_bad = [*[PIXELS[index] for index in range(11)], np.full((8, 8), 7.0)]
+    source = open_source(addressed(one_bad), channels=3)
+    with pytest.raises(BrokenSampleError, match="list in memory, sample 11: its pixels go from 7 to 7"):
+        source.read(11)
+    mixed = open_source(addressed([PIXELS[0], PIXELS[1][..., 0]]), channels=3)  # grey among colours, as in a folder
+    assert {tuple(mixed.read(index)["image"].shape) for index in (0, 1)} == {(3, 16, 16)}
