@@ -96,9 +96,9 @@ def test_where_nothing_applies_or_proves_anything_it_is_not_judged_and_said_alou
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         watch = audit.guard(module, optimizer, img_size=16, attacks=["patchembed"])
         loop(module, optimizer, batches(1, size))
-        assert watch.looks[0].answer == "not judged"
+        assert watch.looks[0].answer == "inconclusive"
         why = "patchembed does not apply: " if size == 1 else "patchembed proves nothing: "
-        assert "not judged, which is no pass" in said[-1].getMessage() and why in said.pop().getMessage()
+        assert "inconclusive, which is no pass" in said[-1].getMessage() and why in said.pop().getMessage()
 
 
 def test_noise_that_the_attackers_know_is_below_the_limit_only_where_their_equations_hold() -> None:
@@ -110,12 +110,12 @@ def test_noise_that_the_attackers_know_is_below_the_limit_only_where_their_equat
         parameter.grad += 10 * torch.randn(parameter.shape)
     assert watch.look(images).answer == "below"
     rounded = audit.guard(module, img_size=16, act="log", attacks=["patchembed"], defence="int8+noise=10").look(images)
-    assert rounded.answer == "not judged" and "rounding to int8 is no noise" in rounded.said
+    assert rounded.answer == "inconclusive" and "rounding to int8 is no noise" in rounded.said
     little = audit.guard(module, img_size=16, act="log", attacks=["patchembed"], defence="autocast+noise=1e-30")
     assert "rounding to bfloat16 is no noise" in little.look(images).said  # for it is far below what is rounded off
     for parameter in module.parameters():
         parameter.grad = torch.randn(parameter.shape) * 1e3  # not what was stated
-    assert watch.look(images).answer == "not judged"
+    assert watch.look(images).answer == "inconclusive"
 
 
 @pytest.mark.parametrize("noisy", [(), ("mix", "head")], ids=["nowhere", "not on the embedding"])
@@ -202,13 +202,13 @@ def test_a_look_ends_in_time_and_a_stopped_attack_is_no_pass(monkeypatch: pytest
     given = {"img_size": 16, "act": "log", "defence": "noise=10"}
     assert audit.guard(module, attacks=["patchembed"], **given).look(images).answer == "below"
     look = audit.guard(module, attacks=[Search(forever), "patchembed"], seconds=0.3, **given).look(images)
-    assert look.seconds < 3 and look.answer == "not judged" and "a search was stopped after a round" in look.said
+    assert look.seconds < 3 and look.answer == "inconclusive" and "a search was stopped after a round" in look.said
     late = audit.guard(module, attacks=["patchembed"], seconds=1e-9, **given).look(images)
-    assert late.answer == "not judged" and "not tried to its end within 1e-09 s" in late.said
+    assert late.answer == "inconclusive" and "not tried to its end within 1e-09 s" in late.said
     whole = PatchEmbedding.recover
     monkeypatch.setattr(PatchEmbedding, "recover", lambda *a: replace(whole(*a), partial="one step"))
     cut = audit.guard(module, attacks=["patchembed"], **given).look(images)
-    assert cut.answer == "not judged" and "patchembed was stopped after one step" in cut.said
+    assert cut.answer == "inconclusive" and "patchembed was stopped after one step" in cut.said
 
 
 def test_ctrl_c_within_an_attack_that_keeps_what_it_has_ends_the_loop() -> None:
@@ -232,7 +232,7 @@ def test_an_image_of_no_numbers_hides_no_other() -> None:
     images = sent(module := made().eval(), noise=10.0)
     void = Search(lambda *_: torch.full_like(images, torch.nan))
     look = audit.guard(module, attacks=[void, "patchembed"], defence="noise=10", **given).look(images)
-    assert look.answer == "not judged" and "a search gave back an image that holds NaN" in look.said
+    assert look.answer == "inconclusive" and "a search gave back an image that holds NaN" in look.said
 
 
 class Before(nn.Module):
@@ -265,16 +265,16 @@ def test_noise_that_undoing_a_mixture_of_the_channels_makes_larger_is_not_judged
         images = sent(module, noise=10.0)
         given = {"img_size": 16, "act": "log", "defence": "noise=10", "attacks": ["patchembed"]}
         answers.append(audit.guard(module, **given).look(images).answer)
-    assert answers == ["below", "not judged"]
+    assert answers == ["below", "inconclusive"]
 
 
 @pytest.mark.parametrize("attack", ["patchembed", "tokens"])
 @pytest.mark.parametrize(
     ("first", "answer", "said"),
     [
-        (lambda x: x.mean(dim=1, keepdim=True).expand(-1, 3, -1, -1), "not judged", "its layer does not see 51"),
-        (torch.relu, "not judged", "before its patch embedding could not be undone"),
-        (lambda x: x.clamp(-0.5, 0.5), "not judged", "the picture is one of those that its layer sees alike"),
+        (lambda x: x.mean(dim=1, keepdim=True).expand(-1, 3, -1, -1), "inconclusive", "its layer does not see 51"),
+        (torch.relu, "inconclusive", "before its patch embedding could not be undone"),
+        (lambda x: x.clamp(-0.5, 0.5), "inconclusive", "the picture is one of those that its layer sees alike"),
         (F.instance_norm, "above", "by "),
     ],
     ids=["grey", "relu", "clamp", "normalised"],
@@ -315,7 +315,7 @@ def test_a_client_of_federated_averaging_gives_its_update_by_hand() -> None:
     look = watch.look(images, update)
     assert look.answer == "above" and look.value is not None and look.value > 30
     sent = {name: g for name, g in update.items() if name != "pos_embed"}
-    assert watch.look(images, sent).answer in ("above", "not judged")  # never below: nothing of this was proved
+    assert watch.look(images, sent).answer in ("above", "inconclusive")  # never below: nothing of this was proved
     with pytest.raises(SitusError, match="nope is no parameter"):
         watch.look(images, {"nope": torch.zeros(1)})
     with pytest.raises(SitusError, match="float32"):
@@ -347,14 +347,14 @@ def test_a_step_whose_images_it_has_not_seen_is_not_judged_and_said() -> None:
     [(images, labels)] = batches(1)
     F.cross_entropy(module(images), labels).backward()
     optimizer.step()
-    assert found[0].answer == "not judged" and "no images went through the module" in found[0].said
+    assert found[0].answer == "inconclusive" and "no images went through the module" in found[0].said
     made_of_two = nn.Sequential(nn.AdaptiveAvgPool2d(16), made())
     optimizer = torch.optim.SGD(made_of_two.parameters(), lr=0.1)
     audit.guard(made_of_two, optimizer, img_size=16, act=found.append, attacks=["patchembed"])
     for size in (16, 32):
         F.cross_entropy(made_of_two(torch.zeros(1, 3, size, size)), labels).backward()
     optimizer.step()
-    assert found[1].answer == "not judged" and "of several sizes" in found[1].said
+    assert found[1].answer == "inconclusive" and "of several sizes" in found[1].said
 
 
 @pytest.mark.parametrize(("value", "said"), [(float("nan"), "NaN"), (200.0, "reach 200")])
@@ -366,4 +366,4 @@ def test_images_that_no_audit_takes_do_not_end_the_loop(value: float, said: str)
     images[0, 0, 0, 0] = value
     F.cross_entropy(module(images), labels).backward()
     optimizer.step()
-    assert [look.answer for look in found] == ["not judged"] and said in found[0].said
+    assert [look.answer for look in found] == ["inconclusive"] and said in found[0].said

@@ -6,11 +6,12 @@ fed; held against the images as they were given, an exact recovery would look li
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from situs.audit.stem import Stem, find_embedding, find_stem, patches_of, to_images
 from situs.audit.stem.products import unfold
@@ -32,15 +33,20 @@ def recorded(backbone: nn.Module, stem: Stem | None) -> Iterator[list[Tensor]]:
     """The inputs [B, N, K] of the patch embedding, forward pass after forward pass; none where its weight is not that of
     a convolution or linear layer. They are recorded on copies of the model too."""
     inputs: list[Tensor] = []
-    layer = None if stem is None else _layer(backbone, stem.weight)
-    if stem is None or layer is None:
-        yield inputs
-        return
-    handle = layer.register_forward_pre_hook(lambda part, args: inputs.append(_rows(part, args[0].detach(), stem)))
+    handle = on_input(backbone, stem, inputs.append)
     try:
         yield inputs
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
+
+
+def on_input(backbone: nn.Module, stem: Stem | None, take: Callable[[Tensor], None]) -> RemovableHandle | None:
+    """Calls `take` with the input [B, N, K] of the patch embedding in each forward pass; None where it has no layer."""
+    layer = None if stem is None else _layer(backbone, stem.weight)
+    if stem is None or layer is None:
+        return None
+    return layer.register_forward_pre_hook(lambda part, args: take(_rows(part, args[0].detach(), stem)))
 
 
 def _layer(backbone: nn.Module, weight: str) -> nn.Conv2d | nn.Linear | None:
