@@ -167,8 +167,10 @@ class Guard:
         self._decoys: deque[Tensor] = deque(maxlen=DECOYS)
         self._again: dict[str, deque[Again]] = {}
         with self._aside():
-            victim = open_victim(module, **model)
-        self.backbone, self.normalisation = victim.model.backbone, victim.model.data.normalisation
+            victim = open_victim(module, **{name: value for name, value in model.items() if name != "normalisation"})
+        self.backbone = victim.model.backbone
+        asked = model.get("normalisation") or victim.model.data.normalisation
+        self.normalisation = _checked(asked, self.backbone.input.channels)
         ours = {id(parameter): name for name, parameter in self.backbone.named_parameters()}
         self._names = {name: ours[id(p)] for name, p in module.named_parameters() if id(p) in ours}
         if not self._names:
@@ -372,7 +374,7 @@ class Guard:
         if match is not None and not match.wrong:
             factor = match.factor if match.resolved else 1.0
             noise = NoDefence() if match.quiet else Noise(match.sigma / factor)
-            known = Knowledge(noise, batch, **shared, **more, training=Training(dropout=dropout))
+            known = Knowledge(noise, batch, **shared, sent=came, training=Training(dropout=dropout))
             return [Try({name: g / factor for name, g in upload.items()}, known, proves=True)]
         known = Knowledge(self.defence, batch, **shared, **more, training=replace(asked.training, dropout=dropout))
         plain = Knowledge(batch=batch, local_steps=local_steps, sent=came, **shared)
@@ -653,6 +655,19 @@ def _no_gradient(gradient: Any, parameter: Tensor) -> str:
         return "holds NaN"
     coarse = torch.finfo(gradient.dtype).bits < 32  # which may overflow on the way
     return "" if coarse or bool(gradient.isfinite().all()) else "holds infinity"
+
+
+def _checked(normalisation: Any, channels: int) -> Normalisation:
+    """A mean and a deviation for each channel."""
+    try:
+        mean, deviation = ([float(each) for each in part] for part in normalisation)
+    except (TypeError, ValueError):
+        mean, deviation = [], []
+    whole = all(map(math.isfinite, [*mean, *deviation])) and all(each > 0 for each in deviation)
+    if not whole or not len(mean) == len(deviation) == channels:
+        allowed = f"the means and the deviations of {channels} channels, as ((0.5, …), (0.5, …))"
+        raise SitusError(field="normalisation", value=normalisation, allowed=allowed)
+    return mean, deviation
 
 
 def _check_count(name: str, value: Any) -> None:
