@@ -30,8 +30,8 @@ def reading_stem(backbone: Backbone) -> Stem | None:
 
 @contextmanager
 def recorded(backbone: nn.Module, stem: Stem | None) -> Iterator[list[Tensor]]:
-    """The inputs [B, N, K] of the patch embedding, forward pass after forward pass; none where its weight is not that of
-    a convolution or linear layer. They are recorded on copies of the model too."""
+    """The inputs [B, N, K] of the patch embedding, forward pass after forward pass; none where its weight is not that
+    of a convolution or linear layer. They are recorded on copies of the model too."""
     inputs: list[Tensor] = []
     handle = on_input(backbone, stem, inputs.append)
     try:
@@ -53,8 +53,9 @@ def _layer(backbone: nn.Module, weight: str) -> nn.Conv2d | nn.Linear | None:
     """The layer that a weight belongs to, by the weight's name."""
     name, _, last = weight.rpartition(".")
     layer = dict(backbone.named_modules()).get(name)
-    plain = isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
-    return layer if plain and last == "weight" else None
+    if last == "weight" and (isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)):
+        return layer
+    return None
 
 
 def _rows(layer: nn.Module, inputs: Tensor, stem: Stem) -> Tensor:

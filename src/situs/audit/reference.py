@@ -1,11 +1,11 @@
 """What a guard knows of a step and no attacker does: what it was made of, and whether what is sent is its gradient.
 
-An attacker's picture is held against what the patch embedding was really fed (`Witness`, `draws`), in the units that the
-pixels speak for (`units`). And since the guard has the images it can make the step's gradient c again (`replay`) and hold
-what is sent, u, against it (`compare`): u = f · c + noise, with one factor f and noise of one deviation on every number.
-Where factors differ from tensor to tensor (clipped one by one, layer-wise rates, LARS), where something is left that is
-no noise (centred gradients, another step), or where some numbers have less noise than others, an attack that fits such
-an upload badly says nothing about privacy. The deviation of the noise is measured, and not believed.
+An attacker's picture is held against what the patch embedding was really fed (`Witness`, `draws`), in the units that
+the pixels speak for (`units`). And since the guard has the images it can make the step's gradient c again (`replay`)
+and hold what is sent, u, against it (`compare`): u = f · c + noise, with one factor f and noise of one deviation on
+every number. Where factors differ from tensor to tensor (clipped one by one, layer-wise rates, LARS), where something
+is left that is no noise (centred gradients, another step), or where some numbers have less noise than others, an attack
+that fits such an upload badly says nothing about privacy. The deviation of the noise is measured, and not believed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Pass:
     """A forward pass of a step, as far as it takes to make it again.
 
     args, named: what the module was given. modes: of its parts, training or not. mixed: the type of autocast. fed: the
-    inputs [B, N, K] of the patch embedding, call after call. slopes: ∂loss/∂logits [B, classes], after the backward pass.
+    inputs [B, N, K] of the patch embedding, call after call. slopes: ∂loss/∂logits [B, classes], once it is known.
     """
 
     args: tuple[Any, ...]
@@ -105,12 +105,10 @@ class Witness:
         self._wanted = wanted
         # Functions, since a copy of the module has its hooks and would else have a copy of this.
         self._hooks = [
-            module.register_forward_pre_hook(
-                lambda part, args, named: self._begin(part, args, named), with_kwargs=True
-            ),
+            module.register_forward_pre_hook(lambda *seen: self._begin(*seen), with_kwargs=True),  # noqa: PLW0108
             module.register_forward_hook(lambda _part, _args, output: self._end(output), always_call=True),
         ]
-        if (handle := on_input(module, stem, lambda rows: self._take(rows))) is not None:
+        if (handle := on_input(module, stem, lambda rows: self._take(rows))) is not None:  # noqa: PLW0108
             self._hooks.append(handle)
 
     def close(self) -> None:
@@ -134,7 +132,7 @@ class Witness:
         seen, self._open = self._open, None
         logits = logits_of(output)
         if logits is not None and logits.requires_grad:
-            logits.register_hook(lambda slopes: seen.add(slopes))
+            logits.register_hook(seen.add)
         self.passes.append(seen)
 
 
@@ -239,8 +237,8 @@ class _FedError(Exception):
 
 @torch.no_grad()
 def draws(module: nn.Module, stem: Stem | None, images: Tensor) -> tuple[list[Tensor], str]:
-    """What the patch embedding is fed [B, N, K] of images in training and in eval mode, and why nobody can say what it was
-    fed in a step that was not watched: the module draws on the way there; "" where it does not."""
+    """What the patch embedding is fed [B, N, K] of images in training and in eval mode, and why nobody can say what it
+    was fed in a step that was not watched: the module draws on the way there; "" where it does not."""
     copy, seen, drew = deepcopy(module), list[Tensor](), False
 
     def take(rows: Tensor) -> None:
@@ -259,7 +257,7 @@ def draws(module: nn.Module, stem: Stem | None, images: Tensor) -> tuple[list[Te
                 copy(images.clone())
             except _FedError:
                 drew = drew or not before.same(Chance.now())
-            except Exception as error:  # whatever the user's own code raises
+            except Exception as error:  # noqa: BLE001  (whatever the user's own code raises)
                 return [], f"the module cannot be asked what its first layer is fed: {error}"
     if len(seen) < len(modes) or len({each.shape for each in seen}) > 1:
         return seen, "its first layer is not fed once a pass, and alike in training and eval mode"
@@ -311,25 +309,32 @@ def compare(upload: Gradients, clean: Gradients) -> Match:
     size = {n: float(c.square().sum()) for n, (_, c) in pairs.items()}
     count = {n: len(c) for n, (_, c) in pairs.items()}
     total, numbers = sum(size.values()), sum(count.values())
-    if not total:
+    if not math.sqrt(total) > 1e-30:
         return Match(clean, 1.0, 0.0, False, False, "the gradient of these images is 0")
     whole = sum(float(u @ c) for u, c in pairs.values()) / total
     typical = math.sqrt(total / numbers)
-    of_each, off, quiet = dict[str, float](), dict[str, float](), True
+    of_each, off, loud = dict[str, float](), dict[str, float](), dict[str, float]()
     for n, (u, c) in pairs.items():
         if not count[n] or math.sqrt(size[n] / count[n]) <= NOTHING * typical:  # rounding, as of a key's bias
             continue
         factor = float(u @ c) / size[n]
         left = float((u - factor * c).norm()) / math.sqrt(count[n])
         fine = max(QUIET, 2 * torch.finfo(upload[n].dtype).eps)
-        quiet = quiet and left <= fine * abs(factor) * max(math.sqrt(size[n] / count[n]), 1e-2 * typical)
+        usual = abs(factor) * max(math.sqrt(size[n] / count[n]), 1e-2 * typical)
+        loud |= {n: left / max(usual, 1e-300)} if left > fine * usual else {}
         of_each[n], off[n] = factor, SURE * left / math.sqrt(size[n])
+    quiet = not loud
     middle = sorted(of_each, key=lambda n: of_each[n])[len(of_each) // 2]
     common = whole if abs(whole - of_each[middle]) <= off[middle] + 1e-2 * abs(whole) else of_each[middle]
-    differ = {n: f for n, f in of_each.items() if abs(f - common) > off[n] + 1e-2 * abs(common)}
     sigma = math.sqrt(sum(float((u - common * c).square().sum()) for u, c in pairs.values()) / numbers)
+    sure = SURE * sigma / math.sqrt(total) + 1e-2 * abs(common)
+    differ = {n: f for n, f in of_each.items() if abs(f - common) > off[n] + sure}
     resolved = common > 2 * SURE * sigma / math.sqrt(total)
     plain = Match(clean, common, 0.0 if quiet else sigma, quiet, resolved)
+    if differ and 0 < len(loud) < len(of_each) / 2:  # there is no noise, and something else was done to a few
+        most = max(loud, key=lambda n: loud[n])
+        said = "what is sent is not the gradient of one step on these images"
+        return plain._replace(wrong=f"{said}: {most} is off by {loud[most]:.2g} of its size", factors=of_each)
     if differ:
         shown = sorted(differ, key=lambda n: -abs(math.log(max(abs(differ[n] / common), 1e-9))))[:3]
         listed = ", ".join(f"{n} × {differ[n] / common:.3g}" for n in shown)
@@ -338,9 +343,9 @@ def compare(upload: Gradients, clean: Gradients) -> Match:
             f"tensors of what is sent have factors of their own ({listed}{more}): clipped one by one, or rates a layer"
         )
         return plain._replace(wrong=said, factors=of_each)
-    if common <= 0 and resolved is False and quiet:
-        return plain._replace(wrong="what is sent is no gradient of these images")
-    return plain if quiet else plain._replace(wrong=_uneven(pairs, common, sigma))
+    return (
+        plain if quiet else plain._replace(wrong=_uneven(pairs, common, sigma, {n: g.shape for n, g in upload.items()}))
+    )
 
 
 def _finite(sent: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,14 +354,14 @@ def _finite(sent: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
     return sent.double().flatten()[there], clean.double().flatten().to(sent.device)[there]
 
 
-def _uneven(pairs: Mapping[str, tuple[Tensor, Tensor]], factor: float, sigma: float) -> str:
+def _uneven(
+    pairs: Mapping[str, tuple[Tensor, Tensor]], factor: float, sigma: float, shapes: Mapping[str, torch.Size]
+) -> str:
     """Why what is left beside the gradient is no noise of one deviation, from number to number; "" where it is."""
     left = {n: u - factor * c for n, (u, c) in pairs.items()}
     small = [r for r in left.values() if len(r) < SMALL]
-    parts = {n: r for n, r in left.items() if len(r) >= SMALL} | (
-        {"the small tensors": torch.cat(small)} if small else {}
-    )
-    for n, r in parts.items():
+    parts = {n: r for n, r in left.items() if len(r) >= SMALL}
+    for n, r in (parts | ({"the small tensors": torch.cat(small)} if small else {})).items():
         size = float(r.square().mean().sqrt())
         if abs(size / sigma - 1) > EVEN + SURE / math.sqrt(2 * len(r)):
             return (
@@ -366,7 +371,18 @@ def _uneven(pairs: Mapping[str, tuple[Tensor, Tensor]], factor: float, sigma: fl
         along = float((r[:-1] * r[1:]).sum()) / sigma**2
         if max(abs(float(r.sum())) / sigma, abs(along)) > (SURE + 1) * math.sqrt(len(r)):
             return f"the noise on {n} is not independent from number to number"
+        shape = shapes.get(n, torch.Size([len(r)]))
+        if len(shape) > 1 and len(r) == shape.numel() and _stands_out(r.view(-1, shape[1:].numel()) / sigma):
+            return f"what is left of {n} beside the gradient of these images has directions of its own, and is no noise"
     return ""
+
+
+def _stands_out(matrix: Tensor) -> bool:
+    """Whether some direction of a matrix is larger than independent numbers of deviation 1 make it."""
+    rows, columns = matrix.shape
+    square = matrix @ matrix.T if rows < columns else matrix.T @ matrix
+    most = (1 + EVEN) * (math.sqrt(rows) + math.sqrt(columns)) + SURE
+    return float(torch.linalg.eigvalsh(square)[-1].clamp(min=0).sqrt()) > most
 
 
 # --- units ----------------------------------------------------------------------------------------------------------
@@ -381,8 +397,8 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def units(images: Tensor, stated: Normalisation) -> tuple[Normalisation, str]:
-    """The normalisation [mean, deviation a channel] that images [B, C, H, W] speak for, and one sentence where it is not
-    the stated one."""
+    """The normalisation (means, deviations) that images [B, C, H, W] speak for, and one sentence where it is not the
+    stated one."""
     channels = images.shape[1]
     usual: dict[str, Normalisation] = {
         "0 and 1": ((0.0,) * channels, (1.0,) * channels),
@@ -418,4 +434,4 @@ def _speaks(images: Tensor, normalisation: Normalisation) -> tuple[bool, bool, b
 
 def _equal(one: Normalisation, other: Normalisation) -> bool:
     numbers = [torch.tensor([list(part) for part in each]) for each in (one, other)]
-    return numbers[0].shape == numbers[1].shape and torch.allclose(*numbers, atol=1e-4)
+    return numbers[0].shape == numbers[1].shape and torch.allclose(numbers[0], numbers[1], atol=1e-4)

@@ -6,10 +6,10 @@
         optimizer.step()              # every hundredth is tried first; an image above the limit raises LeakError
 
 A client that sends something else than the gradients of its optimiser (a Flower client: the weights after some local
-steps) calls `look` with it. The guard knows the images, and the attackers it runs do not: it says how close they came, by
-the metrics of a gate (`judge.gate`), to the images and to what the first layer was fed. It also makes the step's gradient
-again and measures what noise is really in what is sent (`reference`). "below" needs noise, a closed form that fits, and
-an oracle that stays below too; where anything of that lacks, it is inconclusive, which is no pass.
+steps) calls `look` with it. The guard knows the images, and the attackers it runs do not: it says how close they came,
+by the metrics of a gate (`judge.gate`), to the images and to what the first layer was fed. It also makes the step's
+gradient again and measures what noise is really in what is sent (`reference`). "below" needs noise, a closed form that
+fits, and an oracle that stays below too; where anything of that lacks, it is inconclusive, which is no pass.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class LeakError(RuntimeError):
 
 
 class Look(NamedTuple):
-    """One look at what is about to be sent. metric, bound, value: of the most exposed image; value is None where nothing
-    was tried. said: by which attack, and why an attack proves nothing. seconds: what it took."""
+    """One look at what is about to be sent. metric, bound, value: of the most exposed image; value is None where
+    nothing was tried. said: by which attack, and why an attack proves nothing. seconds: what it took."""
 
     step: int
     answer: Answer
@@ -117,8 +117,8 @@ class Verdict(NamedTuple):
 
 
 class Against(NamedTuple):
-    """What pictures are held against: those of the batch [B, C, H, W] in [0, 1], first in a gallery with other images, and
-    the scores of guesses at them that saw no gradient."""
+    """What pictures are held against: those of the batch [B, C, H, W] in [0, 1], first in a gallery with other images,
+    and the scores of guesses at them that saw no gradient."""
 
     real: Tensor
     gallery: Tensor
@@ -140,6 +140,17 @@ class Again(NamedTuple):
     hits: int
     count: int
     chance: float
+
+
+class Found(NamedTuple):
+    """What attacks come to. above: images that are; scored: all. proofs: attacks that prove something. gaps: what was
+    stopped or is missing. doubts: why an attack proves nothing."""
+
+    above: list[Worst]
+    scored: list[Worst]
+    proofs: list[str]
+    gaps: list[str]
+    doubts: list[str]
 
 
 class Guard:
@@ -178,9 +189,8 @@ class Guard:
                 f"{type(module).__name__}: is held in half precision; guard a module whose weights are float32"
             )
         self.stem = reading_stem(self.backbone)
-        theirs = {ours: name for name, ours in self._names.items()}
-        """The layer's weight by the module's own name."""
-        self._local = None
+        theirs = {each: name for name, each in self._names.items()}
+        self._local = None  # the same by the module's own names
         if self.stem is not None and self.stem.weight in theirs:
             self._local = replace(self.stem, weight=theirs[self.stem.weight])
         self._witness: Witness | None = None
@@ -219,7 +229,7 @@ class Guard:
                 verdict = self._verdict(upload, images.detach(), local_steps, passes)
         except SitusError as error:
             verdict = Verdict("inconclusive", str(error))
-        except Exception as error:  # a loop goes on whatever a look ends with
+        except Exception as error:  # noqa: BLE001  (a loop goes on whatever a look ends with)
             _LOG.debug("a look was not ended", exc_info=True)
             told = str(error).strip().partition("\n")[0]
             verdict = Verdict("inconclusive", f"the look could not be ended: {type(error).__name__}: {told}")
@@ -245,50 +255,19 @@ class Guard:
 
     def _verdict(self, upload: Gradients, images: Tensor, local_steps: int, passes: list[Pass] | None) -> Verdict:
         """What attackers make of an upload of these images, and what that proves. passes: None where none was seen."""
-        deadline, batch = Deadline(seconds=self.seconds), len(images)
+        deadline = Deadline(seconds=self.seconds)
         normalisation, foreign = units(images, self.normalisation)
         fed, unknown = self._fed(images, passes)
         against = [self._against(denormalise(each, *normalisation)) for each in (images, *fed)]
         match, steps, unmatched = self._match(upload, images, passes)
         tries = self._tries(upload, match, images, local_steps, normalisation, steps)
-        above, scored, proofs, doubts, gaps = list[Worst](), list[Worst](), list[str](), list[str](), list[str]()
-        for number, (attack, one) in enumerate((attack, one) for attack in self.attacks for one in tries):
-            ready = attack.prepare(self.backbone, one.upload, one.known)
-            if isinstance(ready, Refused):
-                doubts += [f"{attack.name} does not apply: {ready.reason}"] if one is tries[0] else []
-                continue
-            if deadline.spent():
-                gaps.append(f"{attack.name} was not tried to its end within {self.seconds:g} s")
-                continue
-            deadline.begin(len(tries) * len(self.attacks) - number + one.proves, ready.seconds)
-            result = attack.recover(self.backbone, [one.known.read(one.upload)], one.known, deadline)
-            gaps += [] if result.partial is None else [f"{attack.name} was stopped after {result.partial}"]
-            case = Case("", self.backbone, one.known.defence, attack, batch=batch)
-            for held in against:
-                pictures = pictures_of(result, held.real, batch, normalisation)
-                gaps += [f"{attack.name} gave back an image that holds NaN"] if bool(pictures.isnan().any()) else []
-                scores = measure(pictures.nan_to_num(0.0, 0.0, 0.0), held.gallery, self.backbone, None)
-                above += self._exposed(case, scores, held)
-                scored += self._best(case, scores, held)
-                gaps += [
-                    f"{metric} is not defined for images so few or so small"
-                    for metric in dict.fromkeys([*MARGINS, self.limit.metric])
-                    if scores.get(metric) is None and metric != "reidentified"
-                ]
-            if one.proves:
-                self._remember(attack.name, scores, held)
-            if one is tries[0]:
-                doubt = self._doubt(attack, ready, result, one, images, deadline)
-                proofs += [attack.name] if doubt is None and one.proves else []
-                doubts += [] if doubt is None else [f"{attack.name} proves nothing: {doubt}"]
-            if deadline.interrupted:  # an attack keeps what it has; Ctrl-C is the loop's
-                raise KeyboardInterrupt
-        worst = max(above or scored, key=_excess, default=None)
-        if above and worst is not None:
+        found = self._attack(tries, against, images, normalisation, deadline)
+        worst = max(found.above or found.scored, key=_excess, default=None)
+        if found.above and worst is not None:
             self._keep(against[0].real)
-            return Verdict("above", f"by {worst.attack}{f'; {foreign}' if foreign else ''}", worst)
-        reasons = [*filter(None, (foreign, unknown, unmatched)), *gaps, *doubts]
-        if not reasons and not proofs:
+            return Verdict("above", "; ".join(filter(None, (f"by {worst.attack}", foreign))), worst)
+        reasons = [*filter(None, (foreign, unknown, unmatched)), *found.gaps, *found.doubts]
+        if not reasons and not found.proofs:
             reasons.append("no closed form was tried, and what a search does not find may still be there")
         reasons += [] if reasons else self._found_again()
         if not reasons and match is not None:
@@ -297,13 +276,66 @@ class Guard:
         self._keep(against[0].real)
         if reasons:
             return Verdict("inconclusive", "; ".join(dict.fromkeys(reasons)), worst)
-        noise = tries[0].known.defence.noise_level(batch)
-        said = f"{' and '.join(proofs)} solved it and the equations fit, with noise of {noise:.3g} as measured"
-        return Verdict("below", said if worst is None else f"by {worst.attack}; {said}", worst)
+        noise = tries[0].known.defence.noise_level(len(images))
+        said = f"{' and '.join(found.proofs)} solved it and the equations fit, with noise of {noise:.3g} as measured"
+        return Verdict("below", said, worst)
+
+    def _attack(
+        self,
+        tries: Sequence[Try],
+        against: Sequence[Against],
+        images: Tensor,
+        normalisation: Normalisation,
+        deadline: Deadline,
+    ) -> Found:
+        """What every attack finds in every try; where one is above, those behind it are spared."""
+        found, left = Found([], [], [], [], []), len(tries) * len(self.attacks)
+        for attack, one in ((attack, one) for attack in self.attacks for one in tries):
+            first = one is tries[0]
+            if found.above and first:
+                break
+            ready = attack.prepare(self.backbone, one.upload, one.known)
+            if isinstance(ready, Refused):
+                found.doubts.extend([f"{attack.name} does not apply: {ready.reason}"] if first else [])
+            elif deadline.spent():
+                found.gaps.append(f"{attack.name} was not tried to its end within {self.seconds:g} s")
+            else:
+                deadline.begin(left + one.proves, ready.seconds)  # the oracle has a turn too
+                result = attack.recover(self.backbone, [one.known.read(one.upload)], one.known, deadline)
+                found.gaps.extend(
+                    [] if result.partial is None else [f"{attack.name} was stopped after {result.partial}"]
+                )
+                case = Case("", self.backbone, one.known.defence, attack, batch=len(images))
+                for held in against:
+                    self._score(found, case, result, held, normalisation, one.proves and held is against[-1])
+                doubt = self._doubt(attack, ready, result, one, images, deadline) if first else None
+                found.proofs.extend([attack.name] if first and doubt is None and one.proves else [])
+                found.doubts.extend([] if doubt is None else [f"{attack.name} proves nothing: {doubt}"])
+            left -= 1
+            if deadline.interrupted:  # an attack keeps what it has; Ctrl-C is the loop's
+                raise KeyboardInterrupt
+        return found
+
+    def _score(
+        self, found: Found, case: Case, result: Recovery, held: Against, normalisation: Normalisation, keep: bool
+    ) -> None:
+        """Adds what a recovery is worth against one reference. keep: whether re-identification is remembered."""
+        name, pictures = case.attack.name, pictures_of(result, held.real, len(held.real), normalisation)
+        found.gaps.extend([f"{name} gave back an image that holds NaN"] if bool(pictures.isnan().any()) else [])
+        scores = measure(pictures.nan_to_num(0.0, 0.0, 0.0), held.gallery, self.backbone, None)
+        found.above.extend(self._exposed(case, scores, held))
+        found.scored.extend(self._best(case, scores, held))
+        for metric in dict.fromkeys([*MARGINS, self.limit.metric]):
+            if scores.get(metric) is None and metric != "reidentified":
+                found.gaps.append(f"{metric} is not defined for images so few or so small")
+        if keep:
+            again = scores.get("reidentified") or [0.0] * len(held.real)
+            row = self._again.setdefault(name, deque(maxlen=DECOYS))
+            row.append(Again(round(sum(again)), len(again), min(1.0, len(held.real) / len(held.gallery))))
 
     def _fed(self, images: Tensor, passes: list[Pass] | None) -> tuple[list[Tensor], str]:
-        """What the patch embedding was fed as normalised images [B, C, H, W], view after view, where that is not `images`;
-        and why it is not known."""
+        """What the patch embedding was fed as normalised images [B, C, H, W], view after view, where that is not
+        `images`; and why it is not known."""
         if passes is None:
             inputs, unknown = draws(self.module, self._local, images)
             views = [[each] for each in inputs]
@@ -319,7 +351,7 @@ class Guard:
     def _match(
         self, upload: Gradients, images: Tensor, passes: list[Pass] | None
     ) -> tuple[Match | None, list[Pass], str]:
-        """What is sent against the gradient of the step made again, the passes that made it, and why that says nothing."""
+        """What is sent against the step's gradient made again, the passes that made it, and why that says nothing."""
         named = {theirs: upload[ours] for theirs, ours in self._names.items() if ours in upload}
         ways = [passes] if passes is not None else [[each] for each in guessed_passes(self.module, images, named)]
         tried: list[tuple[Match, list[Pass]]] = []
@@ -341,7 +373,7 @@ class Guard:
         return match, way, match.wrong
 
     def _unlike_stated(self, match: Match, batch: int) -> str:
-        """Why noise that hides even the gradient's size is not believed; "" where it is as stated, or the size is seen."""
+        """Why noise that hides even the gradient's size is not believed; "" where it is as stated."""
         stated = self.defence.noise_level(batch)
         if match.resolved or match.quiet:
             return ""
@@ -362,8 +394,8 @@ class Guard:
         normalisation: Normalisation,
         steps: Sequence[Pass],
     ) -> list[Try]:
-        """What the attackers are given and told: the noise that was measured. Where it could not be, the defence as stated
-        first, then none, less noise, and the upload without the factors of its tensors."""
+        """What the attackers are given and told: the noise that was measured. Where it could not be, the defence as
+        stated first, then none, less noise, and the upload without the factors of its tensors."""
         batch, (height, width) = len(images), images.shape[2:]
         asked = self.defence.step(Step(batch, local_steps))  # how the step was made
         came = next((g.dtype for g in upload.values() if g.dtype != torch.float32), torch.float32)
@@ -494,13 +526,6 @@ class Guard:
             shown.append(Worst(case.attack.name, f"image {number}", value, metric, bound, guess))
         return shown
 
-    def _remember(self, attack: str, scores: Scores, held: Against) -> None:
-        """Keeps how often an attack found images again."""
-        again = scores.get("reidentified") or [0.0] * len(held.real)
-        chance = min(1.0, len(held.real) / len(held.gallery))
-        row = self._again.setdefault(attack, deque(maxlen=DECOYS))
-        row.append(Again(round(sum(again)), len(again), chance))
-
     def _found_again(self) -> list[str]:
         """Why images that are found again, or too few others to tell, keep what is sent from being below."""
         reasons = []
@@ -584,6 +609,7 @@ class Guard:
             if len({images.shape[1:] for images in seen}) > 1:
                 raise SitusError("images of several sizes went through the module")
             images = torch.cat(seen)
+            images = images.float() if images.is_floating_point() else images  # autocast takes half as well
             self._check_images(images)
             self._check_gradients({n: p.grad for n, p in self.module.named_parameters() if p.grad is not None})
         except SitusError as error:
@@ -608,8 +634,8 @@ class Guard:
 
 @torch.no_grad()
 def alike(one: Tensor, other: Tensor) -> Tensor:
-    """Which of pictures [B, C, H, W] and others [G, C, H, W] show the same, [B, G]: small and grey they correlate, moved or
-    mirrored as may be."""
+    """Which of pictures [B, C, H, W] and others [G, C, H, W] show the same, [B, G]: small and grey they correlate,
+    moved or mirrored as may be."""
     if not len(other):
         return torch.zeros(len(one), 0, dtype=torch.bool, device=one.device)
     small = [F.adaptive_avg_pool2d(each.double().mean(dim=1), THUMB) for each in (one, other)]
@@ -711,11 +737,11 @@ def guard(
     """Tries what a loop of your own is about to send, every so many steps of its optimiser, from the first on.
 
     module: what turns normalised images into logits. optimizer: whose steps are watched; None where `Guard.look` is
-    called by hand. img_size: of a module that Situs does not know. limit: by the image that comes back best, beside what
-    blind guesses at it get; "blind" for that alone. act: raise `LeakError`, log (the logger situs.audit.guard), or a
-    function that is given each `Look`. defence: what you do to the gradients ("noise=1e-3"); the noise that is really
-    there is measured, and the attackers know it. seconds: for all of a look together; where something is stopped, what is
-    not above is inconclusive. model: more for `open_model` (normalisation, in_chans).
+    called by hand. img_size: of a module that Situs does not know. limit: by the image that comes back best, beside
+    what blind guesses at it get; "blind" for that alone. act: raise `LeakError`, log (the logger situs.audit.guard), or
+    a function that is given each `Look`. defence: what you do to the gradients ("noise=1e-3"); the noise that is really
+    there is measured, and the attackers know it. seconds: for all of a look together; where something is stopped, what
+    is not above is inconclusive. model: more for `open_model` (normalisation, in_chans).
     """
     asked = {**model, **({} if img_size is None else {"img_size": img_size})}
     options = {"limit": limit, "every": every, "act": act, "attacks": attacks, "defence": defence, "seconds": seconds}
