@@ -266,7 +266,7 @@ class Guard:
         if found.above and worst is not None:
             self._keep(against[0].real)
             return Verdict("above", "; ".join(filter(None, (f"by {worst.attack}", foreign))), worst)
-        reasons = [*filter(None, (foreign, unknown, unmatched)), *found.gaps, *found.doubts]
+        reasons = [*filter(None, (foreign, unknown, unmatched)), *found.gaps, *([] if found.proofs else found.doubts)]
         if not reasons and not found.proofs:
             reasons.append("no closed form was tried, and what a search does not find may still be there")
         reasons += [] if reasons else self._found_again()
