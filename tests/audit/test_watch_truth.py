@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any, cast
 
 import numpy as np
@@ -270,6 +271,25 @@ def test_factors_under_noise_are_named_and_never_below(kind: str) -> None:
     looks = watched(own(), both, defence="noise=1")
     assert all(look.answer != "below" for look in looks)
     assert all(look.answer == "above" or ("factors of their own" in look.said and " × " in look.said) for look in looks)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("stated", ["noise=5", "fedavg-adam+noise=5"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_another_step_beneath_noise_is_never_below(kind: Any, stated: str, steps: int) -> None:
+    """The update of a client whose optimiser divides every number by its size."""
+    module, [(images, labels)] = own().eval(), batches(1)
+    moved = deepcopy(module)
+    optimizer = kind(moved.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(moved(images), labels).backward()
+        optimizer.step()
+    torch.manual_seed(0)
+    pairs = zip(module.named_parameters(), moved.parameters(), strict=True)
+    update = {n: (p - q).detach() / (0.01 * steps) + 5 * torch.randn_like(p) for (n, p), q in pairs}
+    watch = experienced(audit.guard(module, img_size=16, act="log", attacks=["patchembed"], defence=stated))
+    assert watch.look(images, update, local_steps=steps).answer != "below"
 
 
 def test_centred_gradients_are_not_those_of_the_images() -> None:

@@ -39,7 +39,6 @@ from situs.audit.judge.gate import CHANCE, MARGINS, SCOPE, WISHED, Worst, doubt_
 from situs.audit.oracle import Oracle, estimate
 from situs.audit.public import ATTACKED
 from situs.audit.reference import (
-    SURE,
     Match,
     Pass,
     Witness,
@@ -67,6 +66,9 @@ LESS = (3, 10, 30, 100)
 
 STATED = 1.15
 """Noise that hides the gradient's size may be so many times the stated one."""
+
+ODD = 3.0
+"""Deviations by which the factor of a gradient beneath larger noise may be off."""
 
 DECOYS = 32
 """Images of earlier looks that are kept to tell an image from, and looks whose re-identification is."""
@@ -259,7 +261,7 @@ class Guard:
         normalisation, foreign = units(images, self.normalisation)
         fed, unknown = self._fed(images, passes)
         against = [self._against(denormalise(each, *normalisation)) for each in (images, *fed)]
-        match, steps, unmatched = self._match(upload, images, passes)
+        match, steps, unmatched = self._match(upload, images, passes, local_steps)
         tries = self._tries(upload, match, images, local_steps, normalisation, steps)
         found = self._attack(tries, against, images, normalisation, deadline)
         worst = max(found.above or found.scored, key=_excess, default=None)
@@ -349,7 +351,7 @@ class Guard:
         return [each for each in shown if each is not None and bool(each.isfinite().all())], unknown
 
     def _match(
-        self, upload: Gradients, images: Tensor, passes: list[Pass] | None
+        self, upload: Gradients, images: Tensor, passes: list[Pass] | None, local_steps: int
     ) -> tuple[Match | None, list[Pass], str]:
         """What is sent against the step's gradient made again, the passes that made it, and why that says nothing."""
         named = {theirs: upload[ours] for theirs, ours in self._names.items() if ours in upload}
@@ -360,7 +362,7 @@ class Guard:
             if isinstance(made, str):
                 return None, way, f"the step's gradient could not be made again: {made}"
             match = compare(upload, {self._names[name]: g for name, g in made.items() if name in self._names})
-            match = match._replace(wrong=match.wrong or self._unlike_stated(match, len(images)))
+            match = match._replace(wrong=match.wrong or self._unlike_stated(match, len(images), local_steps))
             tried.append((match, way))
             if not match.wrong:
                 return match, way, ""
@@ -372,17 +374,27 @@ class Guard:
         match, way = max(tried, key=lambda pair: bool(pair[0].factors))
         return match, way, match.wrong
 
-    def _unlike_stated(self, match: Match, batch: int) -> str:
-        """Why noise that hides even the gradient's size is not believed; "" where it is as stated."""
-        stated = self.defence.noise_level(batch)
-        if match.resolved or match.quiet:
+    def _unlike_stated(self, match: Match, batch: int, local_steps: int) -> str:
+        """Why it is not believed that there is but the gradient beneath noise that is larger; "" where it is.
+
+        Where the noise hides the gradient's numbers, another step would hide there too (Adam's are all of one size).
+        """
+        stated, step = self.defence.noise_level(batch), self.defence.step(Step(batch, local_steps))
+        clean = [c.double() for c in match.clean.values()]
+        size, count = math.sqrt(sum(float(c.square().sum()) for c in clean)), sum(c.numel() for c in clean)
+        if match.quiet or match.factor * size > match.sigma * math.sqrt(count):
             return ""
-        spread = match.sigma / math.sqrt(sum(float(c.double().square().sum()) for c in match.clean.values()))
-        if match.sigma <= STATED * stated and abs(match.factor - 1) <= SURE * spread:
+        if step.training.adam or step.local_steps > 1:
+            what = "a step of Adam" if step.training.adam else f"{step.local_steps} local steps"
+            return f"it is the update of {what}, and noise hides what that made of the gradient"
+        off = (match.factor - 1) * size / match.sigma  # in deviations
+        if match.resolved and off <= ODD:
+            return ""  # all of it was made less: clipped
+        if match.sigma <= STATED * stated and abs(off) <= ODD:
             return ""
         return (
-            f"what is sent has a deviation of {match.sigma:.3g} around the gradient of these images, where noise of "
-            f"{stated:g} is stated: it may be something else"
+            f"what is sent has a deviation of {match.sigma:.3g} around {match.factor:.3g} times the gradient of these "
+            f"images, where noise of {stated:g} is stated: it may be something else"
         )
 
     def _tries(
