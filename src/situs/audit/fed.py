@@ -6,11 +6,12 @@ fed; held against the images as they were given, an exact recovery would look li
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from situs.audit.stem import Stem, find_embedding, find_stem, patches_of, to_images
 from situs.audit.stem.products import unfold
@@ -32,23 +33,29 @@ def recorded(backbone: nn.Module, stem: Stem | None) -> Iterator[list[Tensor]]:
     """The inputs [B, N, K] of the patch embedding, forward pass after forward pass; none where its weight is not that
     of a convolution or linear layer. They are recorded on copies of the model too."""
     inputs: list[Tensor] = []
-    layer = None if stem is None else _layer(backbone, stem.weight)
-    if stem is None or layer is None:
-        yield inputs
-        return
-    handle = layer.register_forward_pre_hook(lambda part, args: inputs.append(_rows(part, args[0].detach(), stem)))
+    handle = on_input(backbone, stem, inputs.append)
     try:
         yield inputs
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
+
+
+def on_input(backbone: nn.Module, stem: Stem | None, take: Callable[[Tensor], None]) -> RemovableHandle | None:
+    """Calls `take` with the input [B, N, K] of the patch embedding in each forward pass; None where it has no layer."""
+    layer = None if stem is None else _layer(backbone, stem.weight)
+    if stem is None or layer is None:
+        return None
+    return layer.register_forward_pre_hook(lambda part, args: take(_rows(part, args[0].detach(), stem)))
 
 
 def _layer(backbone: nn.Module, weight: str) -> nn.Conv2d | nn.Linear | None:
     """The layer that a weight belongs to, by the weight's name."""
     name, _, last = weight.rpartition(".")
     layer = dict(backbone.named_modules()).get(name)
-    plain = isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
-    return layer if plain and last == "weight" else None
+    if last == "weight" and (isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)):
+        return layer
+    return None
 
 
 def _rows(layer: nn.Module, inputs: Tensor, stem: Stem) -> Tensor:

@@ -7,7 +7,8 @@ one. It runs only as a whole: what needs its tokens, positions or blocks is refu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, ClassVar, TypeVar
 
@@ -41,8 +42,20 @@ class OwnModule(WholeBackbone):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is not None:
             self.require("tokens")
-        found = self.model(x.clone())  # one that writes into its input would change the images of whoever asks
+        with _plain_encoder():
+            found = self.model(x.clone())  # one that writes into its input would change the images of whoever asks
         return getattr(found, "logits", found) if not isinstance(found, dict) else found.get("logits", found)
+
+
+@contextmanager
+def _plain_encoder() -> Iterator[None]:
+    """torch's encoder layers as their operators: of the fused one, which frozen layers take, there is no derivative."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def wrap_module(
