@@ -61,11 +61,13 @@ def adapt(
         backbone.stem = f"{frozen[0]} is frozen, so its gradient is neither computed nor sent"
         return backbone
     stems = search_stems(backbone, images, *names)
-    backbone.stem = found = stems if isinstance(stems, str) else stems[0]
-    if isinstance(found, Stem):
-        backbone.others = tuple(stems[1:])
-        backbone.dim, backbone.num_prefix = parameters[found.table].shape[found.channels], found.first
-        backbone.grid = (h, w) = grid_of(found.count, size)
+    if isinstance(stems, str):
+        backbone.stem = stems
+    else:
+        stem, *others = stems
+        backbone.stem, backbone.others = stem, tuple(others)
+        backbone.dim, backbone.num_prefix = parameters[stem.table].shape[stem.channels], stem.first
+        backbone.grid = (h, w) = grid_of(stem.count, size)
         backbone.input = backbone.input._replace(patch=(size[0] // h, size[1] // w) if h else None)
     return backbone
 

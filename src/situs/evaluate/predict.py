@@ -15,7 +15,7 @@ import torch
 
 from situs.config import from_dict
 from situs.data.sampler import sample_of
-from situs.data.sources import open_source
+from situs.data.sources import addressed, open_source
 from situs.data.sources.base import Source
 from situs.data.text import Columns
 from situs.errors import SitusError
@@ -97,6 +97,7 @@ def predict(
         check_csv(out)
     model = opened(model)
     check_classifier(model)
+    data = addressed(data)
     source = data if isinstance(data, Source) else _open(model, data, split, text)
     loader = load_any(model, source, count=count, batch=batch)
     names, shares, rows = [], [], []

@@ -237,10 +237,7 @@ def train_run(
         fresh = _begins(run, start_over, ranks)
         loader = make_training_loader(config, ranks, private)
         held.callback(loader.close)
-        speak(loader.describe())
-        if config.data.batch is None and loader.global_batch < BATCH:
-            made = f"{counted(loader.steps_per_epoch, 'updates')} an epoch"
-            speak(f"batch {loader.global_batch}: the set is small, and is gone through in {made} (data.batch)")
+        _tell_set(config, loader, speak)
         told = _tell_skipped(loader, 0, speak)
         method = prepare(config, loader, ranks, start if fresh else None, adapt, speak)
         watching = () if hooks is None else hooks(config, loader, ranks.device)
@@ -269,6 +266,14 @@ def train_run(
     finally:
         held.close()
         distributed.stop()
+
+
+def _tell_set(config: RunConfig, loader: Loader, speak: Callable[[str], None]) -> None:
+    """What the samples are, and the batch where it follows from how few they are."""
+    speak(loader.describe())
+    if config.data.batch is None and loader.global_batch < BATCH:
+        updates = f"{counted(loader.steps_per_epoch, 'updates')} an epoch"
+        speak(f"batch {loader.global_batch}: the set is small, and is gone through in {updates} (data.batch)")
 
 
 def _tell_begin(hooks: Sequence[Hook], method: Method) -> None:
