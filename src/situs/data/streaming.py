@@ -92,13 +92,16 @@ class _Schedule:
     def __iter__(self) -> Iterator[list[_Task]]:
         epoch, start, order = self.epoch, self.step, self.plan.order_of(self.epoch)
         # Beside the epoch before it: where all cores are busy decoding, to sort takes longer than steps wait.
-        with ThreadPoolExecutor(1, "situs-order") as pool:
+        pool = ThreadPoolExecutor(1, "situs-order")
+        try:
             while True:
                 after = pool.submit(self.plan.order_of, epoch + 1) if self.plan.shuffle else None
                 yield from self._epoch(epoch, start, order)
                 if after is None:
                     return
                 epoch, start, order = epoch + 1, 0, after.result()
+        finally:  # nobody waits: the collector may let it go while another thread starts, and holds what is waited for
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _epoch(self, epoch: int, start: int, order: Permutation) -> Iterator[list[_Task]]:
         blocks = order if isinstance(order, BlockEpoch) else None

@@ -147,7 +147,8 @@ class Ahead:
 
     def iterate(self, epoch: int, start_step: int) -> Iterator[Batch]:
         """The epoch's batches from number `start_step` on."""
-        with ThreadPoolExecutor(1, "situs-batches") as pool:
+        pool = ThreadPoolExecutor(1, "situs-batches")
+        try:
             batches = self.loader.iterate(epoch, start_step)
             ahead = pool.submit(next, batches, None)
             while True:
@@ -158,6 +159,8 @@ class Ahead:
                     return
                 ahead = pool.submit(next, batches, None)
                 yield batch
+        finally:  # nobody waits: the collector may let it go while another thread starts, and holds what is waited for
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def initialising(config: RunConfig, backbone: Backbone) -> Sequence[str]:

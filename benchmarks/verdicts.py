@@ -1,0 +1,299 @@
+"""Verdicts of the gate beside attackers who know the training exactly: random setups, and no pass where one is above.
+
+    python benchmarks/verdicts.py --setups 200 --seed 0 --json verdicts.json
+
+A setup is drawn of models × heads (their weights times a factor: samples known by heart) × what the model does to its
+images × labels × steps × defences × batches; images are 8 × 8, smooth, 6 of them. The tool audits it as a user would,
+with its own attacks. Beside it two attackers who are told everything but the image: the draws of the augmentation, the
+labels, the loss, the defence and its deviation, and the spectrum of the images:
+
+- clean: solves the patch embedding's equations with the table's gradient as it was before the noise;
+- newton: fits all gradients at once, linearised again and again from grey, in float64 with a dense Jacobian.
+
+And for comparison `bound`, which is told the image too and linearises there. What attackers get is held against the
+limits of the gate (`situs.audit.judge.gate`). The status is 1 where one is above a limit of a setup that passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from situs.audit import adapt, create_attack, create_defence
+from situs.audit.attacks.base import Knowledge
+from situs.audit.attacks.matching.simulate import simulation
+from situs.audit.cases import Case, Outcome, TestSet
+from situs.audit.client import victim_gradients
+from situs.audit.defences import Step, method_of
+from situs.audit.gradients import attack_gradients
+from situs.audit.judge.gate import exposed, parse_limit
+from situs.audit.oracle import cosines
+from situs.audit.scores.metrics import denormalise
+from situs.audit.scores.scoring import measure
+from situs.audit.stem import find_stem, flat_weight, patches_of, table_rows
+from situs.backbones.base import Backbone
+
+COUNT, SIDE, CONTRAST = 6, 8, 5.0
+
+HALVES = ([0.5] * 3, [0.5] * 3)
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "nothing": lambda x: x,
+    "flip": lambda x: x.flip(-1) if float(torch.rand(())) < 0.5 else x,
+    "shift": lambda x: x.roll(int(torch.randint(3, (1,))), 3),
+    "colour": lambda x: x * (0.5 + torch.rand(1, 3, 1, 1)),
+    "resize": lambda x: F.interpolate(x[:, :, : 6 + int(torch.randint(3, (1,)))], (SIDE, SIDE), mode="bilinear"),
+}
+"""What a model does to its images before the first layer, drawn anew in each pass."""
+
+
+class Net(nn.Module):
+    """A ViT of one or two blocks with something before it, perhaps a second path beside it."""
+
+    def __init__(self, change: str, kind: str, depth: int, width: int) -> None:
+        super().__init__()
+        self.change, self.kind = CHANGES[change], kind
+        self.patch = nn.Linear(48, width) if kind == "linear" else nn.Conv2d(3, width, 4, 4)
+        self.table = nn.Parameter(0.2 * torch.randn(1, 4, width))
+        layers = [nn.TransformerEncoderLayer(width, 2, width, 0.0, batch_first=True) for _ in range(depth)]
+        self.blocks = nn.Sequential(*layers)
+        self.head = nn.Linear(4 * width if kind == "tokens" else width, 5)
+        self.aside = nn.Linear(192, 5) if kind == "second path" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.change(x)
+        cut = F.unfold(x, 4, stride=4).mT if self.kind == "linear" else x
+        tokens = self.patch(cut) if self.kind == "linear" else self.patch(cut).flatten(2).mT
+        stream = self.blocks(tokens + self.table)
+        logits = self.head(stream.flatten(1) if self.kind == "tokens" else stream.mean(dim=1))
+        return logits if self.aside is None else logits + self.aside(x.flatten(1))
+
+
+def drawn(number: int, seed: int) -> dict[str, Any]:
+    """One setup by its number."""
+    chance = random.Random(seed * 100_003 + number)
+    sigma = 10 ** chance.uniform(-4, 3)
+    noise = f"noise={sigma:.2g}"
+    beside = [f"{noise}+{other}" for other in ("clip-batch=1", "no-pe-gradient", "fedavg=2")]
+    defence = chance.choice([noise, noise, noise, f"clip=1:{sigma:.2g}", *beside, "none", "fp16", "bf16", "clip-batch"])
+    return {
+        "model": chance.choice(["timm", "conv", "linear", "second path", "tokens"]),
+        "depth": chance.choice([1, 2]),
+        "width": chance.choice([24, 48]),
+        "head": chance.choice([1.0, 1.0, 10.0, 100.0]),
+        "augmentation": chance.choice(["nothing", "nothing", *CHANGES]),
+        "labels": chance.choice(["drawn", "predicted"]),
+        "defence": defence,
+        "batch": chance.choice([1, 1, 1, 2]),
+        "limit": chance.choice(["blind", "psnr=20"]),
+        "seed": chance.randrange(10**6),
+    }
+
+
+def built(setup: dict[str, Any]) -> tuple[Backbone, TestSet]:
+    torch.manual_seed(setup["seed"])
+    if setup["model"] == "timm":
+        from situs.backbones import create_backbone
+
+        args = {"depth": setup["depth"], "embed_dim": setup["width"], "num_heads": 2}
+        asked = {"img_size": SIDE, "patch_size": 4, "num_classes": 5, "model_args": args}
+        backbone: Backbone = create_backbone("vit_tiny_patch16_224", **asked).eval()
+    else:
+        net = Net(setup["augmentation"], setup["model"], setup["depth"], setup["width"])
+        backbone = adapt(net, SIDE, normalisation=HALVES)
+    with torch.no_grad():
+        dict(backbone.named_modules())["model.head"].weight.mul_(setup["head"])
+    smooth = torch.randn(COUNT, 3, SIDE, SIDE) / (1 + torch.arange(SIDE).view(-1, 1) + torch.arange(SIDE)) ** 1.2
+    rows = cosines(SIDE, smooth)
+    pixels = (rows.T @ smooth @ rows) * CONTRAST + 0.5 * torch.randn(COUNT, 3, 1, 1)
+    pixels = (((pixels.clamp(-1, 1) + 1) / 2 * 255).round() / 255 - 0.5) / 0.5
+    with torch.no_grad():
+        labels = backbone(pixels).argmax(1) if setup["labels"] == "predicted" else torch.randint(5, (COUNT,))
+    return backbone, TestSet(pixels, labels, HALVES)
+
+
+def deviations() -> Tensor:
+    """What an attacker knows of the images: the size of each coefficient of the cosine transform, [H, W]."""
+    at = 1 + torch.arange(SIDE, dtype=torch.float64).view(-1, 1) + torch.arange(SIDE)
+    spread = CONTRAST / at**1.2
+    spread[0, 0] += 0.5 * SIDE
+    return spread
+
+
+def root(images: Tensor) -> Tensor:
+    """Λ^½ of [.., H, W]."""
+    rows = cosines(SIDE, images)
+    return rows.T @ (deviations().to(images) * (rows @ images @ rows.T)) @ rows
+
+
+def clean(backbone: Backbone, before: dict[str, Tensor], sent: dict[str, Tensor], sigma: float) -> Tensor | None:
+    """X of ∂W = GᵀX + noise with G as it was before the noise, and the images' spectrum, of a batch of one."""
+    stem = find_stem(backbone)
+    if isinstance(stem, str) or stem.table not in before or stem.weight not in sent:
+        return None
+    g = table_rows(before[stem.table], stem).double()
+    right = flat_weight(sent[stem.weight].double(), stem)
+    units = torch.eye(3 * SIDE * SIDE, dtype=torch.float64).view(-1, 3, SIDE, SIDE)
+    offset = patches_of(torch.zeros_like(units[:1]), backbone, stem)
+    if offset.shape[1] != len(g):
+        return None
+    columns = torch.cat(
+        [(g.T @ (patches_of(root(u)[None], backbone, stem) - offset)[0]).flatten()[None] for u in units]
+    )
+    aim = (right - g.T @ offset[0]).flatten()
+    matrix = columns @ columns.T / sigma**2 + torch.eye(len(columns), dtype=torch.float64)
+    z = torch.linalg.solve(matrix, columns @ aim / sigma**2)
+    return root(z.view(1, 3, SIDE, SIDE))
+
+
+def newton(
+    flat: Callable[[Tensor], Tensor], sent: Tensor, like: Tensor, sigma: float, start: Tensor, steps: int
+) -> Tensor:
+    """The image that fits all gradients best, by Gauss-Newton from `start`, in units of the spectrum."""
+    x, eye = start.double(), torch.eye(like.numel(), dtype=torch.float64)
+    best = (float("inf"), x)
+    basis = torch.stack([root(u.view_as(like)).flatten() for u in eye], dim=1)
+    z = torch.linalg.solve(basis, x.flatten())
+    damping = 0.0 if steps == 1 else 1.0
+    for _ in range(steps):
+        x = (basis @ z).view_as(like)
+        here = flat(x)
+        jacobian = torch.func.jacfwd(flat, randomness="same")(x).reshape(-1, like.numel()) @ basis / sigma
+        left = (sent - here) / sigma
+        cost = float(left.square().sum() + z.square().sum())
+        if cost < best[0]:
+            best, damping = (cost, x), damping / 3
+        else:
+            z, damping = torch.linalg.solve(basis, best[1].flatten()), damping * 10
+            continue
+        z = z + torch.linalg.solve(jacobian.T @ jacobian + (1 + damping) * eye, jacobian.T @ left - z)
+    last = (basis @ z).view_as(like)
+    if steps == 1:
+        return last
+    cost = float(((sent - flat(last)) / sigma).square().sum() + z.square().sum())
+    return last if cost < best[0] else best[1]
+
+
+def attackers(setup: dict[str, Any], backbone: Backbone, test: TestSet, at: int) -> dict[str, Tensor]:
+    """Pictures, normalised, of one upload by who knows everything of the training but the image."""
+    defence, size = create_defence(setup["defence"]), setup["batch"]
+    here = slice(at * size, (at + 1) * size)
+    x, y = test.pixels[here], test.labels[here]
+    sigma = max(defence.noise_level(size), 1e-6)
+    torch.manual_seed(7)  # the draws of an augmentation, which he knows: the audit's feed draws so too
+    sent = victim_gradients(backbone, x, y, defence=defence, ids=torch.arange(here.start, here.stop))
+    torch.manual_seed(7)
+    before = victim_gradients(backbone, x, y, ids=torch.arange(here.start, here.stop))
+    made = {}
+    if (
+        size == 1
+        and setup["augmentation"] == "nothing"
+        and (picture := clean(backbone, before, sent, sigma)) is not None
+    ):
+        made["clean"] = picture
+    known = Knowledge(
+        defence, size, method=method_of(defence, backbone), local_steps=defence.step(Step(size)).local_steps
+    )
+    from copy import deepcopy
+
+    method = method_of(defence, deepcopy(backbone).double())
+    run = simulation(method, known, list(sent))
+
+    def flat(images: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        gradients = run(images, y, {})
+        return torch.cat([gradients[name].flatten() for name in sent])
+
+    target = torch.cat([g.double().flatten() for g in sent.values()])
+    with sdpa_kernel(SDPBackend.MATH):
+        made["newton"] = newton(flat, target, x, sigma, torch.zeros_like(x), 3)
+        made["bound"] = newton(flat, target, x, sigma, x, 1)
+    return made
+
+
+def tried(setup: dict[str, Any], images: int) -> dict[str, Any]:
+    """The tool's verdict on a setup, and how much the attackers have of its first images."""
+    backbone, test = built(setup)
+    began = time.perf_counter()
+    attacks = [create_attack(name) for name in ("patchembed", "april", "tokens", "patchembed-prior")]
+    limit = parse_limit(setup["limit"])
+    audit = attack_gradients(
+        backbone,
+        test,
+        attacks,
+        [create_defence(setup["defence"])],
+        step=Step(setup["batch"]),
+        bounded=True,
+        limit=limit,
+    )
+    assert audit.ruling is not None
+    [judged] = audit.ruling.judgements
+    took = time.perf_counter() - began
+    row = {**setup, "verdict": judged.outcome, "why": judged.said, "seconds": round(took, 1)}
+    if judged.outcome != "passed":
+        images = min(images, setup["batch"])
+    best: dict[str, float] = {}
+    above = []
+    for at in range(min(images, COUNT) // setup["batch"] or 1):
+        for name, pictures in attackers(setup, backbone, test, at).items():
+            first = at * setup["batch"]
+            shown = denormalise(pictures.detach(), *HALVES, clip=False)
+            scores = measure(shown, test.real(), backbone, None, first) | {"reidentified": None}
+            case = Case("", backbone, create_defence(setup["defence"]), attacks[0], batch=setup["batch"])
+            part = Outcome(case, "done", scores, numbers=tuple(range(first, first + setup["batch"])))
+            over = exposed(part, audit.baselines, audit.names, limit)
+            best[name] = max([best.get(name, 0.0), *(scores["aligned_psnr"] or [])])
+            if over and name != "bound":
+                above.append(f"{name}: {over[0]}")
+            if over and name == "bound":
+                row["bound_above"] = str(over[0])
+    return {**row, "oracle": {name: round(value, 1) for name, value in best.items()}, "above": above}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setups", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--images", type=int, default=2, help="of a setup that passed, for the attackers")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for number in range(args.first, args.first + args.setups):
+        setup = drawn(number, args.seed)
+        rows.append({"number": number, **tried(setup, args.images)})
+        row = rows[-1]
+        shown = " ".join(
+            f"{name}={setup[name]}" for name in ("model", "head", "augmentation", "labels", "defence", "batch")
+        )
+        print(
+            f"{number:4} {row['verdict']:12} {shown} limit={setup['limit']} {row['oracle']} {row['seconds']} s",
+            flush=True,
+        )
+        if args.json is not None:
+            args.json.write_text(json.dumps(rows, indent=1))
+    kind = [row for row in rows if row["verdict"] == "passed" and row["above"]]
+    print(dict(Counter(row["verdict"] for row in rows)))
+    reasons = Counter(row["why"].split(";")[0].split(":")[0][:70] for row in rows if row["verdict"] == "inconclusive")
+    for reason, count in reasons.most_common():
+        print(f"  {count:4} inconclusive: {reason}")
+    print(f"passed with an attacker above a limit: {len(kind)}")
+    for row in kind:
+        print(f"  {row['number']}: {row['above']}")
+    return int(bool(kind))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
