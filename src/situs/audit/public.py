@@ -165,7 +165,7 @@ def audit_gradients(
         lpips=opened.lpips,
         deadline=deadline,
         keep=keep,
-        bounded=True,
+        bounded=limit is not None,
         limit=limit,
         notes={**victim.notes, **test.notes, **size_of_gradients(victim, test)},
         provenance=Provenance(origin, left_out=test.left_out, things=test.things),

@@ -321,7 +321,9 @@ def _unbounded(audit: Audit, pairs: Sequence[Outcome], limit: Limit) -> list[str
         return ["no blind guess was measured to hold it against"]
     bounds = [pair for pair in pairs if pair.is_bound]
     if not bounds:
-        return ["the oracle, which a pass needs, was not asked"]
+        return [
+            "the oracle, which a pass needs, was not asked: it is where the audit has a gate from the start (fail_above)"
+        ]
     over = [one for pair in bounds for one in exposed(pair, audit.baselines, audit.names, limit)]
     if over:
         worst = max(over, key=_excess)
