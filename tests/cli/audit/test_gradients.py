@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
+from PIL import Image
 from safetensors.torch import save_file
 
+from situs.audit.judge.gate import SCOPE
 from situs.cli.main import main
 from situs.data.batch import Batch
 
@@ -115,32 +118,51 @@ def test_the_weights_file_is_hashed(photographs: Path, tmp_path: Path) -> None:
 
 GATE = ["--attack", "patchembed,april", "--fail-above", "psnr=20"]
 
+CLIP, CLIPPED = "clip=1:1e3", "clip C=1, noise 1000·C"
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five small pictures of noise, the fewest that can pass."""
+    folder, chance = tmp_path_factory.mktemp("five"), np.random.default_rng(0)
+    for number in range(5):
+        Image.fromarray(chance.integers(0, 256, (32, 32, 3), dtype="uint8")).save(folder / f"{number}.png")
+    return folder
+
 
 @pytest.mark.parametrize(
     ("more", "status", "said"),
     [
-        ([], 3, "none, above: 2 of 2 images above 20; the worst"),
-        (["--defence", "clip"], 0, "is passed. clip C=1, noise 0.01·C, passed: patchembed solved all 2 images"),
-        (["--defence", "clip", "--attack", "april"], 4, "april proves nothing"),
-        (["--defence", "clip", "--batch", "2"], 4, "patchembed proves nothing: it is not exact here (a batch of 2"),
-        (["--defence", "mjp=0.2", "--attack", "patchembed"], 4, "a lower bound, and no credit to MJP"),
-        (["--defence", "clip,none"], 3, "clip C=1, noise 0.01·C, passed: patchembed solved all 2 images"),
-        (["--defence", "mjp=0.2,clip"], 4, "is not judged, which is no pass. mjp γ=0.2, not judged: patchembed"),
-        (["--img-size", "160"], 4, "100 patches are more than 64 channels"),
-        (["--defence", "clip", "--attack", "matching", "--iterations", "2"], 4, "no closed form was run"),
+        ([], 3, "none, above: 5 of 5 images above; the most exposed, "),
+        (["--defence", CLIP], 0, f"is passed, {SCOPE}. {CLIPPED}, passed: patchembed solved all 5 images"),
+        (["--defence", CLIP, "--fail-above", "blind"], 0, f"The gate blind is passed, {SCOPE}. {CLIPPED}, passed: "),
+        (["--defence", CLIP, "--count", "4"], 4, "4 images are too few to tell finding them again from chance: give"),
+        (["--defence", "clip=1:0"], 3, "5 of 5 images above"),  # without noise it is the same picture
+        (["--defence", CLIP, "--attack", "april"], 4, "april proves nothing"),
+        (["--defence", CLIP, "--batch", "2", "--count", "4"], 4, "proves nothing: it is not exact here (a batch of 2"),
+        (["--defence", "mjp=0.5", "--attack", "april"], 4, "april proves nothing: it is not exact here"),
+        (["--defence", f"{CLIP},none"], 3, f"{CLIPPED}, passed: patchembed solved all 5 images"),
+        (
+            ["--defence", f"{CLIP},mjp=0.5", "--attack", "april"],
+            4,
+            "is inconclusive (not a pass), for an honest server",
+        ),
+        (["--defence", CLIP, "--attack", "matching", "--iterations", "2"], 4, "no closed form was run"),
     ],
 )
 def test_the_gate(
     more: list[str],
     status: int,
     said: str,
-    photographs: Path,
+    five: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     schema_breaks: Callable[[Any], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("situs.audit.bound.IMAGES", 1)  # the oracle is asked about one image instead of four
     file = tmp_path / "deep" / "junit.xml"
-    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--count", "2", *GATE]
+    words = ["audit", "gradients", NAME, "--data", str(five), "--img-size", "32", *GATE]
     assert main([*words, "--out", str(tmp_path / "audit"), "--no-pictures", "--junit", str(file), *more]) == status
     assert said in capsys.readouterr().out
     told = json.loads((tmp_path / "audit" / "gradients.json").read_text())
@@ -362,7 +384,7 @@ def test_a_module_without_a_table_is_matched(own: str, photographs: Path, capsys
 def test_where_nothing_closed_applies_matching_runs_by_itself(
     own: str, photographs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was a pass. Now it is one of two: above, or not judged."""
+    """It was a pass. Now it is one of two: above, or inconclusive."""
     from situs.audit.gradients import Fallback
 
     monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2, iterations=20))
@@ -377,7 +399,10 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
     monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2, seconds=0.05))
     assert main([*words, "--fail-above", "psnr=190", "--attack", "patchembed", "--no-pictures"]) == 4
     shown = capsys.readouterr().out
-    assert "is not judged, which is no pass. none, not judged: matching was stopped after" in shown
+    assert (
+        "is inconclusive (not a pass), for an honest server" in shown
+        and "none, inconclusive: matching was stopped" in shown
+    )
     assert "no closed form applies; what matching does not find may still be there" in shown
     told = json.loads(Path("audit/gradients.json").read_text())
     assert not told["gate"]["passed"] and not told["partial"]
@@ -392,7 +417,7 @@ def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.
     settings = ["--attack", "matching", "--iterations", "1000000", "--time-limit", "0.2", "--no-pictures"]
     assert main([*words, *settings, "--fail-above", "psnr=190"]) == 4
     shown = capsys.readouterr().out
-    assert "not judged: matching was stopped after" in shown and "of 1,000,000 iterations" in shown
+    assert "inconclusive: matching was stopped after" in shown and "of 1,000,000 iterations" in shown
     told = json.loads(Path("audit/gradients.json").read_text())
     assert not told["gate"]["passed"] and len(told["pairs"][0]["images"]) == 2  # whatever number of images it saw
     assert main([*words, *settings, "--fail-above", "psnr=1"]) == 3  # above, also where it was stopped
@@ -715,6 +740,6 @@ def test_remedies_are_searched_and_written_beside_their_page(photographs: Path, 
     assert "No setting that was tried keeps the gate psnr=20" in page and "that is no remedy" in page
     today = (out / "gradients.html").read_text()  # the audit without a defence, and what was found in its box
     box = today[today.index("<h2>What would help</h2>") :].split("</section>")[0]
-    assert box.count("? not judged") == 5 and "keeps the limit" not in box and "defences.html" in box
+    assert box.count("? inconclusive") == 5 and "keeps the limit" not in box and "defences.html" in box
     gate = json.loads((out / "gradients.json").read_text())["gate"]
     assert [each["defence"] for each in gate["defences"]] == ["none"] and not gate["passed"]

@@ -56,9 +56,10 @@ class Search:
             judged = self._judge(rung, few, quick)  # far from the limit one upload and one attack tell as much as all
         if judged is None or judged.answer != "above":
             few, judged = part, self._judge(rung, part, self.attacks)
-        value, by = (None, "") if judged.worst is None else (judged.worst.value, judged.worst.attack)
+        one = judged.worst
+        value, by, metric = (None, "", "") if one is None else (one.value, one.attack, one.metric)
         answer = ANSWERS.get(judged.answer, "not judged")
-        trial = Trial(rung.label, answer, value, by, judged.said, len(few), unseen)
+        trial = Trial(rung.label, answer, value, by, judged.said, len(few), unseen, metric)
         self.trials.append(trial)
         return trial
 
