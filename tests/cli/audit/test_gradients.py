@@ -616,11 +616,13 @@ def test_a_predictor_that_cannot_be_asked_is_refused(
 
 SCRIPT = r"""
 audit() { "$PYTHON" -m situs audit gradients "$@" --data "$IMAGES" --fail-above psnr=20 --no-pictures --junit j.xml; }
-audit test_vit --img-size 32 --attack patchembed --defence clip=1:1e3 > passed.txt; echo "passed $?"; cp j.xml passed.xml
+audit test_vit --img-size 32 --attack patchembed --defence clip=1:1e3 > passed.txt; echo "passed $?"
+cp j.xml passed.xml
 audit test_vit --img-size 32 --count 2 > above.txt; echo "above $?"; cp j.xml above.xml
 audit OWN:named --attack matching --iterations 1000000 --time-limit 1 --count 2 --defence noise=1e3 > stopped.txt
 echo "stopped $?"; cp j.xml stopped.xml
-audit OWN:plain --img-size 16 --count 2 --defence noise=1e3 > nothing.txt; echo "nothing applies $?"; cp j.xml nothing.xml
+audit OWN:plain --img-size 16 --count 2 --defence noise=1e3 > nothing.txt; echo "nothing applies $?"
+cp j.xml nothing.xml
 audit test_vit --img-size 64 --attack magic 2> wrong.txt; echo "wrong call $?"
 "$PYTHON" -m situs audit gradients OWN:plain --img-size 16 --data "$IMAGES" --no-pictures --fail-above psnr=150 \
     --attack matching --defence noise=1e3 --iterations 1000000 --junit j.xml > ctrl-c.txt 2> ctrl-c.err & pid=$!
