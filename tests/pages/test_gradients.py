@@ -15,7 +15,7 @@ from outcomes import outcome, passing, undone
 from situs.audit.cases import Outcome
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit, verdict
-from situs.audit.judge.gate import SCOPE, Judgement, Limit, Ruling, Worst
+from situs.audit.judge.gate import NO_NOISE, SCOPE, Judgement, Limit, Ruling, Worst
 from situs.audit.remedies.ladders import Cost
 from situs.audit.remedies.result import Remedies, Remedy, Trial
 from situs.audit.scores.metrics import measure_all
@@ -61,7 +61,7 @@ def test_order_of_the_page(outline: Any) -> None:
     ]
     assert "3 of 3 images recovered exactly from one step" in text
     assert "there is &lt;no&gt; table" in text
-    assert "closer than blind guesses, but for its margins, and psnr 20 or less: failed, for an honest server" in text
+    assert "closer than blind guesses, but for its margins, and psnr 20 or less: failed.</p>" in text
     said = f"The gate psnr=20 is not passed, {SCOPE}. none, above: 2 of 3 images above; the most exposed, "
     assert said in text  # the middle one is its own mirror, so that a blind guess has it too
     assert text.count("<img") == 2
@@ -144,6 +144,9 @@ def test_table_and_reasons() -> None:
     assert reasons(example(plain)) == [("patchembed against none", "proves nothing: its equations do not fit")]
     twice = replace(plain, facts=[{"verdict": "its equations do not fit"}, {"verdict": "another"}])
     assert [said for _, said in reasons(example(twice))] == ["another", "proves nothing: its equations do not fit"]
+    assert reasons(example(replace(plain, doubt=NO_NOISE))) == []  # it has every image
+    fuzzy = replace(plain, doubt=NO_NOISE, scores=measure_all(REAL.flip(0), REAL, 8))
+    assert reasons(example(fuzzy)) == [("patchembed against none", f"proves nothing: {NO_NOISE}")]
     said_already = replace(WORKED, doubt="it is not exact here (a caveat)")
     assert reasons(example(said_already)) == [("patchembed against none", "a caveat")]
 

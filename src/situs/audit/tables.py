@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from situs.audit.cases import SETTINGS, Outcome
-from situs.audit.judge.gate import Ruling
+from situs.audit.judge.gate import NO_NOISE, Ruling
 from situs.audit.scores.metrics import Mean, means_of
 from situs.audit.scores.scoring import Scores
 from situs.results import Cell
@@ -157,7 +157,10 @@ def reasons(audit: Audit) -> list[tuple[str, str]]:
     """(attack against defences, why it does not apply or is not exact); the same said of several defences, once."""
     found: dict[tuple[str, str], list[str]] = {}
     for pair in audit.pairs:
-        doubt = None if pair.caveat or pair.doubt is None else f"proves nothing: {pair.doubt}"
+        plain = (
+            pair.doubt == NO_NOISE and pair.exact == pair.count
+        )  # it has every image
+        doubt = None if pair.caveat or pair.doubt is None or plain else f"proves nothing: {pair.doubt}"
         verdicts = [str(fact.get("verdict") or "") for fact in pair.facts]
         verdicts = [each for each in verdicts if doubt is None or each != pair.doubt]  # said once
         for said in dict.fromkeys(

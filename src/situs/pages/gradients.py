@@ -161,10 +161,8 @@ def _lead(audit: Audit) -> str:
     if worst is None:
         return " ".join([opening(audit), *([audit.ruling.sentence] if audit.ruling else [])])
     if audit.tone == "good" and audit.ruling is not None:
-        closer = (
-            f"No {things.removesuffix('s')} came back closer than guesses that saw nothing, but for the gate's margins"
-        )
-        return f"{closer}. {ONLY}, and {SCOPE}. The gate {audit.ruling.limit} is passed."
+        closer = f"The attacks tried here got hardly more of any {things.removesuffix('s')} than a blind guess."
+        return f"{closer} {ONLY}, and {SCOPE}. What hardly means stands under Verdict, what to do next below it."
     step, at_least = steps_of(worst, audit.step), "At least " * worst.lower_bound
     if worst.exact:
         to_the_byte = worst.to_the_byte == worst.exact
@@ -184,7 +182,7 @@ def _gate(ruling: Ruling | None) -> str:
     if ruling is None or ruling.status != ABOVE:
         return "" if ruling is None else ruling.sentence
     wish = "" if ruling.limit == BLIND else f", and {ruling.limit.metric} {ruling.limit.bound:g} or less"
-    return f"The gate asked for no image closer than blind guesses, but for its margins{wish}: failed, {SCOPE}."
+    return f"The gate asked for no image closer than blind guesses, but for its margins{wish}: failed."
 
 
 def _first_screen(page: Page, audit: Audit) -> None:
