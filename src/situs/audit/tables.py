@@ -142,24 +142,22 @@ def glance(comparison: Comparison) -> Cells:
 
 
 def judged(ruling: Ruling) -> Cells:
-    """A row for each defence: what the gate says of it, and by which image."""
+    """A row for each defence: what the gate says of it, and by which image; the ruling's sentence says why."""
     rows: list[list[Cell]] = []
     for each in ruling.judgements:
         one, shown = each.worst, [None] * 5
         if one is not None:
             limits = (None if value is None else f"{value:.4g}" for value in (one.limit, one.blind))
             shown = [one.image, f"{one.metric} {one.value:.4g}", *limits, one.attack]
-        rows.append([each.defence, each.outcome, *shown, each.said])
-    return ["defence", "gate", "most exposed", "has", "limit", "a blind guess", "by", "why"], rows
+        rows.append([each.defence, each.outcome, *shown])
+    return ["defence", "gate", "most exposed", "has", "limit", "a blind guess", "by"], rows
 
 
 def reasons(audit: Audit) -> list[tuple[str, str]]:
     """(attack against defences, why it does not apply or is not exact); the same said of several defences, once."""
     found: dict[tuple[str, str], list[str]] = {}
     for pair in audit.pairs:
-        plain = (
-            pair.doubt == NO_NOISE and pair.exact == pair.count
-        )  # it has every image
+        plain = pair.doubt == NO_NOISE and pair.exact == pair.count  # it has every image
         doubt = None if pair.caveat or pair.doubt is None or plain else f"proves nothing: {pair.doubt}"
         verdicts = [str(fact.get("verdict") or "") for fact in pair.facts]
         verdicts = [each for each in verdicts if doubt is None or each != pair.doubt]  # said once

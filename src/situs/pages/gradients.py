@@ -111,7 +111,7 @@ def page(audit: Audit) -> Page:
         left = ", ".join(f"{attack} against {defence}" for attack, defence in audit.undone)
         section.text(f"These were not attacked before the stop: {left}.")
     if ruling is not None:
-        section.note(ruling.sentence).table(*judged(ruling), GATE)
+        section.note(ruling.sentence).table(*judged(ruling)).text(GATE)
     if audit.tone == "good":
         command = str(audit.provenance.facts.get("command", f"situs audit gradients MODEL (fail_above: {audit.limit})"))
         page.box("What to do next").text(NEXT).code(command).text(FURTHER)

@@ -11,8 +11,8 @@ from situs.report.html import Page, Section, Tone
 READ = (
     f"A setting passes the gate of an audit, {SCOPE}: there is noise, a closed form that knows the defence solved "
     "every image, its equations fit as the stated noise and precision predict, no image came back closer than blind "
-    "guesses (but for the gate's margins) or above the limit, and neither did the oracle, a bound. Not judged is "
-    "inconclusive, and no pass."
+    "guesses (but for the gate's margins) or above the limit, and neither did the oracle, a bound. Inconclusive "
+    "is no pass."
 )
 
 PAID = (
@@ -51,7 +51,7 @@ def page(found: Remedies) -> Page:
         section.note(f"Stopped by {found.stopped}.")
     header = ["defence", "setting", "images", "unseen", "most exposed image", "by", "gate", "why"]
     rows = [
-        [each.defence, t.setting, t.images, t.unseen, t.exposed, t.by or None, t.answer, t.said]
+        [each.defence, t.setting, t.images, t.unseen, t.exposed, t.by or None, t.outcome, t.said]
         for each in found.remedies
         for t in (*each.tried, *(trial for trial in (each.unseen, each.weaker_unseen) if trial is not None))
     ]

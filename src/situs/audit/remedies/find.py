@@ -160,7 +160,7 @@ def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Seque
 def _why(kept: int | None, rungs: Sequence[Rung], seen: Mapping[int, Trial]) -> str:
     if kept is None:
         return f"images are above the limit up to the strongest setting, {rungs[-1].label}"
-    said = f"not judged from {rungs[kept].label} on, which is no pass: {seen[kept].said}"
+    said = f"inconclusive from {rungs[kept].label} on, which is no pass: {seen[kept].said}"
     return said if kept == 0 else f"above the limit up to {rungs[kept - 1].label}; {said}"
 
 

@@ -36,7 +36,12 @@ class Trial:
     @property
     def cell(self) -> str:
         value = "" if self.worst is None else f", {self.exposed} by {self.by}"
-        return f"{self.answer}{value}"
+        return f"{self.outcome}{value}"
+
+    @property
+    def outcome(self) -> str:
+        """The answer, for a reader."""
+        return "inconclusive" if self.answer == "not judged" else self.answer
 
 
 @dataclass(frozen=True)
