@@ -285,8 +285,8 @@ def test_openings() -> None:
         (
             pair(60.0, 3.0),
             (
-                "1 of 2 images recovered exactly from one step (best attack patchembed, mean PSNR 31.5 dB, most exposed image "
-                "60.0 dB, 1 of 2 re-identified)."
+                "1 of 2 images recovered exactly from one step (best attack patchembed, mean PSNR 31.5 dB, most "
+                "exposed image 60.0 dB, 1 of 2 re-identified)."
             ),
         ),
         (
@@ -306,8 +306,8 @@ def test_openings() -> None:
         (
             pair(6.0, partial="1 of 2 images"),
             (
-                "0 of 1 image recovered exactly from one step (best attack patchembed, mean PSNR 6.0 dB, most exposed image "
-                "6.0 dB, 1 of 1 re-identified; stopped after 1 of 2 images)."
+                "0 of 1 image recovered exactly from one step (best attack patchembed, mean PSNR 6.0 dB, most "
+                "exposed image 6.0 dB, 1 of 1 re-identified; stopped after 1 of 2 images)."
             ),
         ),
     ],
