@@ -55,7 +55,7 @@ status 0 only where it passes, so that CI can stop on the rest:
 
 FURTHER = """
 Give as many images as you can: the most exposed one decides. Try a search as well (the attack matching): it can only
-fail the gate. What holds against every attack is a small ε of differential privacy, and nothing on this page is one.
+fail the gate. What holds against every attack is a small ε of differential privacy, which an audit does not measure.
 """
 
 BRIEF = ("psnr", "ssim", "mse", "fft2d", "lpips")

@@ -129,8 +129,8 @@ class LockAudit(Result):
         said = [verdict(self.attacks, self.lacking, self.idle), *self.idle.values()]
         if self.published and {"public-base", "drifted-base"} <= {*self.untried}:
             said.append(
-                f"Weights of {self.published} are public, and this lock was not held against them: give them as base "
-                f"({self.published}) and weights (their file)."
+                f"Weights of {self.published} are public, and this lock was not held against them: "
+                f"situs.audit_lock(LOCKED, key=FILE, base='{self.published}', weights=FILE), or the flags of these names."
             )
         return " ".join(said)
 
