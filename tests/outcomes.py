@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from situs.audit import ATTACKS
 from situs.audit.attacks.base import Attack, Knowledge, Ready, Refused
 from situs.audit.cases import Case, Outcome
-from situs.audit.defences import Defence
+from situs.audit.defences import Defence, Step
+from situs.audit.gradients import Audit
+from situs.audit.oracle import Oracle
+from situs.audit.scores.metrics import measure_all
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,17 @@ def outcome(
     partial = fields.get("partial")
     status = status or ("refused" if reason is not None else "done" if partial is None else "stopped")
     return Outcome(case, status, scores or {}, list(facts), pictures, reason, caveat, **fields)
+
+
+def passing(**fields: Any) -> Audit:
+    """Five images, of which a closed form and the oracle have no more than blind guesses."""
+    real = torch.rand(5, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    grey = torch.full_like(real, 0.5)
+    blind = {"mean image": measure_all(real.mean(dim=0).expand_as(real), real, 8), "grey": measure_all(grey, real, 8)}
+    closed = outcome("patchembed", "noise", None, None, measure_all(real.roll(1, 0), real, 8), [{}] * 5)
+    bound = outcome(Oracle(), "noise", None, None, measure_all(grey[:1], real[:1], 8), numbers=(0,))
+    shown = ([closed, bound], [*"abcde"], real, "a-model", Step(), blind, {"noise": "noise is added"})
+    return Audit(*shown, **fields)
 
 
 def undone(attack: str, defence: str) -> Outcome:

@@ -56,6 +56,7 @@ COVERED = {
     "situs.audit.defences.together": "test_client",
     "situs.audit.defences.trained": "test_client",
     "situs.audit.tables": "test_settings",
+    "situs.audit.text.decoys": "test_rows",
     "situs.audit.text.found": "test_scoring",
     "situs.bench.bare": "test_measure",
     "situs.backbones.config": "test_create",

@@ -50,7 +50,7 @@ def test_code_runs(root: Path, small: Path, run_python_blocks: Callable[[Path], 
     names = run_python_blocks(root / "README.md")
     assert names["tuned"] == Path("runs/ft")
     assert "noise" in (small / "audit.html").read_text()
-    assert names["safe"] is False  # without a defence the image is read off
+    assert names["passed"] is False  # without a defence the image is read off
     assert names["model"].classes == ("cat", "dog")
     assert names["whole"].patches.shape == (2, 140, 384)
     assert names["lost"].patches.shape == (2, 140, 384)

@@ -285,29 +285,29 @@ def test_openings() -> None:
         (
             pair(60.0, 3.0),
             (
-                "1 of 2 images recovered exactly from one step (best attack patchembed, mean PSNR 31.5 dB, worst image "
-                "60.0 dB, 1 of 2 re-identified)."
+                "1 of 2 images recovered exactly from one step (best attack patchembed, mean PSNR 31.5 dB, most "
+                "exposed image 60.0 dB, 1 of 2 re-identified)."
             ),
         ),
         (
             pair(60.0, 3.0, known=None, facts=[{"bytes": True}, {"bytes": False}]),
             (
                 "1 of 2 images recovered exactly from one step, every pixel of 1 read to its exact byte (best attack "
-                "patchembed, mean PSNR 31.5 dB, worst image 60.0 dB)."
+                "patchembed, mean PSNR 31.5 dB, most exposed image 60.0 dB)."
             ),
         ),
         (
             pair(6.0, 3.0, lower_bound=True),
             (
                 "at least 0 of 2 images recovered exactly from one step (best attack patchembed, mean PSNR 4.5 dB, "
-                "worst image 6.0 dB, 1 of 2 re-identified; a lower bound, see below)."
+                "most exposed image 6.0 dB, 1 of 2 re-identified; a lower bound, see below)."
             ),
         ),
         (
             pair(6.0, partial="1 of 2 images"),
             (
-                "0 of 1 image recovered exactly from one step (best attack patchembed, mean PSNR 6.0 dB, worst image "
-                "6.0 dB, 1 of 1 re-identified; stopped after 1 of 2 images)."
+                "0 of 1 image recovered exactly from one step (best attack patchembed, mean PSNR 6.0 dB, most "
+                "exposed image 6.0 dB, 1 of 1 re-identified; stopped after 1 of 2 images)."
             ),
         ),
     ],
@@ -334,7 +334,7 @@ def test_the_best_attack_is_by_exact_images_then_the_worst_then_the_mean() -> No
     assert strength(pair(9.0, 2.0)) > strength(pair(9.0, 1.0))
     audit = said_of(pair(5.5, 5.0, attack="april"), pair(9.0, 1.0, attack="matching"), NOISE)
     assert "best attack matching" in findings(audit)["none"]
-    assert seen(outcome("april", "none", scores={"psnr": []})) == "mean PSNR 0.0 dB, worst image 0.0 dB"
+    assert seen(outcome("april", "none", scores={"psnr": []})) == "mean PSNR 0.0 dB, most exposed image 0.0 dB"
 
 
 # --- what an audit runs by itself, and its control ------------------------------------------------------------

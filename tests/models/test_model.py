@@ -45,6 +45,24 @@ def test_a_model_knows_what_was_trained_where_it_lies_and_what_it_takes() -> Non
         _ = bare.data
 
 
+def test_a_model_is_printed_in_one_screen() -> None:
+    """Its weights, blocks and a thousand names are not what somebody wants to see who prints it."""
+    method = small_method("supervised")
+    classes = tuple(f"class {number}" for number in range(1000))
+    facts = {"kind": "run", "weights": "last epoch", **{f"fact {number}": "x\ny" * 300 for number in range(40)}}
+    text = str(Model("mine", method.backbone, method, DataConfig(img_size=16), classes, facts))
+    lines = text.splitlines()
+    assert "  kind         run" in lines and any(line.startswith("  parameters") for line in lines)
+    assert lines[0] == "Model mine" and len(lines) < 25 and max(map(len, lines)) < 120
+    told = dict(line.strip().split(maxsplit=1) for line in str(Model("mine", method.backbone, method)).splitlines())
+    backbone = method.backbone
+    assert told["parameters"] == f"{sum(weight.numel() for weight in backbone.parameters()):,}"
+    assert told["tokens"].startswith(f"{backbone.num_tokens} ({backbone.grid[0]} × {backbone.grid[1]}), ")
+    assert told["sees"].startswith("16 × 16, 3 channels, in patches of ") and told["trained"] == "by   Supervised"
+    assert "1000: class 0, class 1" in str(Model("mine", backbone, classes=classes))
+    assert "no trained classifier" in repr(Model("mine", backbone, classifier=False))
+
+
 def test_another_share_is_held_out_and_none_keeps_what_there_is() -> None:
     model = Model("run", small_vit(), input=DataConfig(img_size=16, held_out=0.25))
     assert model.holding_out(None) is model

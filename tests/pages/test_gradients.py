@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from outcomes import outcome, undone
+from outcomes import outcome, passing, undone
 
 from situs.audit.cases import Outcome
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit, verdict
-from situs.audit.judge.gate import Judgement, Limit, Ruling, Worst
+from situs.audit.judge.gate import NO_NOISE, SCOPE, Judgement, Limit, Ruling, Worst
 from situs.audit.remedies.ladders import Cost
 from situs.audit.remedies.result import Remedies, Remedy, Trial
 from situs.audit.scores.metrics import measure_all
@@ -53,7 +53,7 @@ def test_order_of_the_page(outline: Any) -> None:
     assert outline(text) == [
         "First screen, 1 figure",
         "Threat model, 1 fold, facts",
-        "Verdict, 1 text, 2 notes, 1 row, facts",
+        "Verdict, 2 texts, 2 notes, 1 row, facts",
         "What would help, 4 texts, 1 fold",
         "Attacks and defences, 9 rows",
         "Pictures, 1 figure",
@@ -61,14 +61,40 @@ def test_order_of_the_page(outline: Any) -> None:
     ]
     assert "3 of 3 images recovered exactly from one step" in text
     assert "there is &lt;no&gt; table" in text
-    assert "The gate asked for psnr 20 or less on every image: failed.</p>" in text
-    assert "The gate psnr=20 is not passed. none, above: 3 of 3 images above 20; the worst, a, has psnr 200" in text
+    assert "closer than blind guesses, but for its margins, and psnr 20 or less: failed.</p>" in text
+    said = f"The gate psnr=20 is not passed, {SCOPE}. none, above: 2 of 3 images above; the most exposed, "
+    assert said in text  # the middle one is its own mirror, so that a blind guess has it too
     assert text.count("<img") == 2
-    ruling = Ruling(Limit("psnr", 20), [Judgement("none", "above", "a leak", Worst("patchembed", "b", 200.0))])
-    rows = [["none", "above", "200", "b", "patchembed", "a leak"]]
-    assert judged(ruling) == (["defence", "gate", "worst psnr", "image", "by", "why"], rows)
+    ruling = Ruling(
+        Limit("psnr", 20), [Judgement("none", "above", "a leak", Worst("patchembed", "b", 31.5, "ssim", 20, 9))]
+    )
+    rows = [["none", "above", "b", "ssim 31.5", "20", "9", "patchembed"]]
+    assert judged(ruling) == (["defence", "gate", "most exposed", "has", "limit", "a blind guess", "by"], rows)
     nothing = Ruling(Limit("psnr", 20), [Judgement("none", "incomplete", "no closed form applies")])
-    assert judged(nothing)[1] == [["none", "not judged", None, None, None, "no closed form applies"]]
+    assert judged(nothing)[1] == [["none", "inconclusive", *[None] * 5]]
+
+
+def test_a_pass_names_no_attack_and_no_decibels_and_what_to_do_next() -> None:
+    """Its headline is read alone: whom it holds against stands beside it, and what a blind guess scores."""
+    audit = passing(limit=Limit("psnr", 20), provenance=Provenance({"command": "situs audit gradients mine"}))
+    assert audit.ruling is not None and audit.ruling.passed, audit.ruling
+    page = make_page(audit)
+    text, (first, rest) = page.render(), page.headline
+    names = {pair.attack for pair in audit.pairs}
+    for said in (first, page.mark, *rest):
+        assert "dB" not in said and not any(name in said for name in names), said
+    assert "against these attacks" in page.mark and "Only against the attacks of this page" in rest[0]
+    assert SCOPE in rest[0] and "worst" not in re.sub(r"<[^>]*>", "", text)
+    blind = max((scores["psnr"] or [])[3] for scores in audit.baselines.values())  # the fourth came back best
+    tiles = {of: value for value, of in page.numbers}
+    assert tiles["the same image guessed blind"] == f"{blind:.1f} dB"
+    assert tiles["attack finished"] == "1 of 1"  # the oracle is none
+    box = text[text.index("<h2>What to do next</h2>") :].split("</section>")[0]
+    assert "situs audit gradients mine" in box and "other weights" in box
+    assert "oracle (a bound, told the image)" in text and "<dt>bound oracle</dt>" in text
+    assert "best attack patchembed" in verdict(audit)  # and not the oracle, whose picture is the better one
+    for other in (example(WORKED), replace(audit, limit=None), replace(audit, stopped="Ctrl-C")):
+        assert "What to do next" not in make_page(other).render()
 
 
 def test_a_page_with_private_pictures_says_so_at_its_top() -> None:
@@ -95,7 +121,9 @@ def test_a_model_without_an_attack_has_reasons_and_no_empty_table() -> None:
     assert "No attack applies, so there is no table of results." in text
     assert "there is &lt;no&gt; table" in text
     assert "Pictures" not in headings(text)
-    assert "The gate psnr=20 is not judged, which is no pass. none, not judged: no closed form applies." in text
+    assert (
+        f"The gate psnr=20 is inconclusive (not a pass), {SCOPE}. none, inconclusive: no closed form applies." in text
+    )
     cut = replace(example(undone("april", "none")), stopped="Ctrl-C")
     assert "No attack was made, so there is no table of results." in make_page(cut).render()
 
@@ -116,19 +144,22 @@ def test_table_and_reasons() -> None:
     assert reasons(example(plain)) == [("patchembed against none", "proves nothing: its equations do not fit")]
     twice = replace(plain, facts=[{"verdict": "its equations do not fit"}, {"verdict": "another"}])
     assert [said for _, said in reasons(example(twice))] == ["another", "proves nothing: its equations do not fit"]
+    assert reasons(example(replace(plain, doubt=NO_NOISE))) == []  # it has every image
+    fuzzy = replace(plain, doubt=NO_NOISE, scores=measure_all(REAL.flip(0), REAL, 8))
+    assert reasons(example(fuzzy)) == [("patchembed against none", f"proves nothing: {NO_NOISE}")]
     said_already = replace(WORKED, doubt="it is not exact here (a caveat)")
     assert reasons(example(said_already)) == [("patchembed against none", "a caveat")]
 
 
-def test_the_worst_image_stands_beside_the_mean() -> None:
+def test_the_most_exposed_image_stands_beside_the_mean() -> None:
     """The gate takes it, so the page may not give means alone."""
     scores = {**SCORES, "psnr": [10.0, 33.3, 20.0]}
     found = example(replace(WORKED, scores=scores))
     assert table(found)[1][0][3] == "33.3"
-    assert grid(found)[1] == [["patchembed", "mean 21.1, worst 33.3; exact 0 of 3"]]
+    assert grid(found)[1] == [["patchembed", "mean 21.1, most exposed 33.3; exact 0 of 3"]]
     text = make_page(found).render()
-    assert "mean PSNR 21.1 dB, worst image 33.3 dB, 3 of 3 re-identified (patchembed, no defence added)" in text
-    assert '<th scope="col" class="number">PSNR of the worst image, dB</th>' in text
+    assert "mean PSNR 21.1 dB, most exposed image 33.3 dB, 3 of 3 re-identified (patchembed, no defence added)" in text
+    assert '<th scope="col" class="number">PSNR of the most exposed image, dB</th>' in text
 
 
 def test_an_image_without_error_is_called_so_and_any_other_by_its_decibels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,15 +237,15 @@ def test_a_pair_that_was_stopped() -> None:
     assert grid(found) == (
         ["attack", "none"],
         [
-            ["matching", f"mean {poor.mean_psnr:.3g}, worst 200; exact 1 of 3"],
-            ["patchembed", "mean 200, worst 200; exact 1 of 1, stopped"],
+            ["matching", f"mean {poor.mean_psnr:.3g}, most exposed 200; exact 1 of 3"],
+            ["patchembed", "mean 200, most exposed 200; exact 1 of 1, stopped"],
             ["april", "not attacked"],
         ],
     )
     text = make_page(found).render()
     assert "<h1>1 of 1 image was rebuilt exactly from one step of training.</h1>" in text
     assert (
-        "The worst that was found: 1 of 1 image recovered exactly from one step (patchembed, no defence added)." in text
+        "The most that was found: 1 of 1 image recovered exactly from one step (patchembed, no defence added)." in text
     )
     assert "4 to 9 iterations from 2 starts" in text
     assert "Of a pair that saw fewer they are over those it saw." in text
@@ -273,14 +304,14 @@ def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
     assert rows(found) == [
         ["noise=0.1", "14.2", "cosine 0.49 with the gradient", "✓ keeps the limit"],
         ["clip, as a setting", "31.5", "–", "✗ no defence"],
-        ["batch, as a setting", "not attacked", "–", "? not judged"],
+        ["batch, as a setting", "not attacked", "–", "? inconclusive"],
         ["withhold, as a setting", "22", "–", "✗ no defence"],
-        ["precision, as a setting", "14.2", "–", "? not judged"],
-        ["names", "not attacked", "–", "? not judged"],
+        ["precision, as a setting", "14.2", "–", "? inconclusive"],
+        ["names", "not attacked", "–", "? inconclusive"],
         ["noise, as a setting", "22", "–", "✗ none up to noise=0.2; nothing stronger was tried"],
     ]
     cut = replace(found, remedies=[Remedy("clip", None, "why", tried=(high, high), cut=True)], stopped="Ctrl-C")
-    assert rows(cut) == [["clip, as a setting", "31.5", "–", "? not judged"]]  # the next setting might have held
+    assert rows(cut) == [["clip, as a setting", "31.5", "–", "? inconclusive"]]  # the next setting might have held
     nothing = make_page(example(WORKED, remedies=replace(found, remedies=[], stopped="Ctrl-C"))).render()
     assert "<table" not in nothing[nothing.index("<h2>What would help</h2>") :].split("</section>")[0]
     half = replace(found, remedies=found.remedies[:1], stopped="Ctrl-C, with 1 defence finished")

@@ -16,13 +16,14 @@ import pytest
 import torch
 from kinds import IMAGE, NAME, RESULTS, provenance
 from matplotlib.figure import Figure
+from outcomes import passing
 
 from situs.audit import NoDefence, PatchEmbedding
 from situs.audit.cases import Case, Outcome
 from situs.audit.curve import IMAGES, Curves, Line, Point
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
-from situs.audit.judge.gate import Limit, parse_limit
+from situs.audit.judge.gate import BLIND, Limit, parse_limit
 from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import Reading
@@ -135,8 +136,11 @@ UNATTACKED = "Not attacked, which is not private"
         (gradients(None), "unsure", UNATTACKED),
         (gradients(None, "psnr=20"), "unsure", UNATTACKED),
         (gradients(1 - IMAGE), "unsure", "Not proved private"),
-        (gradients(1 - IMAGE, "psnr=20"), "good", "The gate psnr=20 is passed"),
-        (gradients(1 - IMAGE, "psnr=20", stopped="Ctrl-C"), "unsure", "Not proved private"),
+        (gradients(IMAGE.flip(0, 1, 2, 3) * 0.5, "blind"), "unsure", "Not proved private"),  # one image never passes
+        (passing(limit=BLIND), "good", "The gate is passed, against these attacks"),
+        (passing(limit=Limit("psnr", 20)), "good", "The gate is passed, against these attacks"),
+        (passing(), "unsure", "Not proved private"),
+        (passing(limit=BLIND, stopped="Ctrl-C"), "unsure", "Not proved private"),
         (gradients(IMAGE + 1e-3, "psnr=100"), "bad", "Not private"),  # a gate that lets an exact copy through
         (compared(None), "unsure", UNATTACKED),
         (compared(1 - IMAGE), "unsure", "Not proved private"),

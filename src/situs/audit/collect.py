@@ -41,7 +41,8 @@ class Leak(Result):
 
     @property
     def attacked(self) -> list[Outcome]:
-        return [outcome for outcome in self.outcomes if outcome.attacked]
+        """What was attacked; a bound is told the images, and is no attack."""
+        return [outcome for outcome in self.outcomes if outcome.attacked and not outcome.is_bound]
 
     @property
     def tone(self) -> Tone:
@@ -107,7 +108,9 @@ def _stopped(outcomes: Sequence[Outcome], deadline: Deadline, reason: str) -> st
 
 
 def finished(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """How far an audit came: "2 of 5", and of what. What does not apply is no attack; what ran by itself is one."""
+    """How far an audit came: "2 of 5", and of what. What does not apply is no attack, and neither is a bound; what ran
+    by itself is one."""
+    outcomes = [each for each in outcomes if not each.is_bound]
     refused = sum(each.status == "refused" for each in outcomes)
     done, every = sum(each.status == "done" for each in outcomes), len(outcomes) - refused
     others = f" ({refused} {verb(refused, 'do')} not apply)" if refused else ""

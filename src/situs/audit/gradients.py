@@ -83,14 +83,14 @@ class Audit(Leak):
         return [(each.attack, each.defence) for each in self.outcomes if each.status == "not_run"]
 
     def told(self, defence: str, metric: str) -> list[str]:
-        """A line for each attack on a defence: its worst image, or why there is none."""
+        """A line for each attack on a defence: its most exposed image, or why there is none."""
         lines = [f"{attack}: not run before the stop" for attack, other in self.undone if other == defence]
         for pair in self.pairs:
             if pair.defence != defence:
                 continue
             values = pair.scores.get(metric)
             seen = counted(pair.count, "images")
-            found = f"worst {metric} {max(values):.4g} of {seen}" if values else f"{metric} not defined"
+            found = f"{metric} {max(values):.4g} of the most exposed of {seen}" if values else f"{metric} not defined"
             lines.append(f"{pair.attack}: {found if pair.reason is None else f'not attacked here: {pair.reason}'}")
         return lines
 
@@ -227,13 +227,13 @@ def steps_of(pair: Outcome, step: Step) -> str:
 
 
 def strength(pair: Outcome) -> tuple[int, float, float]:
-    """By what attacks are compared: images recovered exactly, then the worst image, then the mean."""
+    """By what attacks are compared: images recovered exactly, then the most exposed image, then the mean."""
     return pair.exact, pair.worst_psnr, pair.mean_psnr
 
 
 def seen(pair: Outcome) -> str:
-    """How much came back, where it is not exact: "mean PSNR 13.1 dB, worst image 15.0 dB, 1 of 12 re-identified"."""
-    found = f"mean PSNR {pair.mean_psnr:.1f} dB, worst image {pair.worst_psnr:.1f} dB"
+    """How much came back, where it is not exact: "mean PSNR 13.1 dB, most exposed image 15.0 dB, …"."""
+    found = f"mean PSNR {pair.mean_psnr:.1f} dB, most exposed image {pair.worst_psnr:.1f} dB"
     known = pair.scores.get("reidentified")
     return found if known is None else f"{found}, {sum(known):.0f} of {pair.count} re-identified"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from situs.audit.cases import SETTINGS, Outcome
-from situs.audit.judge.gate import Ruling
+from situs.audit.judge.gate import NO_NOISE, Ruling
 from situs.audit.scores.metrics import Mean, means_of
 from situs.audit.scores.scoring import Scores
 from situs.results import Cell
@@ -41,7 +41,7 @@ PARTS = {
 REFUSED = "not attacked here"
 """What stands where an attack does not apply: its reason is given, and nothing is known of privacy."""
 
-WORST = "PSNR of the worst image, dB"
+WORST = "PSNR of the most exposed image, dB"
 
 
 def interval(mean: Mean | None) -> str | None:
@@ -62,14 +62,18 @@ Show = Callable[[Mean | None], Cell]
 
 
 def table(audit: Audit, columns: Sequence[str] = tuple(COLUMNS), show: Show = interval) -> Cells:
-    """A row for each attack × defence and baseline: exact, worst PSNR, metrics, rank, condition. show: a mean."""
+    """A row for each attack × defence and baseline: exact, highest PSNR, metrics, rank, condition.
+
+    show: a mean. A bound was asked about a few images, of which finding them again says nothing.
+    """
     rows: list[list[Cell]] = []
     for pair in audit.pairs:
         if pair.reason is not None:
             rows.append([pair.attack, pair.defence, REFUSED, *[None] * (len(columns) + 3)])
         else:
-            found = [_exact(pair), f"{pair.worst_psnr:.3g}", *_means(pair.scores, columns, show), *_system(pair)]
-            rows.append([pair.attack, pair.defence, *found])
+            scores = {**pair.scores, "reidentified": None} if pair.is_bound else pair.scores
+            found = [_exact(pair), f"{pair.worst_psnr:.3g}", *_means(scores, columns, show), *_system(pair)]
+            rows.append([_named(pair), pair.defence, *found])
     for guess, scores in audit.baselines.items():
         best = f"{max(scores['psnr'] or [0.0]):.3g}"
         rows.append(["baseline", guess, None, best, *_means(scores, columns, show), None, None])
@@ -94,6 +98,11 @@ def settings_table(comparison: Comparison, columns: Sequence[str] = (*COLUMNS, *
     return ["setting", "model", "attacker", "exact", *(heads[column] for column in columns)], rows
 
 
+def _named(pair: Outcome) -> str:
+    """The attack; what is told the images is called a bound."""
+    return f"{pair.attack} (a bound, told the image)" if pair.is_bound else pair.attack
+
+
 def _exact(pair: Outcome) -> str:
     return f"{pair.exact} of {pair.count}" + ", stopped" * (pair.partial is not None)
 
@@ -104,13 +113,13 @@ def _means(scores: Scores, columns: Sequence[str], show: Show) -> list[Cell]:
 
 
 def grid(audit: Audit) -> Cells:
-    """Attacks down, defences across: PSNR, mean and worst, and how many images were recovered exactly."""
-    attacks = dict.fromkeys([*(pair.attack for pair in audit.pairs), *(attack for attack, _ in audit.undone)])
+    """Attacks down, defences across: PSNR of the mean and of the most exposed image, and how many were exact."""
+    attacks = dict.fromkeys([*map(_named, audit.pairs), *(attack for attack, _ in audit.undone)])
     cells: dict[tuple[str, str], str] = dict.fromkeys(audit.undone, "not attacked")
     for pair in audit.pairs:
         psnr = means_of(pair.scores).get("psnr")
-        said = f"mean {alone(psnr)}, worst {pair.worst_psnr:.3g}; exact {_exact(pair)}"
-        cells[pair.attack, pair.defence] = REFUSED if psnr is None else said
+        said = f"mean {alone(psnr)}, most exposed {pair.worst_psnr:.3g}; exact {_exact(pair)}"
+        cells[_named(pair), pair.defence] = REFUSED if psnr is None else said
     rows: list[list[Cell]] = [[attack, *(cells.get((attack, name)) for name in audit.about)] for attack in attacks]
     return ["attack", *audit.about], rows
 
@@ -133,20 +142,23 @@ def glance(comparison: Comparison) -> Cells:
 
 
 def judged(ruling: Ruling) -> Cells:
-    """A row for each defence: what the gate says of it, and by which image."""
+    """A row for each defence: what the gate says of it, and by which image; the ruling's sentence says why."""
     rows: list[list[Cell]] = []
     for each in ruling.judgements:
-        value = None if each.worst is None else f"{each.worst.value:.4g}"
-        found = (None, None) if each.worst is None else (each.worst.image, each.worst.attack)
-        rows.append([each.defence, each.outcome, value, *found, each.said])
-    return ["defence", "gate", f"worst {ruling.limit.metric}", "image", "by", "why"], rows
+        one, shown = each.worst, [None] * 5
+        if one is not None:
+            limits = (None if value is None else f"{value:.4g}" for value in (one.limit, one.blind))
+            shown = [one.image, f"{one.metric} {one.value:.4g}", *limits, one.attack]
+        rows.append([each.defence, each.outcome, *shown])
+    return ["defence", "gate", "most exposed", "has", "limit", "a blind guess", "by"], rows
 
 
 def reasons(audit: Audit) -> list[tuple[str, str]]:
     """(attack against defences, why it does not apply or is not exact); the same said of several defences, once."""
     found: dict[tuple[str, str], list[str]] = {}
     for pair in audit.pairs:
-        doubt = None if pair.caveat or pair.doubt is None else f"proves nothing: {pair.doubt}"
+        plain = pair.doubt == NO_NOISE and pair.exact == pair.count  # it has every image
+        doubt = None if pair.caveat or pair.doubt is None or plain else f"proves nothing: {pair.doubt}"
         verdicts = [str(fact.get("verdict") or "") for fact in pair.facts]
         verdicts = [each for each in verdicts if doubt is None or each != pair.doubt]  # said once
         for said in dict.fromkeys(

@@ -12,7 +12,7 @@ import torch
 
 from situs.backbones.base import Backbone
 from situs.data.config import DataConfig
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 from situs.methods.base import Method
 from situs.results import Origin, percent
 from situs.train.private.accounting import Spent
@@ -48,6 +48,13 @@ class Model:
     epoch: int = 0
     tuning: TuningConfig = field(default_factory=TuningConfig)
     spent: Spent | None = None
+
+    def __repr__(self) -> str:
+        """A line for each thing to know of it, in less than a screen: the weights themselves are not shown."""
+        first = {name: self.facts[name] for name in ("kind", "weights") if name in self.facts}
+        told = {"model": self.backbone.name, **first, **_told(self), **self.facts, **self.notes}
+        lines = [f"{name.replace('_', ' '):<12} {_line(value)}" for name, value in told.items() if value is not None]
+        return "\n".join([f"Model {self.name}", *(f"  {line}" for line in lines[:LINES])])
 
     @property
     def data(self) -> DataConfig:
@@ -86,6 +93,44 @@ class Model:
     def holding_out(self, share: float | None) -> Model:
         """The same, with another share held out of data without a split to be judged on; None keeps what there is."""
         return self if share is None else replace(self, input=replace(self.samples, held_out=share))
+
+
+LINES, WIDTH = 20, 100
+"""Lines of a model's description at most, and characters of what stands in one."""
+
+
+def _told(model: Model) -> dict[str, Any]:
+    """What it is, sees and tells."""
+    backbone = model.backbone
+    kind, sides = type(backbone.model), backbone.input.shape
+    told: dict[str, Any] = {"class": f"{kind.__module__}.{kind.__qualname__}"}
+    told["trained by"] = None if model.method is None else type(model.method).__name__
+    if sides is not None:
+        patch = backbone.input.patch
+        told["sees"] = f"{_sides(sides)}, {counted(backbone.input.channels, 'channels')}"
+        told["sees"] += "" if patch is None else f", in patches of {_sides(patch)}"
+    told["words"] = backbone.input.words or None
+    told["tokens"] = None
+    if "tokens" not in backbone.refusals:
+        grid = f" ({_sides(backbone.grid)})" if len(backbone.grid) > 1 else ""
+        told["tokens"] = f"{backbone.num_tokens}{grid}, and {backbone.num_prefix} before them"
+        told["blocks"] = f"{backbone.depth}, {backbone.dim} wide"
+    if model.classes is not None:
+        told["classes"] = f"{len(model.classes)}: {', '.join(model.classes)}"
+    if not model.classifier:
+        told["classes"] = "no trained classifier"
+    told["parameters"] = f"{sum(each.numel() for each in backbone.parameters()):,}"
+    told["device"] = str(model.device)
+    return told
+
+
+def _sides(sides: Sequence[int]) -> str:
+    return " × ".join(map(str, sides))
+
+
+def _line(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= WIDTH else f"{text[: WIDTH - 1]}…"
 
 
 def identity_of(origin: str) -> str:

@@ -13,7 +13,7 @@ from situs.audit.cases import EXACT, Outcome
 from situs.audit.collect import Leak, finished
 from situs.audit.defences import THREAT
 from situs.audit.gradients import Audit, findings, opening, seen, steps_of, strength
-from situs.audit.judge.gate import ABOVE, Ruling
+from situs.audit.judge.gate import ABOVE, BLIND, MARGINS, SCOPE, SLACK, Ruling
 from situs.audit.remedies.result import Remedies, verdict
 from situs.audit.scores.metrics import BEST_PSNR
 from situs.audit.tables import REFUSED, alone, grid, judged, measured, reasons, table, unmeasured
@@ -35,10 +35,28 @@ EXACTLY = (
 ALONE = "not defined for one image, which is the nearest to whatever is found."
 
 GATE = (
-    "The gate, by the worst image. Passed: a closed form solved every image to the end, its equations fit as the "
-    "stated noise and precision predict, and no image is above. Not judged, which is no pass: stopped, nothing "
-    "applied, or equations that do not fit; a search can only fail a gate."
+    f"The gate, by the most exposed image, {SCOPE}. Above: an image came back closer than blind guesses by more than "
+    f"{MARGINS['aligned_psnr']:g} dB (PSNR up to gain, offset, flips, shifts and two levels) or {MARGINS['ssim']:g} "
+    "(SSIM), with more patches at their place, found again among the others more often than by chance, or above the "
+    "limit that was asked for. Passed: none did, not even under the least likely labels; there is noise in what is "
+    "sent, a closed form solved every image and its equations fit as noise and precision predict; and the oracle, a "
+    f"bound that is told the image, stays within {SLACK} times those margins. Everything else is inconclusive, which "
+    "is no pass; a search can only fail a gate."
 )
+
+ONLY = "Only against the attacks of this page, which is no proof against others"
+"""What a pass is worth, beside its scope."""
+
+NEXT = """
+Ask again whenever something changes: other weights (each release, each round), other labels, other images, more local
+steps or another batch. Another head alone has turned a pass into pictures that anyone recognises. The audit ends with
+status 0 only where it passes, so that CI can stop on the rest:
+"""
+
+FURTHER = """
+Give as many images as you can: the most exposed one decides. Try a search as well (the attack matching): it can only
+fail the gate. What holds against every attack is a small ε of differential privacy, which an audit does not measure.
+"""
 
 BRIEF = ("psnr", "ssim", "mse", "fft2d", "lpips")
 
@@ -81,7 +99,8 @@ def page(audit: Audit) -> Page:
     _first_screen(page, audit)
     defences = {f"defence {name}": said for name, said in audit.about.items()}
     attacks = dict.fromkeys(outcome.attack for outcome in audit.outcomes)
-    works = Section("").facts({**described(attacks), **defences})
+    bounds = {f"bound {each.case.attack.name}": each.case.attack.about for each in audit.outcomes if each.is_bound}
+    works = Section("").facts({**described(attacks), **bounds, **defences})
     page.box("Threat model").facts({**THREAT, **audit.notes}).fold("How the attacks and defences work", works)
     section, ruling = page.section("Verdict"), audit.ruling
     if said := opening(audit):
@@ -92,7 +111,10 @@ def page(audit: Audit) -> Page:
         left = ", ".join(f"{attack} against {defence}" for attack, defence in audit.undone)
         section.text(f"These were not attacked before the stop: {left}.")
     if ruling is not None:
-        section.note(ruling.sentence).table(*judged(ruling), GATE)
+        section.note(ruling.sentence).table(*judged(ruling)).text(GATE)
+    if audit.tone == "good":
+        command = str(audit.provenance.facts.get("command", f"situs audit gradients MODEL (fail_above: {audit.limit})"))
+        page.box("What to do next").text(NEXT).code(command).text(FURTHER)
     more = Section("").text(REMEDIES).text(NO_REMEDY)
     box = _would_help(page.box("What would help"), audit.remedies)
     box.fold("What would reduce the leak, and what would not", more)
@@ -112,15 +134,15 @@ def _would_help(box: Section, found: Remedies | None) -> Section:
         above = [(other.answer == "above", other.unseen) for other in each.tried]
         fails = not each.cut and (all(high for high, _ in above) or (True, True) in above)
         setting = each.named or (each.defence if trial is None else f"{each.defence}, as {trial.setting}")
-        worst = "not attacked" if trial is None or trial.worst is None else f"{trial.worst:.3g}"
+        worst = "not attacked" if trial is None else trial.exposed
         price = None if each.cost is None else f"cosine {each.cost.cosine:.2f} with the gradient"
         price = price if each.tuned is None else each.tuned.told
         failed = "✗ no defence"
         if each.untried_from is not None:
             failed = f"✗ none up to {each.untried_from}; nothing stronger was tried"
-        said = "✓ keeps the limit" if each.named else failed if fails and above else "? not judged"
+        said = "✓ keeps the limit" if each.named else failed if fails and above else "? inconclusive"
         rows.append([setting, worst, price, said])
-    header = ["defence", f"worst {found.limit.metric}", "cost", f"against {', '.join(found.attacks)}"]
+    header = ["defence", "most exposed image", "cost", f"against {', '.join(found.attacks)}"]
     said = verdict(found)
     if found.stopped is not None and found.found:  # else the verdict says so
         said = f"{said} Stopped by {found.stopped}: what has no row was not searched."
@@ -133,10 +155,14 @@ def _worst(audit: Audit) -> Outcome | None:
 
 
 def _lead(audit: Audit) -> str:
-    """The worst in plain words as the headline; then what the gate said, and what is not as it should be."""
+    """The most that was found, in plain words, as the headline; then what the gate said, and what is not as it should
+    be. Of a pass neither an attack nor a number stands there: it holds against these attacks alone."""
     worst, things = _worst(audit), audit.provenance.things
     if worst is None:
         return " ".join([opening(audit), *([audit.ruling.sentence] if audit.ruling else [])])
+    if audit.tone == "good" and audit.ruling is not None:
+        closer = f"The attacks tried here got hardly more of any {things.removesuffix('s')} than a blind guess."
+        return f"{closer} {ONLY}, and {SCOPE}. What hardly means stands under Verdict, what to do next below it."
     step, at_least = steps_of(worst, audit.step), "At least " * worst.lower_bound
     if worst.exact:
         to_the_byte = worst.to_the_byte == worst.exact
@@ -144,7 +170,7 @@ def _lead(audit: Audit) -> str:
         rebuilt = f"{verb(worst.exact, 'were')} rebuilt {how} from {step} of training"
         first = f"{at_least}{worst.exact} of {counted(worst.count, things)} {rebuilt}."
     else:
-        best = f"the worst hidden one came back at {worst.worst_psnr:.1f} dB"
+        best = f"the most exposed one came back at {worst.worst_psnr:.1f} dB"
         first = f"No {things.removesuffix('s')} was rebuilt exactly from {step} of training; {best}."
     against = "no defence added" if worst.defence == "none" else f"against {worst.defence}"
     said = [first, f"By {worst.attack}, {against}.", opening(audit), _gate(audit.ruling)]
@@ -155,22 +181,23 @@ def _gate(ruling: Ruling | None) -> str:
     """What the gate says; of one that failed the reasons stand further down."""
     if ruling is None or ruling.status != ABOVE:
         return "" if ruling is None else ruling.sentence
-    return f"The gate asked for {ruling.limit.metric} {ruling.limit.bound:g} or less on every image: failed."
+    wish = "" if ruling.limit == BLIND else f", and {ruling.limit.metric} {ruling.limit.bound:g} or less"
+    return f"The gate asked for no image closer than blind guesses, but for its margins{wish}: failed."
 
 
 def _first_screen(page: Page, audit: Audit) -> None:
-    """The audit's own tone in words, the numbers of its worst pair and its pictures."""
+    """The audit's own tone in words, the numbers of its strongest pair and its pictures."""
     worst = _worst(audit)
     unsure = "Not attacked, which is not private" if worst is None else "Not proved private"
-    marks = {"bad": "Not private", "good": f"The gate {audit.limit} is passed", "unsure": unsure}
+    marks = {"bad": "Not private", "good": "The gate is passed, against these attacks", "unsure": unsure}
     page.judge(audit.tone, marks[audit.tone])
     if worst is None:
         page.number("0", "attacks made")
         return
-    least = min(worst.scores["psnr"] or [worst.worst_psnr])
     page.number(f"{worst.exact} of {worst.count}", f"{audit.provenance.things} exact")
-    page.number("no error" if worst.worst_psnr >= BEST_PSNR else f"{worst.worst_psnr:.1f} dB", "the worst hidden image")
-    page.number("no error" if least >= BEST_PSNR else f"{least:.1f} dB", "the best hidden image")
+    page.number("no error" if worst.worst_psnr >= BEST_PSNR else f"{worst.worst_psnr:.1f} dB", "the most exposed image")
+    if (guess := _blind(audit, worst)) is not None:
+        page.number(f"{guess:.1f} dB", "the same image guessed blind")
     page.number(*finished(audit.outcomes))
     if worst.pictures is None or worst.pictures.shape[1] not in (1, 3):
         pairs = sorted(audit.attacked, key=lambda pair: -pair.worst_psnr)
@@ -186,9 +213,18 @@ def _first_screen(page: Page, audit: Audit) -> None:
     rows = [seen_from(part[order].cpu(), audit) for part in (audit.images, worst.pictures)]
     page.opening.figure(
         pixel_rows(rows),
-        "Above: private images, worst hidden first. Below: rebuilt from what the client would send.",
+        "Above: private images, the most exposed first. Below: rebuilt from what the client would send.",
         "Private images, and under each what was recovered of it.",
     )
+
+
+def _blind(audit: Audit, pair: Outcome) -> float | None:
+    """PSNR in dB of the best blind guess at the most exposed image of a pair, such as an average picture."""
+    values = pair.scores.get("psnr") or [0.0]
+    place = max(range(len(values)), key=values.__getitem__)
+    number = pair.numbers[place] if pair.numbers else place
+    guesses = [scores.get("psnr") or [] for scores in audit.baselines.values()]
+    return max((each[number] for each in guesses if number < len(each)), default=None)
 
 
 def made(result: Leak, without: Sequence[str] = ()) -> dict[str, Cell]:
@@ -198,8 +234,8 @@ def made(result: Leak, without: Sequence[str] = ()) -> dict[str, Cell]:
 
 
 def _headline(audit: Audit) -> str:
-    """The worst that was found, in one sentence. No defence is added where a run brings its own method, too."""
-    worst = max((pair for pair in audit.pairs if pair.reason is None), key=strength)
+    """The most that was found, in one sentence. No defence is added where a run brings its own method, too."""
+    worst = max(audit.attacked, key=strength)
     things = audit.provenance.things
     found = f"{worst.exact} of {counted(worst.count, things)} recovered exactly from {steps_of(worst, audit.step)}"
     if worst.to_the_byte:
@@ -207,7 +243,7 @@ def _headline(audit: Audit) -> str:
     if not worst.exact:
         found = f"no {things.removesuffix('s')} recovered exactly from {steps_of(worst, audit.step)}; {seen(worst)}"
     defence = "no defence added" if worst.defence == "none" else f"against {worst.defence}"
-    return f"The worst that was found: {found} ({worst.attack}, {defence})."
+    return f"The most that was found: {found} ({worst.attack}, {defence})."
 
 
 def described(attacks: Iterable[str]) -> dict[str, Cell]:
@@ -250,7 +286,7 @@ def _results(section: Section, audit: Audit) -> None:
     some = " Of a pair that saw fewer they are over those it saw." if fewer else ""
     section.table(
         *grid(audit),
-        "At a glance: PSNR in dB, the mean and that of the worst image (the one that came back best), and how many "
+        "At a glance: PSNR in dB, the mean and that of the most exposed image (which came back best), and how many "
         "images were recovered exactly.",
     )
     header, rows = table(audit, measured(BRIEF, audit.pairs), alone)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from situs.audit.defences import THREAT
+from situs.audit.judge.gate import SCOPE
 from situs.audit.remedies.result import UNTUNED, Remedies, cost_table, remedy_table, verdict
 from situs.pages.gradients import described
 from situs.report.html import Page, Section, Tone
 
 READ = (
-    "A setting passes where a closed form that knows the defence solved every image, its equations fit as the stated "
-    "noise and precision predict, and no image is above the limit; one that no attack applies to is not judged, which "
+    f"A setting passes the gate of an audit, {SCOPE}: there is noise, a closed form that knows the defence solved "
+    "every image, its equations fit as the stated noise and precision predict, no image came back closer than blind "
+    "guesses (but for the gate's margins) or above the limit, and neither did the oracle, a bound. Inconclusive "
     "is no pass."
 )
 
@@ -47,9 +49,9 @@ def page(found: Remedies) -> Page:
             section.note(UNTUNED)
     if found.stopped is not None and found.found:  # else said first
         section.note(f"Stopped by {found.stopped}.")
-    header = ["defence", "setting", "images", "unseen", f"worst {found.limit.metric}", "by", "gate", "why"]
+    header = ["defence", "setting", "images", "unseen", "most exposed image", "by", "gate", "why"]
     rows = [
-        [each.defence, t.setting, t.images, t.unseen, t.worst, t.by or None, t.answer, t.said]
+        [each.defence, t.setting, t.images, t.unseen, t.exposed, t.by or None, t.outcome, t.said]
         for each in found.remedies
         for t in (*each.tried, *(trial for trial in (each.unseen, each.weaker_unseen) if trial is not None))
     ]
@@ -58,10 +60,10 @@ def page(found: Remedies) -> Page:
 
 
 def _worst(found: Remedies) -> dict[str, tuple[float, Tone]]:
-    """Of each defence the worst image at its named setting, else at the last that was tried."""
+    """Of each defence the most exposed image at its named setting, else at the last tried, by the limit's metric."""
     bars: dict[str, tuple[float, Tone]] = {}
     for each in found.remedies:
         trial = each.unseen or each.seen or (each.tried[-1] if each.tried else None)
-        if trial is not None and trial.worst is not None:
+        if trial is not None and trial.worst is not None and trial.metric in ("", found.limit.metric):
             bars[each.named or f"{each.defence}, {trial.setting}"] = trial.worst, "good" if each.named else "bad"
     return dict(sorted(bars.items(), key=lambda each: -each[1][0]))

@@ -44,7 +44,7 @@ def page(comparison: Comparison) -> Page:
     page.judge(comparison.tone, "Not private" if comparison.tone == "bad" else unsure)
     if best is not None:
         page.number(f"{best.exact} of {best.count}", f"images exact, {best.attack} in setting ({best.case.setting})")
-        page.number(f"{best.worst_psnr:.1f} dB", "the worst image")
+        page.number(f"{best.worst_psnr:.1f} dB", "the most exposed image")
     shown = {f"setting {name}": setting.about for name, setting in SETTINGS.items()}
     attacks = described(dict.fromkeys(row.attack for row in comparison.pairs))
     notes = {"x and x̃": SHUFFLED, **shown, **comparison.notes, **attacks, "a static attacker": STATIC}

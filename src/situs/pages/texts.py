@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from situs.audit.judge.gate import Ruling
 from situs.audit.tables import judged
 from situs.audit.text.attack import NAME
@@ -26,7 +28,7 @@ THREAT = {
 """The attacker of this audit, for the page's first section."""
 
 GATE = (
-    "The gate. Above: some sentence is above the share, also in an audit that was stopped. Not judged, which is no "
+    "The gate. Above: some sentence is above the share, also in an audit that was stopped. Inconclusive, which is no "
     "pass: everything else, because this attack is a search, and what it does not find may still be there."
 )
 
@@ -113,9 +115,12 @@ def _systems(audit: TextAudit) -> list[list[str | int | float | None]]:
 
 
 def _gate(section: Section, ruling: Ruling) -> None:
-    header, rows = judged(ruling)
-    header = ["sentence" if name == "image" else name for name in header]
-    section.note(ruling.sentence).table(header, rows, GATE)
+    limit = {"metric": ruling.limit.metric, "limit": ruling.limit.bound}
+    shown = [each._replace(worst=each.worst and each.worst._replace(**limit)) for each in ruling.judgements]
+    header, rows = judged(replace(ruling, judgements=shown))
+    blind = header.index("a blind guess")  # of words there is none
+    parts = [[*row[:blind], *row[blind + 1 :]] for row in (header, *rows)]
+    section.note(ruling.sentence).table([str(name) for name in parts[0]], parts[1:], GATE)
     section.text(f"`{ruling.limit.metric}` is {METRICS[ruling.limit.metric]}.")
 
 

@@ -79,7 +79,7 @@ def test_where_no_attack_applies_nothing_is_named_and_the_reason_is_given(found:
     by = {each.defence: each for each in found.remedies}
     for name in ("batch", "withhold"):
         assert by[name].named is None and "no pass" in by[name].said, name
-    said = "above the limit up to bf16; not judged from int8 on, which is no pass: "
+    said = "above the limit up to bf16; inconclusive from int8 on, which is no pass: "
     assert by["precision"].named is None and by["precision"].said.startswith(said)
     assert "Where nothing" not in found.summary().sentence
     assert "None was found for batch, withhold, precision" in found.summary().sentence

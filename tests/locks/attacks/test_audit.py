@@ -112,10 +112,10 @@ def test_with_the_embedding_withheld_who_has_a_base_decides(folders, tmp_path, w
 def test_the_command_that_holds_a_lock_against_public_weights_is_named() -> None:
     attacks = (KeyRecovery("no-base", 384, 2, residual_sizes=((384, 2),)),)
     said = LockAudit("m", (384,), 0, attacks, published="vit_small_patch14_dinov2").verdict
-    assert "situs audit lock LOCKED --key FILE --base vit_small_patch14_dinov2 --weights FILE" in said
-    assert "--base" not in LockAudit("m", (384,), 0, attacks).verdict
+    assert "situs.audit_lock(LOCKED, key=FILE, base='vit_small_patch14_dinov2', weights=FILE)" in said
+    assert "base='" not in LockAudit("m", (384,), 0, attacks).verdict
     both = (*attacks, KeyRecovery("public-base", 384, 2, residual_sizes=((384, 2),)))
-    assert "--base" not in LockAudit("m", (384,), 0, both, published="vit_small_patch14_dinov2").verdict
+    assert "base='" not in LockAudit("m", (384,), 0, both, published="vit_small_patch14_dinov2").verdict
 
 
 @pytest.mark.parametrize(

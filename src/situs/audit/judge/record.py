@@ -158,7 +158,7 @@ def _images(
 
 
 # --- the gate as JUnit ----------------------------------------------------------------------------------------------
-# A test for each defence. Above the limit is a failure; not judged is an error and never skipped, because CI systems
+# A test for each defence. Above the limit is a failure; inconclusive is an error and never skipped, because CI systems
 # count what was skipped as no harm.
 
 

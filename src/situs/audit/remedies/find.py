@@ -56,9 +56,10 @@ class Search:
             judged = self._judge(rung, few, quick)  # far from the limit one upload and one attack tell as much as all
         if judged is None or judged.answer != "above":
             few, judged = part, self._judge(rung, part, self.attacks)
-        value, by = (None, "") if judged.worst is None else (judged.worst.value, judged.worst.attack)
+        one = judged.worst
+        value, by, metric = (None, "", "") if one is None else (one.value, one.attack, one.metric)
         answer = ANSWERS.get(judged.answer, "not judged")
-        trial = Trial(rung.label, answer, value, by, judged.said, len(few), unseen)
+        trial = Trial(rung.label, answer, value, by, judged.said, len(few), unseen, metric)
         self.trials.append(trial)
         return trial
 
@@ -159,7 +160,7 @@ def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Seque
 def _why(kept: int | None, rungs: Sequence[Rung], seen: Mapping[int, Trial]) -> str:
     if kept is None:
         return f"images are above the limit up to the strongest setting, {rungs[-1].label}"
-    said = f"not judged from {rungs[kept].label} on, which is no pass: {seen[kept].said}"
+    said = f"inconclusive from {rungs[kept].label} on, which is no pass: {seen[kept].said}"
     return said if kept == 0 else f"above the limit up to {rungs[kept - 1].label}; {said}"
 
 

@@ -16,8 +16,8 @@ from situs.results import Cell, Result, Summary, Table, percent
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting against the attackers. worst: of the image that came back best, by the limit's metric; None where
-    nothing was tried. said: the gate's reason. unseen: whether the search had not seen these images."""
+    """One setting against the attackers. worst: of the most exposed image, by `metric`; None where nothing was tried.
+    said: the gate's reason. unseen: whether the search had not seen these images."""
 
     setting: str
     answer: Answer
@@ -26,11 +26,22 @@ class Trial:
     said: str
     images: int
     unseen: bool = False
+    metric: str = ""
+
+    @property
+    def exposed(self) -> str:
+        """ "psnr 14.2" of the most exposed image."""
+        return "not attacked" if self.worst is None else f"{self.metric} {self.worst:.3g}".strip()
 
     @property
     def cell(self) -> str:
-        value = "" if self.worst is None else f", {self.worst:.3g} by {self.by}"
-        return f"{self.answer}{value}"
+        value = "" if self.worst is None else f", {self.exposed} by {self.by}"
+        return f"{self.outcome}{value}"
+
+    @property
+    def outcome(self) -> str:
+        """The answer, for a reader."""
+        return "inconclusive" if self.answer == "not judged" else self.answer
 
 
 @dataclass(frozen=True)

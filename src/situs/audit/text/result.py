@@ -219,7 +219,7 @@ def _judge(audit: TextAudit, row: Row, limit: Limit) -> Judgement:
         value, name = max(((_value(read, limit.metric), read.name) for read in row.reads), key=lambda one: one[0])
         if limit.metric in ("sentences", "picked"):
             value = row.shares[limit.metric]
-        worst = Worst(NAME, name, value)
+        worst = Worst(NAME, name, value, limit.metric, limit.bound)
         shown = f"the worst, {name}, has {limit.metric} {value:.4g}"
         if value > limit.bound:
             return Judgement(row.defence, "above", f"{shown}, above {limit.bound:g}", worst)

@@ -76,7 +76,7 @@ class Args(ModelArgs, CostConfig, AuditConfig):
     """For all attacks together, in even shares, from the first on."""
 
     junit: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """What the gate says as JUnit XML; not judged is an error."""
+    """What the gate says as JUnit XML; inconclusive is an error."""
 
     pictures: bool = True
     """Show the images; the page is then private."""
@@ -125,7 +125,7 @@ def run(args: Args) -> int:
 def _find(args: Args, data: str | None, given: dict[str, Any], deadline: Deadline) -> int:
     """Audits what is sent today, within a tenth of the time, then looks for remedies: both on the audit's page.
 
-    The status is 0 where some setting is named, and that of "not judged" where none is.
+    The status is 0 where some setting is named, and that of "inconclusive" where none is.
     """
     assert args.find_defence is not None
     parse_limit(args.find_defence, "find_defence")  # the audit would call it --fail-above

@@ -131,7 +131,7 @@ class LockAudit(Result):
         if self.published and {"public-base", "drifted-base"} <= {*self.untried}:
             said.append(
                 f"Weights of {self.published} are public, and this lock was not held against them: "
-                f"situs audit lock LOCKED --key FILE --base {self.published} --weights FILE."
+                f"situs.audit_lock(LOCKED, key=FILE, base='{self.published}', weights=FILE), or the flags so named."
             )
         return " ".join(said)
 
