@@ -22,6 +22,11 @@ def test_one_call_from_a_name_to_a_judgement(monkeypatch: pytest.MonkeyPatch) ->
     kept: list[Audit] = []
     fields = {"count": 5, "img_size": (32, 32), "keep": kept.append}
     found = audit_gradients("test_vit", "samples", attacks=["patchembed"], defences=["none", "noise=1e3"], **fields)
+    assert found.judge(psnr=20).judgements[1].said.startswith("the oracle, which a pass needs, was not asked")
+    assert found.limit is None and found.numbers()["gate"] is None
+    kept.clear()
+    fields |= {"fail_above": "psnr=20"}
+    found = audit_gradients("test_vit", "samples", attacks=["patchembed"], defences=["none", "noise=1e3"], **fields)
     assert found.names == [f"samples (train) {i}" for i in range(5)] and found.stopped is None
     judged = found.judge(psnr=20)
     assert (judged.answer, judged.passed, judged.status) == ("above", False, 3)
@@ -29,7 +34,7 @@ def test_one_call_from_a_name_to_a_judgement(monkeypatch: pytest.MonkeyPatch) ->
     assert [len(each.attacked) for each in kept] == [1, 2, 2, 5]  # as it goes, and what is left says so
     assert kept[0].stopped == "the end of its process, with 1 of 2 attacks finished" and kept[-1] is found
     assert [each.answer for each in kept[0].judge(psnr=20).judgements] == ["above", "incomplete"]
-    assert found.limit is None and found.numbers()["gate"] is None
+    assert found.numbers()["gate"]["status"] == 3
     facts = found.to_json()
     assert facts["images"] == "5 of samples, 32 × 32 pixels" and len(facts["weights_sha256"]) == 64
 

@@ -24,7 +24,7 @@ from situs.audit.stem.inverse import View
 from situs.audit.stem.products import Feed, precise, watch_products
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
-from situs.models.module import wrap_module
+from situs.models.module import in_eval_mode, wrap_module
 
 
 def adapt(
@@ -46,7 +46,7 @@ def adapt(
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise SitusError(f"{type(module).__name__} has no parameters to train, so there is no gradient to audit")
     asked = {"in_chans": in_chans, "name": name, "normalisation": normalisation}
-    backbone = wrap_module(module, img_size, kind=StemBackbone, **asked)
+    backbone = wrap_module(in_eval_mode(module), img_size, kind=StemBackbone, **asked)
     assert isinstance(backbone, StemBackbone)
     size = pair(img_size)
     images = torch.randn(1, in_chans, *size, generator=torch.Generator().manual_seed(0))

@@ -121,9 +121,9 @@ def audit_gradients(
 ) -> Audit:
     """What a model's training gradients give away of images: every attack against every defence.
 
-        audit = audit_gradients(my_module, "photos/", defences=["none", "noise=1e-3"], img_size=64, count=4)
+        audit = audit_gradients(my_module, "photos/", defences=["none", "noise=1e-3"], img_size=64, fail_above="psnr=20")
         situs.pages.publish(audit, "audit")
-        assert audit.judge(psnr=20).passed
+        assert audit.ruling.passed
 
     model: what `situs.models.open_model` takes: a name, a run, an export, a locked folder, your own module, an open
     `Model`. data: a folder of images, or any layout that training reads, or images in memory; by default a run's own.

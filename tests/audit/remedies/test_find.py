@@ -63,7 +63,9 @@ def test_what_it_names_passes_on_images_it_did_not_see_and_the_next_weaker_one_f
     weaker = next(d for d in _noises(victim) if d.label == by["noise"].weaker.setting)
     named = next(d for d in _noises(victim) if d.label == by["noise"].named)
     assert named.sigma / weaker.sigma == pytest.approx(10, rel=0.01)
-    seen = audit_gradients(victim, "samples", count=5, attacks=["patchembed"], defences=[named]).judge(psnr=20)
+    asked = {"attacks": ["patchembed"], "defences": [named], "fail_above": "psnr=20"}
+    seen = audit_gradients(victim, "samples", count=5, **asked).ruling
+    assert seen is not None
     assert [each.answer for each in seen.judgements] == ["passed"]
 
 

@@ -321,9 +321,7 @@ def _unbounded(audit: Audit, pairs: Sequence[Outcome], limit: Limit) -> list[str
         return ["no blind guess was measured to hold it against"]
     bounds = [pair for pair in pairs if pair.is_bound]
     if not bounds:
-        return [
-            "the oracle, which a pass needs, was not asked: it is where the audit has a gate from the start (fail_above)"
-        ]
+        return ["the oracle, which a pass needs, was not asked: an audit asks it where it has a gate (fail_above)"]
     over = [one for pair in bounds for one in exposed(pair, audit.baselines, audit.names, limit)]
     if over:
         worst = max(over, key=_excess)
