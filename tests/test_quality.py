@@ -55,6 +55,7 @@ COVERED = {
     "situs.audit.defences.sent": "test_client",
     "situs.audit.defences.together": "test_client",
     "situs.audit.defences.trained": "test_client",
+    "situs.audit.reference": "test_watch",
     "situs.audit.tables": "test_settings",
     "situs.audit.text.decoys": "test_rows",
     "situs.audit.text.found": "test_scoring",

@@ -121,7 +121,8 @@ def audit_gradients(
 ) -> Audit:
     """What a model's training gradients give away of images: every attack against every defence.
 
-        audit = audit_gradients(my_module, "photos/", defences=["none", "noise=1e-3"], img_size=64, fail_above="psnr=20")
+        asked = {"img_size": 64, "fail_above": "psnr=20"}
+        audit = audit_gradients(my_module, "photos/", defences=["none", "noise=1e-3"], **asked)
         situs.pages.publish(audit, "audit")
         assert audit.ruling.passed
 
