@@ -13,7 +13,7 @@ from situs.audit.cases import EXACT, Outcome
 from situs.audit.collect import Leak, finished
 from situs.audit.defences import THREAT
 from situs.audit.gradients import Audit, findings, opening, seen, steps_of, strength
-from situs.audit.judge.gate import ABOVE, BLIND, MARGINS, SCOPE, SLACK, Ruling
+from situs.audit.judge.gate import ABOVE, BLIND, MARGINS, SCOPE, Ruling
 from situs.audit.remedies.result import Remedies, verdict
 from situs.audit.scores.metrics import BEST_PSNR
 from situs.audit.tables import REFUSED, alone, grid, judged, measured, reasons, table, unmeasured
@@ -40,7 +40,7 @@ GATE = (
     "(SSIM), with more patches at their place, found again among the others more often than by chance, or above the "
     "limit that was asked for. Passed: none did, not even under the least likely labels; there is noise in what is "
     "sent, a closed form solved every image and its equations fit as noise and precision predict; and the oracle, a "
-    f"bound that is told the image, stays within {SLACK} times those margins. Everything else is inconclusive, which "
+    f"bound that is told the image, stays within those margins too. Everything else is inconclusive, which "
     "is no pass; a search can only fail a gate."
 )
 

@@ -49,10 +49,6 @@ TONES: dict[int, Tone] = {PASSED: "good", NOT_JUDGED: "unsure", ABOVE: "bad"}
 MARGINS = {"aligned_psnr": 3.0, "ssim": 0.15}
 """By how much an image may come back closer than the best blind guess at it: half the squared error, in dB; SSIM."""
 
-SLACK = 2
-"""The oracle, which is told the image, may come closer by so many times the margins: it knows a few numbers of any
-image under any noise."""
-
 WISHED = {"psnr": 1.0, "aligned_psnr": 1.0, "patch_psnr": 1.0}
 """What is above a wished limit must also be better than the best blind guess by this: a grey image is near any grey."""
 
@@ -275,10 +271,9 @@ def _scored(pair: Outcome, blind: Blind, names: Sequence[str], limit: Limit) -> 
 
 def _bounds(metric: str, guess: float, pair: Outcome) -> list[float]:
     """The limit that a blind guess sets: none for a metric that is no part of the gate by itself."""
-    slack = SLACK if pair.is_bound else 1
     if metric == "order_accuracy":  # four deviations of as many throws of a coin as there are patches
-        return [guess + slack * 2 / math.sqrt(max(1, pair.case.patches))]
-    return [guess + slack * MARGINS[metric]] if metric in MARGINS else []
+        return [guess + 2 / math.sqrt(max(1, pair.case.patches))]
+    return [guess + MARGINS[metric]] if metric in MARGINS else []
 
 
 def _blind_at(blind: Blind, metric: str, number: int) -> float | None:
