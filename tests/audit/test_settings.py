@@ -207,7 +207,7 @@ def test_files_and_page(outline: Any, whole: Comparison) -> None:
         "(b) step on x̃, compared with x̃",
         "(c) step on x̃, compared with x",
     ]
-    assert len(rows) == 2 * 3 + 3 and rows[0][:3] == ["plain", "patchembed, static", "200 dB, 3 of 3"]
+    assert len(rows) == 2 * 3 + 4 and rows[0][:3] == ["plain", "patchembed, static", "200 dB, 3 of 3"]
 
 
 def test_what_does_not_apply_is_a_reason() -> None:

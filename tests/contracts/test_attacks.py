@@ -158,8 +158,7 @@ def test_the_whole_audit_is_figures_and_reasons(whole: Audit) -> None:
         assert torch.tensor(figures).isfinite().all()
     assert whole.stopped is None and whole.undone == []
     judged = {each.defence.split()[0]: each.status for each in judge(whole, Limit("psnr", 300.0)).judgements}
-    for defence in ("none", "no-pe-gradient"):  # of a batch nothing is proved, whatever a search does not find
-        assert judged[defence] == (0 if whole.step.batch == 1 else 4)
+    assert 0 not in judged.values()  # nothing passes without noise, on two images or without the oracle
     assert verdict(whole) and judge(whole, Limit("psnr", 1.0)).status == 3
     header, rows = table(whole)
     assert all(len(row) == len(header) for row in rows)

@@ -52,7 +52,7 @@ def test_the_server_of_a_small_model_sees_its_samples() -> None:
     assert plain.kept.knn is not None and plain.kept.probe is not None
     assert rows.best("places") == 1 and rows.best("labels") == 1 and rows.best("linked") == 1
     assert (rows.best("psnr") or 0) > 30 > audit.blind["mean image"]["psnr"]
-    assert set(audit.blind) == {"mean image", "random pair"}
+    assert set(audit.blind) == {"grey", "mean image", "random pair"}
     assert "the server sees the samples" in audit.summary().sentence
     assert "repeats: there is no noise to average away (none, rows)" in audit.summary().notes[0]
     assert audit.provenance.facts["samples attacked"] == "8"
