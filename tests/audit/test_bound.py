@@ -137,7 +137,7 @@ class Paths(nn.Module):
 
 
 @pytest.mark.parametrize("second", ["pixels", "stem", "tokens"])
-@pytest.mark.parametrize("noise", [1e-3, 1e-2])
+@pytest.mark.parametrize("noise", [1e-3, pytest.param(1e-2, marks=pytest.mark.slow)])
 def test_a_second_path_is_attacked_whichever_is_called_first(second: str, noise: float) -> None:
     """The main path alone is drowned; a pass would be one of the second path's too."""
     answers = {

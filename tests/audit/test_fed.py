@@ -85,7 +85,7 @@ def test_a_model_of_timm_is_fed_its_images() -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("linear", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_model_that_changes_its_images_is_judged_by_what_its_layer_was_fed(name: str, linear: bool) -> None:
     """Without noise the layer's input is known, and that is what leaks: never a pass."""
     torch.manual_seed(1)

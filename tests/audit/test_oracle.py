@@ -35,7 +35,10 @@ def test_cosines_are_scipys_and_the_prior_has_each_images_own_energy() -> None:
     assert Prior(one)(one).shape == one.shape  # of one channel, and no square
 
 
-@pytest.mark.parametrize(("sigma", "batch", "defence"), [(0.02, 1, "noise"), (0.3, 2, "noise"), (0.05, 1, "clip")])
+@pytest.mark.parametrize(
+    ("sigma", "batch", "defence"),
+    [(0.3, 2, "noise"), (0.05, 1, "clip"), pytest.param(0.02, 1, "noise", marks=pytest.mark.slow)],
+)
 def test_it_is_the_dense_solution(sigma: float, batch: int, defence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """argmin |upload - g(x) - J (y - x)|² / σ² + yᵀ Λ⁻¹ y, with J made column by column."""
     torch.manual_seed(0)

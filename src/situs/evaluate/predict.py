@@ -97,8 +97,8 @@ def predict(
         check_csv(out)
     model = opened(model)
     check_classifier(model)
-    data = addressed(data)
-    source = data if isinstance(data, Source) else _open(model, data, split, text)
+    place: str | Path | Source | None = addressed(data)
+    source = place if isinstance(place, Source) else _open(model, place, split, text)
     loader = load_any(model, source, count=count, batch=batch)
     names, shares, rows = [], [], []
     with evaluating(model.backbone):

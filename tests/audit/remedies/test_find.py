@@ -49,6 +49,7 @@ def found(victim: Backbone) -> Remedies:
         return find_defences(victim, "samples", "psnr=20", attacks=["patchembed"], count=5)
 
 
+@pytest.mark.slow
 def test_what_it_names_passes_on_images_it_did_not_see_and_the_next_weaker_one_fails(
     found: Remedies, victim: Backbone
 ) -> None:
@@ -77,6 +78,7 @@ def _noises(victim: Backbone) -> list[Noise]:
     return [rung.defence for rung in rungs if isinstance(rung.defence, Noise)]
 
 
+@pytest.mark.slow
 def test_where_no_attack_applies_nothing_is_named_and_the_reason_is_given(found: Remedies) -> None:
     by = {each.defence: each for each in found.remedies}
     for name in ("batch", "withhold"):
@@ -221,6 +223,7 @@ def test_an_image_above_counts_however_the_time_ends(
         assert search._judge(rung, test, []) == judged
 
 
+@pytest.mark.slow
 def test_none_was_found_is_said_of_ladders_that_were_climbed_to_their_end(found: Remedies) -> None:
     [cut] = [replace(each, cut=True) for each in found.remedies if each.defence == "precision"]
     assert "None was found for batch, withhold, precision." in verdict(found)

@@ -166,6 +166,7 @@ def test_it_proves_nothing_and_a_stop_keeps_what_there_is() -> None:
     assert bool(found.images.isfinite().all())
 
 
+@pytest.mark.slow
 def test_other_weights_have_other_gradients() -> None:
     """What is learned of a model is not kept over a step of its training."""
     backbone, attack = victim(patch_size=16), PatchEmbeddingPrior()
@@ -190,6 +191,7 @@ def test_public_images_are_those_that_are_not_under_attack() -> None:
     assert all(not torch.equal(image, other) for image in test.pixels for other in test.public)
 
 
+@pytest.mark.slow
 def test_a_gate_that_patchembed_passes_fails() -> None:
     """The attacker with priors can fail a gate, and takes part in it where nobody names attacks."""
     module = victim(img_size=28, patch_size=7, in_chans=1).model
