@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,7 +59,8 @@ def passing(**fields: Any) -> Audit:
     blind = {"mean image": measure_all(real.mean(dim=0).expand_as(real), real, 8), "grey": measure_all(grey, real, 8)}
     closed = outcome("patchembed", "noise", None, None, measure_all(real.roll(1, 0), real, 8), [{}] * 5)
     bound = outcome(Oracle(), "noise", None, None, measure_all(grey[:1], real[:1], 8), numbers=(0,))
-    shown = ([closed, bound], [*"abcde"], real, "a-model", Step(), blind, {"noise": "noise is added"})
+    harder = replace(bound, case=replace(bound.case, hardest=True))
+    shown = ([closed, bound, harder], [*"abcde"], real, "a-model", Step(), blind, {"noise": "noise is added"})
     return Audit(*shown, **fields)
 
 

@@ -18,6 +18,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import method_of
 from situs.audit.gradients import Audit, attack_gradients
 from situs.audit.judge.gate import ABOVE, NOT_JUDGED, PASSED, exposed
+from situs.audit.oracle import estimate
 
 CHANCE = torch.Generator().manual_seed(0)
 PICTURES = torch.randn(6, 3, 8, 8, generator=CHANCE).cumsum(-1).cumsum(-2).div(12).clamp(-1, 1)
@@ -45,10 +46,16 @@ def test_a_pass_has_both_and_neither_is_asked_where_it_could_change_nothing(vit:
         ("oracle", ASKED),
         ("oracle, least likely labels", ASKED),
     ]
-    best = passed.pairs[0].scores["aligned_psnr"] or []
-    harder = passed.pairs[1].scores["aligned_psnr"] or []
-    exposed = sorted(range(6), key=lambda i: -max(best[i], harder[i]))[:ASKED]
-    assert list(passed.pairs[2].numbers) == exposed
+    above = []  # by how many margins each image is above what blind guesses allow, in its worst metric
+    for number in range(6):
+        every = []
+        for pair in passed.pairs[:2]:
+            for metric, margin in (("aligned_psnr", 3.0), ("ssim", 0.15), ("order_accuracy", 2 / 4**0.5)):
+                guess = max((scores[metric] or [])[number] for scores in passed.baselines.values())
+                unit = margin if metric != "order_accuracy" else 0.1
+                every.append(((pair.scores[metric] or [])[number] - guess - margin) / unit)
+        above.append(max(every))
+    assert list(passed.pairs[2].numbers) == sorted(range(6), key=lambda i: -above[i])[:ASKED]
     assert len(audited(vit, 1e-9).pairs) == 1 and len(attack_pairs(vit, "none")) == 1
 
 
@@ -66,6 +73,57 @@ def test_an_oracle_that_was_stopped_is_no_pass(vit: Any) -> None:
 
     cut = audited(vit, 3.0, deadline=Late()).judge()
     assert cut.status == NOT_JUDGED and "or before its end" in cut.sentence
+
+
+def test_what_fits_best_is_also_looked_for_around_what_the_oracle_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise as large as the gradient leaves little of the image, and there the upload is another function of it."""
+    torch.manual_seed(0)
+    backbone = small_vit(8, depth=2, width=32, num_classes=3).eval()
+    judged = audited(backbone, 1.0).judge()
+    assert judged.status == NOT_JUDGED and "no attack is above, but the oracle is" in judged.sentence
+    monkeypatch.setattr("situs.audit.oracle.LINEARISED", 1)
+    assert audited(backbone, 1.0).judge().status == PASSED
+
+
+@pytest.mark.parametrize("at", [0, 1, ASKED, ASKED + 1])
+def test_ctrl_c_inside_the_oracle_is_no_pass(vit: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its first image, its second, and at both under the least likely labels."""
+    calls: list[int] = []
+
+    def pressed(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) > at:
+            raise KeyboardInterrupt
+        return estimate(*given)
+
+    monkeypatch.setattr("situs.audit.bound.estimate", pressed)
+    deadline = Deadline()
+    cut = audited(vit, 1e3, deadline=deadline)
+    assert cut.judge().status == NOT_JUDGED and deadline.interrupted and deadline.closed
+    assert cut.stopped == "Ctrl-C, before the oracle had answered"
+    assert [pair.attack for pair in cut.pairs] == [
+        "patchembed",
+        "patchembed, least likely labels",
+        *["oracle"] * (at >= ASKED),
+    ]
+
+
+def test_an_image_that_is_above_stays_so_after_ctrl_c_in_another_defences_oracle(
+    vit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above under the least likely labels alone, which are tried with what a pass needs."""
+    with torch.no_grad():
+        vit.model.head.weight.mul_(100)
+        labels = vit(PICTURES).argmax(dim=1)
+
+    def pressed(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("situs.audit.bound.estimate", pressed)
+    defences = [create_defence("noise=0.01"), create_defence("noise=1e6")]
+    test = TestSet(PICTURES, labels, HALVES)
+    cut = attack_gradients(vit, test, [create_attack("patchembed")], defences, bounded=True)
+    assert [judged.outcome for judged in cut.judge().judgements] == ["above", "inconclusive"]
 
 
 @pytest.mark.parametrize(("scale", "noise"), [(30.0, 0.01), (100.0, 0.01), (300.0, 0.001)])

@@ -278,7 +278,7 @@ def test_what_a_search_found_stands_in_the_box_and_is_never_too_kind() -> None:
     def tried(answer: Any, worst: float | None, *, unseen: bool = False) -> Trial:
         return Trial("a setting", answer, worst, "patchembed", "why", 2, unseen)
 
-    high, kept, dark = tried("above", 31.5), tried("passed", 14.2), tried("not judged", None)
+    high, kept, dark = tried("above", 31.5), tried("passed", 14.2), tried("inconclusive", None)
     found = Remedies(
         "a-model",
         Limit("psnr", 20),

@@ -6,8 +6,9 @@ change any other verdict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -16,16 +17,16 @@ from situs.audit.cases import Case, Outcome, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Step
 from situs.audit.engine import Client, run
-from situs.audit.judge.gate import Blind, exposed, too_few
+from situs.audit.judge.gate import Blind, excesses, exposed, too_few
 from situs.audit.oracle import Oracle, estimate
 from situs.audit.scores.metrics import denormalise
-from situs.audit.scores.scoring import Scores, extend, measure
+from situs.audit.scores.scoring import Scores, closer, extend, measure
 from situs.backbones.base import Backbone
 from situs.errors import counted
 from situs.methods.base import Batch, Method
 
 IMAGES = 4
-"""The oracle is asked about so many images, those that came back best."""
+"""The oracle is asked about so many images, those that came nearest to a limit."""
 
 
 def consult(
@@ -35,36 +36,38 @@ def consult(
     blind: Blind,
     step: Step,
     deadline: Deadline,
-) -> list[Outcome]:
-    """The outcomes with what a pass needs beside them, for each defence with noise under which nothing is above."""
-    every = list(outcomes)
+) -> Iterator[Outcome]:
+    """What a pass needs beside the outcomes, for each defence with noise under which nothing is above; a later one of a
+    case takes the place of those before."""
     if too_few(len(test), step.batch):
-        return every
+        return
     for defence in dict.fromkeys(each.case.defence for each in outcomes):
         pairs = [each for each in outcomes if each.case.defence == defence and each.attacked]
         proved = any(each.closed and each.doubt is None for each in pairs)  # else nothing could pass
         if not proved or any(exposed(each, blind, test.names) for each in pairs) or deadline.spent():
             continue
         harder = [Case("", model, defence, each.case.attack, hardest=True, batch=step.batch) for each in pairs]
-        tried = {each.case: each for each in run(harder, test, step, deadline)}
-        every += tried.values()
+        tried: dict[Case, Outcome] = {}
+        for each in run(harder, test, step, deadline):
+            tried[each.case] = each
+            yield each
         if any(exposed(each, blind, test.names) for each in tried.values()):
             continue
         for hardest in (False, True):
             case = Case("", model, defence, Oracle(), hardest=hardest, batch=step.batch)
-            every.append(_ask(case, test, [*pairs, *tried.values()], blind, step, deadline))
-            if exposed(every[-1], blind, test.names):
+            asked = _ask(case, test, [*pairs, *tried.values()], blind, step, deadline)
+            yield asked
+            if exposed(asked, blind, test.names):
                 break
-    return every
 
 
 def _ask(case: Case, test: TestSet, pairs: Sequence[Outcome], blind: Blind, step: Step, deadline: Deadline) -> Outcome:
-    """What the oracle has of the images that came back best."""
+    """What the oracle has of the images that came nearest to a limit."""
     client, size = Client(case, test, step, None), case.defence.step(step).batch
     best = torch.full((len(test),), -torch.inf)
     for pair in pairs:
-        values = torch.tensor(pair.scores.get("aligned_psnr") or [-torch.inf] * len(test))
-        best[: len(values)] = torch.maximum(best[: len(values)], values)
+        for number, excess in excesses(pair, blind):
+            best[number] = max(float(best[number]), excess)
     uploads = best.view(-1, size).amax(dim=1).argsort(descending=True)[: max(1, IMAGES // size)].tolist()
     numbers: list[int] = []
     scores: Scores = {}
@@ -89,7 +92,7 @@ def _ask(case: Case, test: TestSet, pairs: Sequence[Outcome], blind: Blind, step
         known = replace(client.known(True, upload), labels=None)
         result = estimate(client.method, client.upload(upload), x, y, draws, known, enough, deadline.over)
         numbers += range(here.start, here.stop)
-        extend(scores, scored(result.images))
+        extend(scores, reduce(closer, map(scored, result.pictures)))
         ended = ended and result.ended
         over = bool(exposed(Outcome(case, "done", scores, numbers=tuple(numbers)), blind, test.names))
         if over or not ended or deadline.spent():

@@ -139,7 +139,7 @@ def attack_gradients(
 
     def make(outcomes: list[Outcome], stopped: str | None) -> Audit:
         if not guesses and any(outcome.attacked for outcome in outcomes):
-            guesses.update(measure_guesses(test.real(), backbone, lpips))
+            guesses.update(measure_guesses(test.real(), backbone, lpips, test.normalisation))
         shown = (outcomes, test.names, test.real()[:SHOWN].clone())
         return Audit(*shown, backbone.name, step, guesses, about, stopped=stopped, **fields)
 
@@ -148,11 +148,14 @@ def attack_gradients(
     if not bounded or deadline.spent():
         return audit
     deadline.closed = False
+    more, stopped = dict[Case, Outcome](), audit.stopped
     try:
-        audit = replace(audit, outcomes=consult(model, test, audit.outcomes, audit.baselines, step, deadline))
-    except KeyboardInterrupt:  # without the bound nothing passes
+        for each in consult(model, test, audit.outcomes, audit.baselines, step, deadline):
+            more[each.case] = each
+    except KeyboardInterrupt:  # an image that is above stays so; without the whole bound nothing passes
         deadline.interrupt()
-        audit = replace(audit, stopped=audit.stopped or "Ctrl-C, before the oracle was asked")
+        stopped = stopped or "Ctrl-C, before the oracle had answered"
+    audit = replace(audit, outcomes=[*audit.outcomes, *more.values()], stopped=stopped)
     deadline.closed = True
     if keep is not None:
         keep(audit)

@@ -4,11 +4,12 @@ Noise hides an image from the attacks that are tried here; others may come close
 from the pixels to the logits or a better prior. So a gate asks an oracle before it passes anything. It knows the image
 x and linearises the whole upload g there, every tensor that is sent, with all that the training does:
 
-    x̂ = argmin |upload - g(x) - J (x̂ - x)|² / σ² + x̂ᵀ Λ⁻¹ x̂,     J = ∂g/∂x
+    x̂ = argmin |upload - g(a) - J (x̂ - a)|² / σ² + x̂ᵀ Λ⁻¹ x̂,     J = ∂g/∂x at a = x, then once more at a = x̂
 
 Λ is diagonal in the cosine transform, with the image's own energy in rings of frequency: a prior as good as any of that
-form. Without information x̂ is grey. x̂ is scored like any recovered picture. The solve is by conjugate gradients with
-products of J (differences) and Jᵀ (the second derivative), in float64.
+form. Without information x̂ is grey, far from x, where the upload is another function: so what fits it best near x is
+looked for from x̂ too (a second step of Gauss and Newton). Both are scored like any recovered picture. The solve is by
+conjugate gradients with products of J (differences) and Jᵀ (the second derivative), in float64.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from situs.methods.base import Draws, Method
 
 ITERATIONS, LEFT = 60, 0.1
 """Steps of the solve at most, and its end: what is left of the equations, in units of the prior's deviation."""
+
+LINEARISED = 2
+"""Times that the upload is linearised: around the image, and around the picture that this gives."""
 
 ASK = 3
 """Steps of the solve between two looks at the picture."""
@@ -68,9 +72,10 @@ class Oracle(Attack):
 
 
 class Estimate(NamedTuple):
-    """images [B, C, H, W], normalised. ended: whether the solve came to its end, or to where it had told enough."""
+    """pictures: x̂ of each linearisation, [B, C, H, W], normalised. ended: whether the solves came to their ends, or to
+    where they had told enough."""
 
-    images: Tensor
+    pictures: tuple[Tensor, ...]
     ended: bool
 
 
@@ -90,7 +95,7 @@ def estimate(
     """
     sigma = known.defence.noise_level(known.batch)
     assert sigma > 0, "without noise there is nothing to bound"
-    x = images.double()
+    x, root, pictures, ended = images.double(), Prior(images.double()), list[Tensor](), True
     names = [name for name in upload if upload[name].numel()]
     run = simulation(deepcopy(method).double(), known, names)
     noisy = torch.cat([upload[name].double().flatten() for name in names])
@@ -101,21 +106,31 @@ def estimate(
             gradients = run(at, labels, draws)
             return torch.cat([gradients[name].flatten() for name in names])
 
-        here, back, *_ = torch.func.vjp(flat, x)
+        def around(at: Tensor) -> tuple[Tensor, bool]:
+            here, back, *_ = torch.func.vjp(flat, at)
 
-        def along(v: Tensor) -> Tensor:
-            h = STEP * float(x.norm()) / max(float(v.norm()), 1e-30)
-            with torch.no_grad():
-                return (flat(x + h * v) - here) / h
+            def along(v: Tensor) -> Tensor:
+                h = STEP * float(x.norm()) / max(float(v.norm()), 1e-30)
+                with torch.no_grad():
+                    return (flat(at + h * v) - here) / h
 
-        root = Prior(x)
-        right = root(back(noisy - here + along(x))[0] / sigma**2)
+            def against(u: Tensor) -> Tensor:
+                return root(back(u)[0].detach() / sigma**2)
 
-        def product(z: Tensor) -> Tensor:
-            return root(back(along(root(z)))[0] / sigma**2) + z
+            right = against((noisy - here + along(at)).detach())
 
-        z, ended = _solve(product, right, lambda z: enough(root(z)), stop)
-    return Estimate(root(z), ended)
+            def product(z: Tensor) -> Tensor:
+                return against(along(root(z))) + z
+
+            z, ended = _solve(product, right, lambda z: enough(root(z)), stop)
+            return root(z), ended
+
+        for _ in range(LINEARISED):
+            picture, ended = around(pictures[-1] if pictures else x)
+            pictures.append(picture)
+            if not ended or enough(picture):
+                break
+    return Estimate(tuple(pictures), ended)
 
 
 def _solve(

@@ -486,7 +486,7 @@ class Guard:
             result = estimate(
                 method, noisy, images, asked, drawn, known, lambda found: bool(above(found)), deadline.over
             )
-            if over := above(result.images):
+            if over := [one for picture in result.pictures for one in above(picture)]:
                 return f"no attack is above, but the oracle is, which knows where to look: {max(over, key=_excess)}"
             if not result.ended:
                 return f"the oracle, which a pass needs, did not come to its end within {self.seconds:g} s"

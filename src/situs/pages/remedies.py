@@ -51,7 +51,7 @@ def page(found: Remedies) -> Page:
         section.note(f"Stopped by {found.stopped}.")
     header = ["defence", "setting", "images", "unseen", "most exposed image", "by", "gate", "why"]
     rows = [
-        [each.defence, t.setting, t.images, t.unseen, t.exposed, t.by or None, t.outcome, t.said]
+        [each.defence, t.setting, t.images, t.unseen, t.exposed, t.by or None, t.answer, t.said]
         for each in found.remedies
         for t in (*each.tried, *(trial for trial in (each.unseen, each.weaker_unseen) if trial is not None))
     ]

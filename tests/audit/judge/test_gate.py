@@ -48,7 +48,10 @@ GUESS = {"grey": scores(10.0)}
 """What blind guesses have: images above 13 dB are above."""
 
 
-def audit(*pairs: Outcome, count: int = COUNT, guess: Any = GUESS) -> Audit:
+def audit(*pairs: Outcome, count: int = COUNT, guess: Any = GUESS, half: bool = False) -> Audit:
+    """half: an oracle has been asked as it stands; else under the least likely labels too, with the same answer."""
+    twins = [replace(pair, case=replace(pair.case, hardest=True)) for pair in pairs if pair.is_bound and not half]
+    pairs = (*pairs, *twins)
     stopped = "the time limit of 1 s" if any(pair.status == "not_run" for pair in pairs) else None
     about = dict.fromkeys((pair.defence for pair in pairs), "")
     images = torch.zeros(count, 3, 4, 4)
@@ -175,6 +178,44 @@ def test_a_pass_that_is_near_its_limit_says_how_near() -> None:
         assert "below the limit of" not in judged_alone(far, bound(), limit=limit).said
 
 
+@pytest.mark.parametrize(
+    ("metric", "value", "told"),
+    [
+        ("aligned_psnr", 12.6, "only 0.4 dB below the limit of 13"),
+        ("aligned_psnr", 12.98, "less than 0.1 dB below the limit of 13"),
+        ("aligned_psnr", 11.9, None),
+        ("ssim", 0.22, "only 0.030 below the limit of 0.25"),
+        ("ssim", 0.19, None),
+        ("order_accuracy", 0.58, "only 0.020 below the limit of 0.6"),
+    ],
+)
+def test_so_does_one_that_is_near_what_blind_guesses_set(metric: str, value: float, told: str | None) -> None:
+    """Limits: a blind guess + 3 dB, + 0.15, and + 2 / sqrt(patches)."""
+    made = closed(change=with_one(metric, value))
+    judged = judged_alone(made, bound(), limit=BLIND)
+    assert judged.status == PASSED
+    assert f"that is {told}, and other images" in judged.said if told else "below the limit of" not in judged.said
+
+
+@pytest.mark.parametrize(("wish", "idle"), [("psnr=5", True), ("psnr=10.9", True), ("psnr=11.1", False)])
+def test_a_wish_below_what_blind_guesses_have_says_that_it_decides_nothing(wish: str, idle: bool) -> None:
+    said = f"; the wish {wish} decides nothing: blind guesses have 10 or more, and their own + 1 dB is the limit"
+    for value in (9.0, 24.0):  # passed, above
+        assert (said in judged_alone(closed(value), bound(), limit=parse_limit(wish)).said) == idle
+    assert "the wish ssim=0.05 decides nothing: blind guesses have 0.1 or more, and their own is the limit" in (
+        judged_alone(closed(), bound(), limit=parse_limit("ssim=0.05")).said
+    )
+    for other in ("blind", "reidentified=0.1", "ssim=0.2"):
+        assert "decides nothing" not in judged_alone(closed(), bound(), limit=parse_limit(other)).said
+
+
+@pytest.mark.parametrize("hardest", [False, True])
+def test_half_an_oracle_is_no_pass(hardest: bool) -> None:
+    """Ctrl-C between its two questions."""
+    judged = judged_alone(closed(), bound(hardest=hardest), half=True)
+    assert judged.status == NOT_JUDGED and "was not asked under both the own and the least likely" in judged.said
+
+
 NOT_PASSED: dict[str, tuple[tuple[Outcome, ...], str]] = {
     "stopped in its search": (
         (search(partial="188 of 500 iterations"),),
@@ -198,7 +239,7 @@ NOT_PASSED: dict[str, tuple[tuple[Outcome, ...], str]] = {
     ),
     "the oracle stopped": (
         (closed(), bound(partial="1 of 4 images")),
-        "oracle was stopped after 1 of 4 images; the most exposed, ",
+        "oracle was stopped after 1 of 4 images; oracle, least likely labels was stopped after 1 of 4 images; the most ",
     ),
     "nothing begun": (
         (undone("patchembed", "none"),),

@@ -16,7 +16,7 @@ Ladder = list[Answer]
 def test_it_finds_the_weakest_rung_that_passes_and_asks_each_once(
     above: int, open_: int, passed: int, near: int | None
 ) -> None:
-    ladder: Ladder = ["above"] * above + ["not judged"] * open_ + ["passed"] * passed
+    ladder: Ladder = ["above"] * above + ["inconclusive"] * open_ + ["passed"] * passed
     if not ladder:
         return
     asked: list[int] = []
@@ -34,14 +34,14 @@ def test_it_finds_the_weakest_rung_that_passes_and_asks_each_once(
 
 
 def test_nothing_that_is_not_judged_is_ever_named() -> None:
-    assert climb(3, lambda rung: "not judged") == Found(0, None)
-    assert climb(4, lambda rung: ("above", "above", "not judged", "not judged")[rung]) == Found(2, None)
+    assert climb(3, lambda rung: "inconclusive") == Found(0, None)
+    assert climb(4, lambda rung: ("above", "above", "inconclusive", "inconclusive")[rung]) == Found(2, None)
     assert climb(1, lambda rung: "passed") == Found(0, 0)
     assert climb(3, lambda rung: "above") == Found(None, None)
 
 
 def test_a_rung_that_passed_on_the_way_is_not_lost_where_the_strongest_is_not_judged() -> None:
-    ladder: Ladder = ["above", "passed", "passed", "passed", "not judged"]
+    ladder: Ladder = ["above", "passed", "passed", "passed", "inconclusive"]
     found = climb(5, ladder.__getitem__)
     assert found.first_kept == 1 and found.named is not None and ladder[found.named] == "passed"
 

@@ -130,7 +130,7 @@ def test_a_stronger_setting_that_the_search_did_not_pass_is_not_named(
     test = TestSet(torch.zeros(6, 1, 28, 28), torch.zeros(6, dtype=torch.int64), ([0.5], [0.5]))
     rungs = [Rung(str(i), NoDefence(), Step()) for i in range(3)]
     search = Search(victim, (), None, Deadline())  # pyright: ignore[reportArgumentType]
-    searched: list[Answer] = ["above", "passed", "not judged"]
+    searched: list[Answer] = ["above", "passed", "inconclusive"]
     others: list[Answer] = ["above", "above", "passed"]
 
     def ask(rung: Rung, part: TestSet, *, unseen: bool = False) -> Trial:

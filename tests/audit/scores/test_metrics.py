@@ -160,6 +160,8 @@ def test_baselines_do_not_see_the_image_itself() -> None:
     assert all(not torch.equal(a, b) for a, b in zip(found["random pair"], real, strict=True))
     assert set(baselines(real[:1])) == {"grey"}
     assert set(found) == {"grey", "mean image", "random pair"} and found["grey"].unique().tolist() == [0.5]
+    level = torch.tensor([0.4, 0.5, 0.6], dtype=real.dtype).view(3, 1, 1)
+    assert torch.equal(baselines(real, slice(1, 2), level)["grey"], level.expand_as(real[1:2]))
 
 
 def test_intervals_against_scipy() -> None:

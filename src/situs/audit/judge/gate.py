@@ -52,6 +52,9 @@ MARGINS = {"aligned_psnr": 3.0, "ssim": 0.15}
 WISHED = {"psnr": 1.0, "aligned_psnr": 1.0, "patch_psnr": 1.0}
 """What is above a wished limit must also be better than the best blind guess by this: a grey image is near any grey."""
 
+NEAR, SHARE_OF_DB = 1.0, 0.05
+"""A pass by less than so many dB is told as near; of SSIM and of shares, which go to 1, this much stands for a dB."""
+
 CHANCE = 1e-3
 """Images are found again more often than by chance where chance alone finds so many with less than this probability."""
 
@@ -203,11 +206,12 @@ def _judge(audit: Audit, defence: str, limit: Limit) -> Judgement:
     above = [one for pair in tried for one in exposed(pair, audit.baselines, audit.names, limit)]
     scores = [one for pair in tried for one in _scored(pair, audit.baselines, audit.names, limit)]
     worst = max(above or scores, key=_excess, default=None)
+    idle = _idle(audit, limit)
     if above:
         images = {one.image for one in above}
         reason = f"{len(images)} of {counted(len(audit.names), 'images')} above; the most exposed, {worst}"
-        return Judgement(defence, "above", reason, worst)
-    shown = [] if worst is None else [f"the most exposed, {worst}"]
+        return Judgement(defence, "above", reason + idle, worst)
+    shown = [] if worst is None else [f"the most exposed, {worst}{idle}"]
     proofs = [pair.attack for pair in pairs if _proves(pair, audit)]
     gaps = _gaps(audit, defence, pairs, limit) + ([] if proofs else _lacking(audit, pairs))
     gaps += [] if gaps else _unbounded(audit, pairs, limit)
@@ -217,17 +221,32 @@ def _judge(audit: Audit, defence: str, limit: Limit) -> Judgement:
         return Judgement(defence, answer, "; ".join([*gaps, *shown]), worst)
     names = " and ".join(dict.fromkeys(proofs))
     reason = f"{names} solved all {counted(len(audit.names), 'images')} and the equations fit; {'; '.join(shown)}"
-    return Judgement(defence, "passed", reason + _margin(limit, worst), worst)
+    return Judgement(defence, "passed", reason + _margin(worst), worst)
 
 
-def _margin(limit: Limit, worst: Worst | None) -> str:
-    """A caution where the most exposed image stays below a limit in dB by less than one; else ""."""
-    if worst is None or worst.limit is None or not worst.metric.endswith("psnr"):
+def _margin(worst: Worst | None) -> str:
+    """A caution where the most exposed image stays below its limit by less than `NEAR`; else ""."""
+    if worst is None or worst.limit is None:
         return ""
-    if limit == BLIND or (left := worst.limit - worst.value) >= 1:
+    near, unit, digits = (NEAR, " dB", 1) if worst.metric.endswith("psnr") else (NEAR * SHARE_OF_DB, "", 3)
+    if (left := worst.limit - worst.value) >= near:
         return ""
-    below = "less than 0.1" if left < 0.1 else f"only {left:.1f}"
-    return f"; that is {below} dB below the limit of {worst.limit:.4g}, and other images may come back above it"
+    least = 10**-digits
+    below = f"less than {least:g}" if left < least else f"only {left:.{digits}f}"
+    return f"; that is {below}{unit} below the limit of {worst.limit:.4g}, and other images may come back above it"
+
+
+def _idle(audit: Audit, limit: Limit) -> str:
+    """That a wished limit decides nothing, where a blind guess at every image has more; else ""."""
+    guesses = [_blind_at(audit.baselines, limit.metric, number) for number in range(len(audit.names))]
+    least = min((-math.inf if guess is None else guess for guess in guesses), default=-math.inf)
+    wish = WISHED.get(limit.metric, 0.0)
+    if limit == BLIND or limit.metric == "reidentified" or least + wish <= limit.bound:
+        return ""
+    more = f" + {wish:g} dB" if wish else ""
+    return (
+        f"; the wish {limit} decides nothing: blind guesses have {least:.4g} or more, and their own{more} is the limit"
+    )
 
 
 # --- what is more than a blind guess has ----------------------------------------------------------------------------
@@ -247,6 +266,13 @@ def _excess(one: Worst) -> float:
     """By how much an image is above its limit, or below it, in units of the metric's margin."""
     limit = one.value if one.limit is None else one.limit
     return (one.value - limit) / (MARGINS.get(one.metric) or WISHED.get(one.metric) or 0.1)
+
+
+def excesses(pair: Outcome, blind: Blind) -> list[tuple[int, float]]:
+    """(number of an image, by how much it is above a limit that blind guesses set, in margins), for every metric."""
+    numbers = [str(number) for number in range(max(pair.numbers, default=pair.count - 1) + 1)]
+    scored = _scored(pair, blind, numbers, BLIND)
+    return [(int(one.image), _excess(one)) for one in scored if one.limit is not None]
 
 
 def _scored(pair: Outcome, blind: Blind, names: Sequence[str], limit: Limit) -> list[Worst]:
@@ -315,12 +341,14 @@ def _unbounded(audit: Audit, pairs: Sequence[Outcome], limit: Limit) -> list[str
     if not audit.baselines or any(s.get("aligned_psnr") is None for s in audit.baselines.values()):
         return ["no blind guess was measured to hold it against"]
     bounds = [pair for pair in pairs if pair.is_bound]
-    if not bounds:
-        return ["the oracle, which a pass needs, was not asked: an audit asks it where it has a gate (fail_above)"]
     over = [one for pair in bounds for one in exposed(pair, audit.baselines, audit.names, limit)]
     if over:
         worst = max(over, key=_excess)
         return [f"no attack is above, but the oracle is: an attacker who knew where to look could have more: {worst}"]
+    if not bounds:
+        return ["the oracle, which a pass needs, was not asked: an audit asks it where it has a gate (fail_above)"]
+    if {pair.case.hardest for pair in bounds} != {False, True}:
+        return ["the oracle, which a pass needs, was not asked under both the own and the least likely labels"]
     return []
 
 

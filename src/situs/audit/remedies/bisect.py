@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-Answer = Literal["above", "not judged", "passed"]
-"""What a gate says of a rung. not judged: no attack applied, or none proved anything, which is no pass."""
+Answer = Literal["above", "inconclusive", "passed"]
+"""What a gate says of a rung. inconclusive: no attack applied, or none proved anything, which is no pass."""
 
 
 class Found(NamedTuple):

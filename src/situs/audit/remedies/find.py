@@ -58,7 +58,7 @@ class Search:
             few, judged = part, self._judge(rung, part, self.attacks)
         one = judged.worst
         value, by, metric = (None, "", "") if one is None else (one.value, one.attack, one.metric)
-        answer = ANSWERS.get(judged.answer, "not judged")
+        answer = ANSWERS.get(judged.answer, "inconclusive")
         trial = Trial(rung.label, answer, value, by, judged.said, len(few), unseen, metric)
         self.trials.append(trial)
         return trial
@@ -150,7 +150,7 @@ def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Seque
         return "the weakest that was tried"
     if failed:
         return _failed(failed)
-    if weaker is not None and weaker.answer == "not judged":
+    if weaker is not None and weaker.answer == "inconclusive":
         return "the next weaker one is not above, but nothing proves it"
     if below is not None and below.answer != "above":
         return "under the next weaker one no unseen image is above either: only those searched tell the two apart"

@@ -36,12 +36,7 @@ class Trial:
     @property
     def cell(self) -> str:
         value = "" if self.worst is None else f", {self.exposed} by {self.by}"
-        return f"{self.outcome}{value}"
-
-    @property
-    def outcome(self) -> str:
-        """The answer, for a reader."""
-        return "inconclusive" if self.answer == "not judged" else self.answer
+        return f"{self.answer}{value}"
 
 
 @dataclass(frozen=True)

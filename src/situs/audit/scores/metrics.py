@@ -198,18 +198,18 @@ def measure_all(
     return {name: None if value is None else value.tolist() for name, value in values.items()}
 
 
-def baselines(real: Tensor, span: slice = slice(None)) -> dict[str, Tensor]:
+def baselines(real: Tensor, span: slice = slice(None), grey: Tensor | float = 0.5) -> dict[str, Tensor]:
     """What an attacker has who saw no gradient: one grey, the mean of the other images, and another image of the set.
 
-    span: of the images for which that is asked.
+    span: of the images for which that is asked. grey: its level, a number or one for each channel, [C, 1, 1].
     """
     check_pictures(real[span], "original images")
-    count, grey = real.shape[0], torch.full_like(real[span], 0.5)
+    count, plain = real.shape[0], torch.zeros_like(real[span]) + torch.as_tensor(grey).to(real)
     if count == 1:
-        return {"grey": grey}
+        return {"grey": plain}
     others = (real.sum(dim=0, keepdim=True) - real[span]) / (count - 1)
     before = torch.arange(count, device=real.device)[span] - 1
-    return {"grey": grey, "mean image": others.clamp(0.0, 1.0), "random pair": real[before]}
+    return {"grey": plain, "mean image": others.clamp(0.0, 1.0), "random pair": real[before]}
 
 
 def mean_of(values: Sequence[float], *, share: bool = False) -> Mean:

@@ -80,11 +80,18 @@ def closer(scores: Scores, others: Scores) -> Scores:
     return best
 
 
-def measure_guesses(real: Tensor, backbone: Backbone, lpips: Lpips | None) -> dict[str, Scores]:
-    """The scores of those who saw no gradient, by name; a few images at a time."""
+def measure_guesses(
+    real: Tensor, backbone: Backbone, lpips: Lpips | None, normalisation: Normalisation | None = None
+) -> dict[str, Scores]:
+    """The scores of those who saw no gradient, by name; a few images at a time.
+
+    The grey is what a model sees as 0: the mean of the normalisation, which everyone has; 0.5 without one.
+    """
+    zero = real.new_zeros(1, real.shape[1], 1, 1)
+    grey = 0.5 if normalisation is None else denormalise(zero, *normalisation)[0]
     found: dict[str, Scores] = {}
     for first in range(0, len(real), 8):
-        for name, guess in baselines(real, slice(first, first + 8)).items():
+        for name, guess in baselines(real, slice(first, first + 8), grey).items():
             extend(found.setdefault(name, {}), measure(guess, real, backbone, lpips, first))
     return found
 
