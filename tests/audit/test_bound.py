@@ -11,9 +11,10 @@ from builders import small_vit
 from torch import Tensor, nn
 
 from situs.audit import adapt, create_attack, create_defence
+from situs.audit.attacks.base import Knowledge
 from situs.audit.bound import IMAGES as ASKED
 from situs.audit.cases import TestSet
-from situs.audit.client import least_likely
+from situs.audit.client import least_likely, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import method_of
 from situs.audit.gradients import Audit, attack_gradients
@@ -192,6 +193,16 @@ def test_a_second_path_is_attacked_whichever_is_called_first(second: str, noise:
         audited(adapt(Paths(second, first), 8, normalisation=HALVES), noise).judge().answer for first in (False, True)
     }
     assert len(answers) == 1 and answers != {"passed"}
+
+
+def test_the_oracle_is_asked_of_every_path_whatever_is_withheld() -> None:
+    """Pictures without a graph, which no score takes: a second path without the table's gradient had one."""
+    backbone, defence = adapt(Paths("pixels"), 8, normalisation=HALVES), create_defence("noise=0.1+no-pe-gradient")
+    labels = torch.tensor([1])
+    upload = victim_gradients(backbone, PICTURES[:1], labels, defence=defence)
+    method = method_of(defence, backbone)
+    made = estimate(method, upload, PICTURES[:1], labels, {}, Knowledge(defence, 1, method=method))
+    assert len(made.pictures) == 2 and not any(picture.requires_grad for picture in made.pictures)
 
 
 def test_without_noise_every_path_gives_its_image() -> None:

@@ -239,7 +239,7 @@ NOT_PASSED: dict[str, tuple[tuple[Outcome, ...], str]] = {
     ),
     "the oracle stopped": (
         (closed(), bound(partial="1 of 4 images")),
-        "oracle was stopped after 1 of 4 images; oracle, least likely labels was stopped after 1 of 4 images; the most ",
+        "oracle was stopped after 1 of 4 images; oracle, least likely labels was stopped after 1 of 4 images; the ",
     ),
     "nothing begun": (
         (undone("patchembed", "none"),),

@@ -124,6 +124,18 @@ def test_a_setting_that_fails_on_other_images_gives_way_to_a_stronger_one(
     assert whole.named is None and whole.untried_from is None and "stronger" not in whole.said
 
 
+@pytest.mark.parametrize("answer", ["incomplete", "nothing_applied", "above", "passed"])
+def test_the_file_has_the_gates_own_words(victim: Backbone, answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was judged without a proof is inconclusive there as in an audit."""
+    test = TestSet(torch.zeros(1, 1, 28, 28), torch.zeros(1, dtype=torch.int64), ([0.5], [0.5]))
+    search = Search(victim, (), Limit("psnr", 20.0), Deadline())
+    judged = Judgement("x", answer, "why")
+    monkeypatch.setattr(search, "_judge", lambda *_: judged)
+    trial = search.ask(Rung("x", NoDefence(), Step()), test)
+    [told] = Remedies("m", search.limit, [Remedy("noise", None, "", trial)], 1, 1, []).numbers()["defences"]
+    assert told["seen"]["answer"] == judged.outcome == trial.cell
+
+
 def test_a_stronger_setting_that_the_search_did_not_pass_is_not_named(
     victim: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from situs.audit.attacks.base import Recovery
-from situs.audit.scores.scoring import facts_of, patch_size_of, pictures_of
+from situs.audit.scores.metrics import psnr
+from situs.audit.scores.scoring import facts_of, measure_guesses, patch_size_of, pictures_of
 from situs.backbones import create_backbone
 
 REAL = torch.rand(4, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 PLAIN = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+SMALL = {"depth": 1, "embed_dim": 24, "num_heads": 2}
 
 
 def test_the_order_is_the_best_of_all() -> None:
@@ -59,3 +61,12 @@ def test_patches_that_are_measured(name: str, size: tuple[int, int], patch: tupl
     with torch.device("meta"):  # no weights are drawn
         backbone = create_backbone(name)
     assert patch_size_of(backbone, size) == patch
+
+
+@pytest.mark.parametrize("mean", [(0.485, 0.456, 0.406), (0.7, 0.2, 0.1), (0.5, 0.5, 0.5)])
+def test_the_blind_grey_is_what_a_model_sees_as_nothing(mean: tuple[float, float, float]) -> None:
+    """Whoever finds nothing shows it: a picture of that colour has not leaked, however near it is."""
+    backbone = create_backbone("vit_tiny_patch16_224", img_size=8, patch_size=4, model_args=SMALL)
+    level = torch.tensor(mean, dtype=torch.float64).view(3, 1, 1)
+    guess = measure_guesses(REAL, backbone, None, (mean, (0.2, 0.2, 0.2)))["grey"]["psnr"]
+    torch.testing.assert_close(torch.tensor(guess), psnr(level.expand_as(REAL), REAL).float(), check_dtype=False)

@@ -37,6 +37,21 @@ def chw(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.transpose(2, 0, 1).copy())
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+@pytest.mark.parametrize("share", [0.3, 0.97])
+def test_a_file_that_was_cut_short_says_so(kind: str, share: float) -> None:
+    data = encoded(Image.fromarray(RNG.integers(0, 256, (40, 40, 3), dtype=np.uint8)), kind)
+    with pytest.raises(BrokenSampleError, match=r"a: cannot be decoded as an image \(the file ends too early: it was cut"):
+        decode(data[: int(share * len(data))], "a")
+
+
+def test_a_damaged_file_that_is_whole_is_not_called_cut() -> None:
+    data = encoded(Image.fromarray(RGB), "WEBP", lossless=True)
+    with pytest.raises(BrokenSampleError, match="cannot be decoded as an image") as broken:
+        decode(data[:12] + bytes(len(data) - 12), "a")
+    assert "cut short" not in str(broken.value)
+
+
 @pytest.mark.parametrize(("kind", "options"), [("PNG", {}), ("WEBP", {"lossless": True}), ("BMP", {}), ("TIFF", {})])
 def test_rgb_is_exact(kind, options):
     got = decode(encoded(Image.fromarray(RGB), kind, **options), "x")

@@ -74,7 +74,7 @@ def decode(data: bytes, name: str, channels: int | None = None, *, reduce: int =
     reduce: 2, 4 or 8 reads a JPEG at 1/2, 1/4 or 1/8 of its sides (rounded up), which leaves out most of the work; its
     pixels are means in the cosine domain, close to a resized image but not equal to one. Other formats stay whole.
     """
-    with _broken(name):
+    with _broken(name, data):
         if data.startswith(_NUMPY):
             image = _decode_array(data)
         else:
@@ -131,7 +131,7 @@ def decode_numbers(data: bytes, name: str) -> Tensor:
     """The class numbers that an image file holds, [H, W] whole: grey levels or places in a palette, as they are."""
     from PIL import ImageOps
 
-    with _broken(name):
+    with _broken(name, data):
         if data.startswith(_NUMPY):
             array = _image_array(data)
             if len(array) != 1 or array.dtype.kind not in "ui":
@@ -157,7 +157,7 @@ def said_size(image: Tensor, data: bytes, name: str) -> str:
 
 def read_header(data: bytes, name: str) -> Header:
     """The size and kind of the image in `data`, without decoding it."""
-    with _broken(name):
+    with _broken(name, data):
         if data.startswith(_NUMPY):
             array = _image_array(data)
             return Header("NPY", str(array.dtype), array.shape[1], array.shape[2], turned=False)
@@ -168,11 +168,15 @@ def read_header(data: bytes, name: str) -> Header:
 
 
 @contextmanager
-def _broken(name: str) -> Iterator[None]:
+def _broken(name: str, data: bytes = b"") -> Iterator[None]:
+    """data: of the file, where there is one."""
     try:
         yield
     except Exception as error:  # each decoder raises classes of its own for each way a file can be damaged
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        short = data.startswith(b"RIFF") and len(data) < 8 + int.from_bytes(data[4:8], "little")  # WebP says nothing
+        if short or "truncated" in reason.lower():
+            reason = "the file ends too early: it was cut short, so copy it again"
         raise BrokenSampleError(f"{name}: cannot be decoded as an image ({reason[:120]})") from error
 
 
