@@ -41,7 +41,7 @@ def chw(array: np.ndarray) -> torch.Tensor:
 @pytest.mark.parametrize("share", [0.3, 0.97])
 def test_a_file_that_was_cut_short_says_so(kind: str, share: float) -> None:
     data = encoded(Image.fromarray(RNG.integers(0, 256, (40, 40, 3), dtype=np.uint8)), kind)
-    with pytest.raises(BrokenSampleError, match=r"a: cannot be decoded as an image \(the file ends too early: it was cut"):
+    with pytest.raises(BrokenSampleError, match=r"a: cannot be decoded as an image \(the file ends too early"):
         decode(data[: int(share * len(data))], "a")
 
 
