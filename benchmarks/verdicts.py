@@ -58,9 +58,9 @@ COUNT, SIDE, CONTRAST = 6, 8, 5.0
 STEPS = 8
 """Steps of Gauss-Newton of the attackers on a setup that passed; 3 on others."""
 
-LUCK = 0.02
+LUCK = 0.001
 """Nats below which an upload holds next to nothing: whatever an attacker does, noise alone does too, with a probability
-that differs by 10 % at most (Pinsker). A picture that is above there is one of chance."""
+that differs by 2.3 % at most (Pinsker). A picture that is above there is one of chance."""
 
 TOLD = 1e-6
 """The deviation that stands for no noise, where the table's gradient is told."""
