@@ -23,43 +23,69 @@ def aligned_psnr(pictures: Tensor, real: Tensor, best: float = 200.0) -> Tensor:
 
     pictures, real: [n, C, H, W]; the pictures need not lie in [0, 1]. best: what equal pictures get.
     """
-    errors = [min(_errors(*pair)) for pair in zip(pictures.double(), real.double(), strict=True)]
-    return -10 * torch.tensor(errors, dtype=torch.float64).clamp(min=10 ** (-best / 10)).log10()
+    enough = 10 ** (-best / 10)
+    errors = [_least_error(*pair, enough) for pair in zip(pictures.double(), real.double(), strict=True)]
+    return -10 * torch.tensor(errors, dtype=torch.float64).clamp(min=enough).log10()
+
+
+def _least_error(picture: Tensor, real: Tensor, enough: float) -> float:
+    """The least mean squared error of one picture [C, H, W] under any help; none is tried beyond one that is enough."""
+    errors = []
+    for error in _errors(picture, real):
+        errors.append(error)
+        if error <= enough:
+            break
+    return min(errors)
 
 
 def _errors(picture: Tensor, real: Tensor) -> Iterator[float]:
     """Mean squared errors of one picture [C, H, W] under every help."""
+    y, count = _centred(real), real.numel()
+    whole, levels, spectrum = y.square().sum(), two_levels(picture), _spectrum(real)
     for dims in ((), (1,), (2,), (1, 2)):
         turned = picture.flip(dims) if dims else picture
-        for shift in {(0, 0), _shift(turned, real)}:
+        yield float(_residual(turned, y)) / count
+        yield float(_residual(levels.flip(dims) if dims else levels, y)) / count
+        if (shift := _shift(turned, spectrum)) != (0, 0):
             part, truth = _overlap(turned, real, shift)
-            yield _error(part, truth, real)
-            yield _error(two_levels(part), truth, real)
+            z = _centred(truth)
+            inside = z.square().sum()
+            for seen in (part, two_levels(part)):
+                # what is moved out of the picture is taken as the channel's mean
+                yield float(whole - (inside - _residual(seen, z))) / count
 
 
-def _error(picture: Tensor, part: Tensor, real: Tensor) -> float:
-    """The mean squared error over `real` [C, H, W] of a picture of one part of it [C, h, w], under the gain and offset
-    of each channel that make it least there; the rest is taken as the channel's mean."""
-    x, y = picture.flatten(1), part.flatten(1)
-    x, y = x - x.mean(dim=1, keepdim=True), y - y.mean(dim=1, keepdim=True)
+def _centred(image: Tensor) -> Tensor:
+    """Each channel of [C, H, W] around its mean, [C, HW]."""
+    flat = image.flatten(1)
+    return flat - flat.mean(dim=1, keepdim=True)
+
+
+def _residual(picture: Tensor, y: Tensor) -> Tensor:
+    """The squared error against y, centred [C, hw], under the gain and offset of each channel that make it least."""
+    x = _centred(picture)
     size = x.square().sum(dim=1)
     gain = torch.where(size > 0, (x * y).sum(dim=1) / size.clamp(min=1e-300), 0.0)
-    explained = y.square().sum() - (y - gain.unsqueeze(1) * x).square().sum()
-    whole = (real - real.mean(dim=(1, 2), keepdim=True)).square().sum()
-    inside = (y - gain.unsqueeze(1) * x).square().sum()
-    return float(inside if part.shape == real.shape else whole - explained) / real.numel()
+    return (y - gain.unsqueeze(1) * x).square().sum()
+
+
+def _spectrum(image: Tensor) -> Tensor:
+    """Of its mean over channels, around its mean, [H, W // 2 + 1]."""
+    return torch.fft.rfft2(image.mean(dim=0) - image.mean())
 
 
 def _shift(picture: Tensor, real: Tensor) -> tuple[int, int]:
-    """Rows and columns by which the picture is moved to be most like the original, up to `REACH`-th parts of a side."""
-    x, y = (each.mean(dim=0) - each.mean() for each in (picture, real))
-    height, width = x.shape
-    alike = torch.fft.irfft2(torch.fft.rfft2(y) * torch.fft.rfft2(x).conj(), s=(height, width))
+    """Rows and columns by which the picture is moved to be most like the original, up to `REACH`-th parts of a side.
+
+    real: the original's spectrum.
+    """
+    height, width = picture.shape[1:]
+    alike = torch.fft.irfft2(real * _spectrum(picture).conj(), s=(height, width))
     down, across = height // REACH, width // REACH
-    rows, columns = list(range(-down, down + 1)), list(range(-across, across + 1))
-    near = alike[torch.tensor(rows) % height][:, torch.tensor(columns) % width]
+    # a window around no shift, as two rolls give it
+    near = alike.roll((down, across), (0, 1))[: 2 * down + 1, : 2 * across + 1]
     at = int(near.argmax())
-    return rows[at // len(columns)], columns[at % len(columns)]
+    return at // near.shape[1] - down, at % near.shape[1] - across
 
 
 def _overlap(picture: Tensor, real: Tensor, shift: tuple[int, int]) -> tuple[Tensor, Tensor]:
