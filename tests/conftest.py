@@ -33,8 +33,8 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 # No deadline: the first example pays for an import or a compilation, and a busy machine is no failure.
 settings.register_profile("situs", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("situs")
-# Constants of the modules that are imported by then would be tried as examples: all of Situs is parsed for them, and what
-# is drawn would differ with the tests before.
+# Constants of all modules that are imported by then would be tried as examples: Situs is parsed for them, and what is
+# drawn would differ with the tests before.
 if hasattr(providers, "_get_local_constants"):
     setattr(providers, "_get_local_constants", lambda: providers._local_constants)  # noqa: B010
 

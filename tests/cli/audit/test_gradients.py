@@ -30,7 +30,7 @@ SMALL = [NAME, "--model-args.depth", "1"]
 
 @pytest.fixture(autouse=True)
 def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracle is asked about one image instead of four, and the attacker with priors learns of four instead of 40."""
+    """The oracle is asked about one image and not four, and the attacker with priors learns of four and not 40."""
     monkeypatch.setattr("situs.audit.bound.IMAGES", 1)
     monkeypatch.setattr("situs.audit.attacks.prior.attack.GRADIENTS", 4)
 
