@@ -212,11 +212,14 @@ def test_micro_batches_of_one_step_are_each_held_against_what_was_fed() -> None:
     assert seen[0].answer == "above" or "batch of 2" in seen[0].said
 
 
-@pytest.mark.parametrize("kind", ["turned", "mixup", "jitter", "numpy", "crop", "rare"])
+@pytest.mark.parametrize("kind", ["turned", "mixup", "jitter", "numpy", "crop", "rare", "rare in numpy"])
 def test_by_hand_a_module_that_draws_has_no_known_reference(kind: str) -> None:
-    rare = lambda x: x.flip(3) if torch.rand(()) < 1e-3 else x  # noqa: E731
-    module = own({**CHANGES, "rare": rare, "mixup": lambda x: mixup(x) + 0 * torch.rand(())}[kind])
-    looks = by_hand(module, lambda m: add_noise(m, 3.0), defence="noise=3", train=kind != "rare")
+    rare: dict[str, Callable[[Tensor], Tensor]] = {
+        "rare": lambda x: x.flip(3) if torch.rand(()) < 1e-3 else x,
+        "rare in numpy": lambda x: x.flip(3) if np.random.rand() < 1e-3 else x,
+    }
+    module = own({**CHANGES, **rare, "mixup": lambda x: mixup(x) + 0 * torch.rand(())}[kind])
+    looks = by_hand(module, lambda m: add_noise(m, 3.0), defence="noise=3", train=kind not in rare)
     assert all(look.answer == "inconclusive" for look in looks)
     assert "changes its images by chance" in looks[-1].said
 
