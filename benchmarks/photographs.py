@@ -156,7 +156,8 @@ def speed(source: Source, args: argparse.Namespace, decoder: str, resident: str)
     finally:
         batches.close()
         del batches, loader
-        gc.collect()  # its workers end before those of the next one are forked
+        if args.workers:
+            gc.collect()  # they end before those of the next one are forked
 
 
 def settle(args: argparse.Namespace) -> None:

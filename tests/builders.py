@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,12 +63,12 @@ def small_method(name: str, backbone: Backbone | None = None, classes: int = 0, 
 def leaves(count: int, side: int = 64, seed: int = 0) -> Tensor:
     """Pictures of leaves that cover one another, [count, 3, side, side] in [0, 1]: even inside, with edges of every
     length, as photographs are."""
-    generator = torch.Generator().manual_seed(seed)
-    across = torch.arange(2 * side) / (2 * side)
-    pictures = torch.zeros(count, 3, 2 * side, 2 * side)
-    for picture in pictures:
-        for _ in range(80):
-            x, y, chance = torch.rand(3, generator=generator)
-            inside = (across[:, None] - y).square() + (across[None] - x).square() < (0.03 / (0.06 + chance)).square()
-            picture[:, inside] = torch.rand(3, 1, generator=generator)
-    return torch.nn.functional.avg_pool2d(pictures, 2)  # as a lens blurs
+    draws = torch.rand(count, 80, 6, generator=torch.Generator().manual_seed(seed)).numpy()
+    across, reach = (torch.arange(2 * side) / (2 * side)).numpy(), 0.03 / (0.06 + draws[:, :, 2])
+    pictures = np.zeros((count, 3, 2 * side, 2 * side), dtype=np.float32)
+    for number, leaf in np.ndindex(count, 80):
+        (x, y, _, *colour), far = draws[number, leaf], reach[number, leaf]
+        down, along = (slice(max(0, int((at - far) * 2 * side)), int((at + far) * 2 * side) + 2) for at in (y, x))
+        inside = np.square(across[down, None] - y) + np.square(across[None, along] - x) < np.square(far)
+        pictures[number, :, down, along][:, inside] = np.array(colour)[:, None]
+    return torch.nn.functional.avg_pool2d(torch.from_numpy(pictures), 2)  # as a lens blurs

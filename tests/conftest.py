@@ -25,6 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from hypothesis.internal.conjecture import providers  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -32,6 +33,10 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 # No deadline: the first example pays for an import or a compilation, and a busy machine is no failure.
 settings.register_profile("situs", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("situs")
+# Constants of all modules that are imported by then would be tried as examples: Situs is parsed for them, and what is
+# drawn would differ with the tests before.
+if hasattr(providers, "_get_local_constants"):
+    setattr(providers, "_get_local_constants", lambda: providers._local_constants)  # noqa: B010
 
 
 LONG = ("train/test_distributed.py", "train/test_loop_kill.py", "train/export/test_write.py", "cli/demo/test_run.py")

@@ -19,7 +19,7 @@ TINY = """
 optim = {warmup_epochs = 0}
 train = {epochs = 1}
 data = {img_size = 32, batch = 8, workers = 0}
-backbone = {patch_size = 8, model_args = {depth = 2, embed_dim = 16, num_heads = 2}}
+backbone = {patch_size = 8, model_args = {depth = 1, embed_dim = 16, num_heads = 2}}
 """
 
 
@@ -40,7 +40,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(situs, "pretrain", partial(situs.pretrain, config="tiny.toml", **quiet))
     monkeypatch.setattr(situs, "finetune", partial(situs.finetune, config="rest.toml", **quiet))
     monkeypatch.setattr(situs, "audit_gradients", partial(situs.audit_gradients, count=1, attacks=["patchembed"]))
-    monkeypatch.setattr(timm, "create_model", partial(timm.create_model, depth=2))  # where no depth is asked for
+    monkeypatch.setattr(timm, "create_model", partial(timm.create_model, depth=1))  # where no depth is asked for
     monkeypatch.setattr(situs, "verify", partial(situs.verify, steps=1))
     return tmp_path
 

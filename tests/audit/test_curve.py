@@ -33,7 +33,7 @@ NAME = "test_vit"  # timm's own tiny model for tests: patches of 16, 64 channels
 
 def test_points_are_audits_of_their_settings_and_a_line_is_one_defence_beside_them(photographs: Path) -> None:
     kept: list[Any] = []
-    given = {"img_size": 32, "count": 2, "attacks": ("patchembed",)}
+    given = {"img_size": 32, "count": 2, "attacks": ("patchembed",), "model_args": {"depth": 1}}
     found = trace_defences(NAME, photographs, ["noise"], keep=kept.append, **given)
     sent, withheld = found.lines
     assert [line.beside for line in found.lines] == ["none", "no-pe-gradient"] and kept

@@ -91,8 +91,8 @@ def test_a_model_that_changes_its_images_is_judged_by_what_its_layer_was_fed(nam
     torch.manual_seed(1)
     backbone = adapt(Net(CHANGES[name], linear), 16, normalisation=HALVES)
     audit = attack_gradients(
-        backbone, TestSet(IMAGES, torch.arange(6), HALVES), [create_attack("patchembed")], [create_defence("none")]
+        backbone, TestSet(IMAGES[:4], torch.arange(4), HALVES), [create_attack("patchembed")], [create_defence("none")]
     )
     assert audit.judge(psnr=20).status == ABOVE
     [pair] = audit.pairs
-    assert sum(value > 40 for value in pair.scores["aligned_psnr"] or ()) >= 4
+    assert sum(value > 40 for value in pair.scores["aligned_psnr"] or ()) >= 3

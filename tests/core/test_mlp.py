@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -65,6 +66,8 @@ def test_it_takes_rows_that_lie_apart_a_gradient_that_is_one_number_and_no_rows(
 def test_half_precision_is_as_near_as_torchs(
     device: str, shape: tuple[int, ...], hidden: int, dtype: torch.dtype
 ) -> None:
+    if (device, dtype) == ("cpu", torch.float16) and math.prod(shape) > 2**14:
+        shape = (40, shape[-1])  # torch's own takes seconds there
     values = given(shape, hidden, dtype, device)
     exact = [value.detach().to(dtype).double().requires_grad_() for value in values]
     made, right = mlp(*values), plain(*exact)

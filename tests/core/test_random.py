@@ -41,7 +41,7 @@ def test_the_hash_is_the_published_generator():
     assert splitmix(1234567 + 2 * gamma) == 3203168211198807973
 
 
-@given(st.integers(), st.integers(0, 2**40), words, st.text(max_size=8))
+@given(st.integers(), st.integers(0, 2**40), words, st.text(st.characters(exclude_categories=["Cs"]), max_size=8))
 def test_words_are_those_of_plain_integers(seed: int, epoch: int, sample: int, stream: str):
     gamma = 0x9E3779B97F4A7C15
     shared = splitmix(splitmix(seed + gamma) ^ splitmix(epoch + 1) ^ stream_number(stream))

@@ -69,7 +69,9 @@ def test_attention_over_few_keys_changes_nothing(kind: Any, settings: dict[str, 
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-13) for a, b in zip(*made, strict=True))
 
 
-@pytest.mark.parametrize(("kind", "settings"), [(MP3, {}), (DropPos, SMALL), (MAE, SMALL)])
+@pytest.mark.parametrize(
+    ("kind", "settings"), [(MP3, {}), (DropPos, SMALL), pytest.param(MAE, SMALL, marks=pytest.mark.slow)]
+)
 def test_a_compiled_step_is_one_graph_with_kernels_of_our_own(
     kind: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

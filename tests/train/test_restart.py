@@ -40,7 +40,8 @@ def test_a_torchrun_without_a_name_is_known_by_its_process(tmp_path: Path, monke
     restart.mark(tmp_path)
     RunFolder.create(tmp_path, {})
     assert restart.begun(tmp_path)
-    monkeypatch.setattr(os, "getppid", lambda: 1)
+    other = os.getppid() + 1
+    monkeypatch.setattr(os, "getppid", lambda: other)
     assert not restart.begun(tmp_path)
 
 

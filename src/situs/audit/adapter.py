@@ -136,7 +136,7 @@ def _sees_enough(inputs: Tensor, model: nn.Module, number: int, images: Tensor) 
     if inputs.shape[1] > 1 and inputs.numel() >= images.numel():
         return True
     channels, height, width = images.shape[1:]
-    return View(Feed(model, number), (channels, height, width), images.device).affine
+    return View(Feed(model, number, copied=True), (channels, height, width), images.device).affine
 
 
 def _place(table: Tensor, weight: Tensor, inputs: Tensor) -> tuple[int, int] | None:

@@ -85,7 +85,7 @@ def upload_of(
             with torch.no_grad():
                 for name, parameter in parameter_names(method).items():
                     parameter -= training.lr * found[name]
-    mean = {name: g / local_steps for name, g in total.items()}
+    mean = total if local_steps == 1 else {name: g / local_steps for name, g in total.items()}
     chance = torch.Generator().manual_seed(seed * 1_000_003 + int(batch.ids[0]))
     withheld = defence.withheld(method.backbone)
     kept = {name: g for name, g in mean.items() if name not in withheld}
@@ -215,7 +215,7 @@ def _mean(found: list[Gradients]) -> Gradients:
     total: Gradients = {}
     for each in found:
         total = _sum(total, each)
-    return {name: g / len(found) for name, g in total.items()}
+    return total if len(found) == 1 else {name: g / len(found) for name, g in total.items()}
 
 
 def _step(

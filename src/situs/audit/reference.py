@@ -11,6 +11,7 @@ that fits such an upload badly says nothing about privacy. The deviation of the 
 from __future__ import annotations
 
 import math
+import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,7 +56,7 @@ class Chance(NamedTuple):
     def same(self, other: Chance) -> bool:
         mine, theirs = ([each.torch, *each.cuda] for each in (self, other))
         by_torch = len(mine) == len(theirs) and all(torch.equal(*pair) for pair in zip(mine, theirs, strict=True))
-        return by_torch and self.python == other.python and str(self.numpy) == str(other.numpy)
+        return by_torch and self.python == other.python and pickle.dumps(self.numpy) == pickle.dumps(other.numpy)
 
 
 @contextmanager

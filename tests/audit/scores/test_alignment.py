@@ -94,6 +94,14 @@ def test_text_behind_noise_is_read_by_a_threshold() -> None:
     assert torch.equal(two_levels(seen[0]), page[0])
 
 
+@pytest.mark.parametrize("shift", [(1, 0), (2, -3)])
+def test_text_behind_noise_is_read_where_it_was_moved_too(shift: tuple[int, int]) -> None:
+    page = (torch.rand(1, 1, 32, 32, generator=torch.Generator().manual_seed(2)) > 0.8).double()
+    moved = page.roll(shift, (2, 3))
+    seen = moved + 0.12 * noise(page)
+    torch.testing.assert_close(aligned_psnr(seen, page), aligned_psnr(moved, page))
+
+
 def between(grey: Tensor, mask: Tensor) -> float:
     """The variance between two classes of numbers."""
     share = mask.double().mean()

@@ -153,6 +153,13 @@ def test_all_of_them_and_no_lpips_without_weights() -> None:
         measure_all(PAIR[0], PAIR[1][:, :, :16, :16], 8)
 
 
+def test_a_picture_beyond_black_and_white_is_aligned_before_it_is_cut_off() -> None:
+    real = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    raw = 5 * real - 2
+    cut, whole = (measure_all(raw.clamp(0, 1), real, 4, raw=each)["aligned_psnr"] for each in (None, raw))
+    assert cut is not None and whole is not None and max(cut) < 40 and min(whole) > 100
+
+
 def test_baselines_do_not_see_the_image_itself() -> None:
     real = PAIR[0]
     found = baselines(real)

@@ -25,6 +25,14 @@ from situs.cli.main import main
 from situs.data.batch import Batch
 
 NAME = "test_vit"  # timm's own tiny model for tests: 160 pixels in patches of 16, 64 channels
+SMALL = [NAME, "--model-args.depth", "1"]
+
+
+@pytest.fixture(autouse=True)
+def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle is asked about one image and not four, and the attacker with priors learns of four and not 40."""
+    monkeypatch.setattr("situs.audit.bound.IMAGES", 1)
+    monkeypatch.setattr("situs.audit.attacks.prior.attack.GRADIENTS", 4)
 
 
 def test_table_page_and_file(
@@ -34,7 +42,7 @@ def test_table_page_and_file(
     schema_breaks: Callable[[Any], list[str]],
 ) -> None:
     out = tmp_path / "audit"
-    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--out", str(out)]
+    words = ["audit", "gradients", *SMALL, "--data", str(photographs), "--img-size", "32", "--out", str(out)]
     assert main([*words, "--count", "2"]) == 0
     shown = capsys.readouterr().out
     assert "none: 2 of 2 images recovered exactly from one step" in shown and "(best attack patchembed" in shown
@@ -57,7 +65,7 @@ def test_what_another_verb_or_model_left_is_not_lost_without_a_word(
     out.mkdir()
     for name in others:
         (out / name).write_text(name)
-    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--out", str(out)]
+    words = ["audit", "gradients", *SMALL, "--data", str(photographs), "--img-size", "32", "--out", str(out)]
     more = ["--count", "1", "--attack", "patchembed", "--defence", "none"]
     assert main([*words, *more]) == 0
     replaced = f"situs: {out / 'gradients'}.html and .json are there, and what this finds replaces them"
@@ -76,16 +84,16 @@ def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsy
     out = tmp_path / "audit"
     out.mkdir()
     (out / "gradients.html").write_text("the page before, for all to read")
-    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--out", str(out)]
+    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "32", "--out", str(out)]
     more = ["--count", "2", "--attack", "patchembed", "--defence", "none"]
     assert main([*words, *more]) == 0
     path, told = out / "gradients.html", json.loads((out / "gradients.json").read_text())
     assert path.stat().st_mode & 0o777 == 0o600
     page = path.read_text()
     assert page.index("This page holds private images") < page.index("Threat model") and "<img" in page
-    victim = open_victim(NAME, img_size=(64, 64))
+    victim = open_victim(NAME, img_size=(32, 32))
     assert told["weights_sha256"] == weights_digest(victim.trains) and told["weights_file_sha256"] is None
-    command = f"situs audit gradients {NAME} --count 2 --img-size 64 --data {photographs.name} --attack patchembed"
+    command = f"situs audit gradients {NAME} --count 2 --img-size 32 --data {photographs.name} --attack patchembed"
     assert told["command"] == f"{command} --defence none --out audit"
     assert abs(datetime.fromisoformat(told["made"]) - datetime.now(UTC)) < timedelta(minutes=5)
     for name in ("made", "command", "situs", "torch", "weights_sha256"):
@@ -106,8 +114,8 @@ def test_the_weights_file_is_hashed(photographs: Path, tmp_path: Path) -> None:
     import timm
 
     weights = tmp_path / "w.safetensors"
-    save_file(timm.create_model(NAME, img_size=64).state_dict(), weights)
-    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--count", "1"]
+    save_file(timm.create_model(NAME, img_size=32).state_dict(), weights)
+    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "32", "--count", "1"]
     more = ["--weights", str(weights), "--attack", "patchembed", "--defence", "none", "--no-pictures"]
     assert main([*words, *more, "--out", str(tmp_path / "audit")]) == 0
     told = json.loads((tmp_path / "audit" / "gradients.json").read_text())
@@ -157,11 +165,9 @@ def test_the_gate(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     schema_breaks: Callable[[Any], list[str]],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("situs.audit.bound.IMAGES", 1)  # the oracle is asked about one image instead of four
     file = tmp_path / "deep" / "junit.xml"
-    words = ["audit", "gradients", NAME, "--data", str(five), "--img-size", "32", *GATE]
+    words = ["audit", "gradients", *SMALL, "--data", str(five), "--img-size", "32", *GATE]
     assert main([*words, "--out", str(tmp_path / "audit"), "--no-pictures", "--junit", str(file), *more]) == status
     assert said in capsys.readouterr().out
     told = json.loads((tmp_path / "audit" / "gradients.json").read_text())
@@ -176,7 +182,7 @@ def test_the_gate(
 
 
 def test_a_gate_judges_what_would_be_sent_and_nothing_else(photographs: Path, tmp_path: Path) -> None:
-    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--count", "1", *GATE]
+    words = ["audit", "gradients", *SMALL, "--data", str(photographs), "--img-size", "32", "--count", "1", *GATE]
     assert main([*words, "--no-pictures", "--out", str(tmp_path)]) == 3
     told = json.loads((tmp_path / "gradients.json").read_text())
     assert [judged["defence"] for judged in told["gate"]["defences"]] == ["none"]
@@ -184,7 +190,7 @@ def test_a_gate_judges_what_would_be_sent_and_nothing_else(photographs: Path, tm
 
 
 def test_one_image_is_not_re_identified(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--count", "1"]
+    words = ["audit", "gradients", *SMALL, "--data", str(photographs), "--img-size", "32", "--count", "1"]
     assert main([*words, "--defence", "noise=10", "--no-pictures", "--out", str(tmp_path / "audit")]) == 0
     told = json.loads((tmp_path / "audit" / "gradients.json").read_text())
     assert [pair["images"][0]["reidentified"] for pair in told["pairs"]] == [None] * 4
@@ -251,7 +257,7 @@ def test_broken_images_are_said(photographs: Path, tmp_path: Path, capsys: pytes
     folder = tmp_path / "images"
     folder.mkdir()
     (folder / "broken.png").write_text("no picture")
-    words = ["audit", "gradients", NAME, "--data", str(folder), "--img-size", "64", "--out", str(tmp_path / "audit")]
+    words = ["audit", "gradients", *SMALL, "--data", str(folder), "--img-size", "32", "--out", str(tmp_path / "audit")]
     assert main(words) == 2
     assert "its only image cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "audit").exists()
@@ -271,7 +277,7 @@ def test_in_the_place_of_a_broken_image_comes_the_next(
     (folder / "00-broken.png").write_text("no picture")
     (folder / "05-broken.png").write_text("no picture")
     os.mkfifo(folder / "06-pipe.png")
-    words = ["audit", "gradients", NAME, "--data", str(folder), "--img-size", "64", "--out", str(out)]
+    words = ["audit", "gradients", *SMALL, "--data", str(folder), "--img-size", "32", "--out", str(out)]
     assert main([*words, "--count", "2", "--attack", "patchembed", "--defence", "none"]) == 0
     shown = capsys.readouterr()
     assert "none: 2 of 2 images recovered exactly" in shown.out
@@ -665,7 +671,7 @@ def test_the_gate_in_a_shell_script(own: str, five: Path) -> None:
 
 
 def settings_words(photographs: Path, out: Path, *more: str) -> list[str]:
-    return ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--out", str(out), *more]
+    return ["audit", "gradients", *SMALL, "--data", str(photographs), "--img-size", "64", "--out", str(out), *more]
 
 
 def test_table_verdict_and_files(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -712,7 +718,7 @@ def test_ctrl_c_before_the_first_remedy_keeps_the_audit(
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr("situs.audit.remedies.find.open_audit", pressed)
-    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "32", "--out", str(tmp_path)]
+    words = ["audit", "gradients", *SMALL, "--data", str(photographs), "--img-size", "32", "--out", str(tmp_path)]
     assert main([*words, "--count", "1", "--attack", "patchembed", "--find-defence", "psnr=20"]) == 130
     told = capsys.readouterr()
     assert "1 of 1 image recovered exactly" in told.out and str(tmp_path / "gradients.html") in told.out
@@ -722,7 +728,7 @@ def test_ctrl_c_before_the_first_remedy_keeps_the_audit(
 
 def test_remedies_are_searched_and_written_beside_their_page(photographs: Path, tmp_path: Path) -> None:
     out = tmp_path / "found"
-    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "32", "--out", str(out)]
+    words = ["audit", "gradients", *SMALL, "--data", str(photographs), "--img-size", "32", "--out", str(out)]
     assert main([*words, "--count", "1", "--attack", "april", "--find-defence", "psnr=20"]) == 4  # it proves nothing
     told = json.loads((out / "defences.json").read_text())
     assert told["schema"] == "situs-audit-defences/1" and (told["searched"], told["held_out"]) == (1, 1)

@@ -111,10 +111,11 @@ def watch_products(model: nn.Module, images: Tensor, until: int | None = None) -
 
 
 class Feed:
-    """The input [B, N, K] of product `number` as a function of images [B, C, H, W]."""
+    """The input [B, N, K] of product `number` as a function of images [B, C, H, W]. copied: whether the model is a
+    `precise` one already, which is then taken as it is."""
 
-    def __init__(self, model: nn.Module, number: int) -> None:
-        self.model, self.number = precise(model).requires_grad_(False), number
+    def __init__(self, model: nn.Module, number: int, copied: bool = False) -> None:
+        self.model, self.number = model if copied else precise(model).requires_grad_(False), number
 
     def __call__(self, images: Tensor) -> Tensor:
         return watch_products(self.model, images, self.number)[1][self.number].inputs

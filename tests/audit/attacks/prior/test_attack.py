@@ -23,10 +23,16 @@ from situs.audit.public import ATTACKED
 from situs.audit.victim import PUBLIC, load_test_set, open_victim
 
 
+@pytest.fixture(autouse=True)
+def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The covariance of a small model's channels, of fewer images."""
+    monkeypatch.setattr("situs.audit.attacks.prior.attack.GRADIENTS", 12)
+
+
 def victim(**fields: Any) -> Any:
     """With weights of a trained model's size: at the start all patches have nearly the same gradient."""
     torch.manual_seed(0)
-    given = {"img_size": 32, "width": 96, "heads": 4, "patch_size": 8, "num_classes": 5, **fields}
+    given = {"img_size": 32, "width": 64, "heads": 4, "patch_size": 8, "num_classes": 5, **fields}
     backbone = small_vit(**given).eval()
     with torch.no_grad():
         for parameter in backbone.parameters():
