@@ -110,12 +110,10 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
 
 
 def test_python_does_the_same_with_a_folder_and_with_what_is_in_memory(photos: Path, tmp_path: Path) -> None:
-    shape: dict[str, Any] = {"name": "vit_tiny_patch16_224", "patch_size": 8}
-    shape["model_args"] = {"depth": 1, "embed_dim": 16, "num_heads": 2}
     quick: dict[str, Any] = {"steps": 2, "batch": 8, "device": "cpu", "quiet": True}
     memory = KINDS["torch dataset"](*pictures(COUNT))
     for number, data in enumerate((photos, memory)):
-        run = situs.pretrain({"path": data, "img_size": 16}, backbone=shape, out=tmp_path / f"{number}", **quick)
+        run = situs.pretrain({"path": data, "img_size": 16}, backbone=SHAPE, out=tmp_path / f"{number}", **quick)
         tuned = situs.finetune(run, data=data, out=tmp_path / f"{number}t", **quick)
         near = [evaluate_knn(model, data, k=2) for model in (tuned, run)]
         evaluate_probe(run, data, kind="class", weight_decays=(0.1,))
@@ -185,13 +183,8 @@ def test_transparent_images_are_said_to_be_laid_over_white_once(
     root = write_folder(tmp_path / "photos", *pictures(24))
     for name in ("cat", "dog"):
         Image.new("RGBA", (SIDE, SIDE), (9, 9, 9, 99)).save(root / name / "cut out.png")
-    shape = {
-        "name": "vit_tiny_patch16_224",
-        "patch_size": 8,
-        "model_args": {"depth": 1, "embed_dim": 16, "num_heads": 2},
-    }
     data = {"path": root, "img_size": SIDE, **how}
-    run = situs.pretrain(data, backbone=shape, epochs=2, batch=8, device="cpu", out=tmp_path / "run")
+    run = situs.pretrain(data, backbone=SHAPE, epochs=2, batch=8, device="cpu", out=tmp_path / "run")
     line = "some of its images are transparent, in part or as a whole, and are laid over white"
     said = capsys.readouterr()
     assert (said.out + said.err).count(line) == 1

@@ -36,6 +36,7 @@ from situs.errors import SitusError, counted
 from situs.limits import Count, Positive
 from situs.methods.base import Method
 from situs.models.data import AnyData
+from situs.progress import shown
 from situs.results import Provenance
 
 ATTACKED = ("patchembed", "april", "tokens", "patchembed-prior")
@@ -156,21 +157,22 @@ def audit_gradients(
         "search": f"{config.distance}, {config.iterations:,} iterations, starts: {config.restarts}",
         **facts,
     }
-    return attack_gradients(
-        victim.trains,
-        test,
-        opened.attacks,
-        defended,
-        step=step_of(config, victim),
-        search=None if limit is None or searched else opened.search,
-        lpips=opened.lpips,
-        deadline=deadline,
-        keep=keep,
-        bounded=limit is not None,
-        limit=limit,
-        notes={**victim.notes, **test.notes, **size_of_gradients(victim, test)},
-        provenance=Provenance(origin, left_out=test.left_out, things=test.things),
-    )
+    with shown():
+        return attack_gradients(
+            victim.trains,
+            test,
+            opened.attacks,
+            defended,
+            step=step_of(config, victim),
+            search=None if limit is None or searched else opened.search,
+            lpips=opened.lpips,
+            deadline=deadline,
+            keep=keep,
+            bounded=limit is not None,
+            limit=limit,
+            notes={**victim.notes, **test.notes, **size_of_gradients(victim, test)},
+            provenance=Provenance(origin, left_out=test.left_out, things=test.things),
+        )
 
 
 def audit_settings(

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from situs.cli.progress import showing
 from situs.errors import SitusError
+from situs.progress import showing
 
 FLAGS = {
     "quiet": "errors alone",
