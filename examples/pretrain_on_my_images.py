@@ -19,7 +19,8 @@ args = parser.parse_args()
 # Settings for small grey images and a CPU; the page has those for photographs.
 data = {"path": args.data, "img_size": 28, "channels": 1}
 model = {"patch_size": 7, "model_args": {"embed_dim": 64, "depth": 2, "num_heads": 4}}
-quiet = {"batch": 64, "device": "cpu", "quiet": True}
+batch = 64 if args.data == "samples" else None  # None: what fits the set
+quiet = {"batch": batch, "device": "cpu", "quiet": True}
 
 # 1. Pretrain: MP3 asks every patch where it was. No label is used.
 pretrained = situs.pretrain(
@@ -34,7 +35,7 @@ pretrained = situs.pretrain(
 )
 
 # 2. Look at what it learned: how many patches does it put in the right place?
-places = evaluate_position(pretrained, split="test", count=args.count, ratios=(0.0, 0.5))
+places = evaluate_position(pretrained, count=args.count, ratios=(0.0, 0.5))
 print(places.summary().sentence)
 
 # 3. Fine-tune with few labels; train the same model from random weights too.
@@ -46,7 +47,6 @@ recipe = {
 tuned = situs.finetune(
     pretrained,
     data=few,
-    validate_every=0,
     steps=args.steps,
     out=args.out / "tuned",
     **recipe,
@@ -62,9 +62,9 @@ scratch = situs.pretrain(
     **quiet,
 )
 for name, run in (("after MP3", tuned), ("from random weights", scratch)):
-    found = situs.evaluate_accuracy(run, args.data, split="test", count=args.count)
+    found = situs.evaluate_accuracy(run, args.data, count=args.count)
     top1 = 100 * found.accuracy.top1
-    print(f"{name}: {top1:.1f} % of {args.count} test images, with {args.labels} labels")
+    print(f"{name}: {top1:.1f} % of {found.accuracy.count} test images, with {args.labels} labels")
 
 # 4. Take the model elsewhere: an export is a folder that timm loads by itself.
 exported = situs.export(tuned, args.out / "exported")

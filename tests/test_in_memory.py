@@ -1,4 +1,4 @@
-"""Images in memory: six kinds of them in five functions, to the numbers of the same images in files."""
+"""Images in memory: six kinds of them in six functions, to the numbers of the same images in files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TRAIN, VAL = ordered(18, 0), ordered(9, 1)
 
 
 def used(folder: Path, data: Any) -> dict[str, Any]:
-    """What five functions make of the data."""
+    """What six functions make of the data."""
     run = situs.pretrain({"path": data, "img_size": SIDE}, out=folder / "run", **TINY)
     tuned = situs.finetune(run, data=data, out=folder / "tuned", **TUNED)
     accuracy: Any = situs.evaluate_accuracy(tuned, data)
@@ -52,6 +52,7 @@ def used(folder: Path, data: Any) -> dict[str, Any]:
         "finetune": weights(tuned),
         "evaluate_accuracy": (accuracy.accuracy, accuracy.answers.tolist()),
         "features": features.features,
+        "predict": [row.probability for row in situs.predict(tuned, data).rows],
         "audit_gradients": [pair.scores["psnr"] for pair in audit.pairs],
         "classes": features.classes,
     }

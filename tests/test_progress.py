@@ -7,7 +7,7 @@ from itertools import zip_longest
 import pytest
 
 from situs import progress
-from situs.progress import clock, hearing, in_words, note, seconds_left, share, task, took, tracked
+from situs.progress import clock, hearing, in_words, note, seconds_left, share, shown, task, took, tracked
 
 
 class Ear:
@@ -81,3 +81,23 @@ def test_took_is_never_nothing() -> None:
 
 def test_clock() -> None:
     assert [clock(s) for s in (0, 61.9, 3600, 90061)] == ["0:00", "1:01", "1:00:00", "25:01:01"]
+
+
+def test_a_long_function_of_python_shows_itself_unless_somebody_hears(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now, ear = 0.0, Ear()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+
+    def work() -> str:
+        nonlocal now
+        with shown():
+            for _ in tracked(range(4), "attacks"):
+                now += 20.0
+        return capsys.readouterr().err
+
+    assert work().startswith(" 25 %  attacks")
+    with hearing(None):
+        assert work() == ""
+    with hearing(ear):
+        assert work() == "" and ("attacks", 0.25) in ear.heard

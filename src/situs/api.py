@@ -151,7 +151,8 @@ def finetune(
     (NAME=FILE, NAME=pretrained), or a module or open model, of which a copy is trained. data: images in a folder a
     class, or in memory; by default the run's own. out: a new folder for the run, or resume: one to go on with.
     positions: learned, sincos, learned_sincos, relative or none; by default the model's own, and learned after MP3.
-    validate_every: epochs between two looks at the validation split, by default 5; 0 for data without one. train:
+    validate_every: epochs between two looks at the validation split, by default 5; of data without one a fifth is held
+    out (data={"path": ..., "held_out": 0.1} says another share), and 0 looks at none and trains on all of it. train:
     "head" or "lora" trains the classifier alone, or with LoRA's products (tuning={"rank": 8, "targets": ["qkv"]}); dp:
     an ε, trains with differential privacy (the extra dp).
 
@@ -246,6 +247,7 @@ def train_finetuning(
 ) -> TrainResult | Rehearsal:
     """Fine-tunes the model at `source` as `config` says, and looks at the validation split on the way."""
     from situs.evaluate.hooks import validation_hooks
+    from situs.train.inputs import own_splits
 
     if validate_every is not None:
         check_value("validate_every", validate_every, ">= 0")
@@ -253,6 +255,10 @@ def train_finetuning(
     if place.get("resume") is None:
         config = _begun(config, source, positions)
         every = every or VALIDATED if validate_every is None else every
+        if validate_every == 0 and config.data.held_out is None:  # on all of data without a split to be judged on
+            config = replace(config, data=replace(config.data, held_out=0.0))
+        if validate_every is None and config.data.held_out == 0 and config.data.path and not own_splits(config.data):
+            every = 0
     else:  # as it began, without validation too
         _check_resumed(config, place["resume"], {"source": source, "positions": positions})
     return _train(replace(config, probe_every=every), validation_hooks(every), **place)

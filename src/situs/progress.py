@@ -3,18 +3,21 @@
     for batch in tracked(batches, "val", len(batches)):                # a loop
     with task("attacks", 12) as attacks: attacks.tell(3, "batch 4")    # or told by hand
 
-The command line hears it (`situs.cli.progress`), and so may any program: `with hearing(listener)`. Where nobody does,
-nothing happens. Tasks lie within one another: the third of four attacks, of it the 200th of 1,000 steps.
+The command line shows it (`showing`), long audits in Python too, and any program may hear it: `with hearing(listener)`.
+Where nobody does, nothing happens. Tasks lie within one another: the third of four attacks, of it the 200th of 1,000
+steps.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -57,7 +60,8 @@ class _Heard:
         self.listener(self.tasks)
 
 
-_heard: ContextVar[_Heard | None] = ContextVar("situs.progress", default=None)
+_NOBODY = _Heard(lambda _: None)
+_heard: ContextVar[_Heard | None] = ContextVar("situs.progress", default=_NOBODY)
 
 
 @contextmanager
@@ -74,7 +78,7 @@ def hearing(listener: Listener | None) -> Iterator[None]:
 def task(what: str = "", total: int | None = None, done: int = 0) -> Iterator[Task]:
     """One task, from its beginning to its end. done: where it begins, as one does that was cut."""
     heard = _heard.get()
-    if heard is None:
+    if heard is None or heard is _NOBODY:
         yield Task(what, total, done)
         return
     own = Task(what, total, done, hear=heard.tell, start=done, began=time.monotonic())
@@ -140,3 +144,93 @@ def clock(seconds: float) -> str:
     whole = int(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+# --- shown on stderr ------------------------------------------------------------------------------------------
+
+FIRST, PATIENCE = 10.0, 30.0
+"""Seconds until the first line where there is no terminal, and between two lines."""
+
+
+@contextmanager
+def showing() -> Iterator[None]:
+    """Shows what is told within, by this thread."""
+    line: _Line | _Lines = _Line() if sys.stderr.isatty() else _Lines()
+    try:
+        with hearing(line.hear if os.environ.get("RANK", "0") == "0" else None):  # one of torchrun's ranks speaks
+            yield
+    finally:
+        line.hear(())
+
+
+@contextmanager
+def shown() -> Iterator[None]:
+    """The same for a function of Python that takes minutes; nothing where somebody hears already, or wants to hear
+    nothing (`hearing(None)`)."""
+    with showing() if _heard.get() is _NOBODY else nullcontext():
+        yield
+
+
+class _Lines:
+    """Plain lines."""
+
+    def __init__(self) -> None:
+        self.next = time.monotonic() + FIRST
+
+    def hear(self, tasks: Sequence[Task]) -> None:
+        if tasks and time.monotonic() >= self.next:
+            self.next = time.monotonic() + PATIENCE
+            done, left = share(tasks), seconds_left(tasks)
+            facts = (
+                "" if done is None else f"{100 * done:3.0f} %",
+                in_words(tasks),
+                "" if left is None else f"{clock(left)} left",
+            )
+            sys.stderr.write("  ".join(filter(None, facts)) + "\n")
+            sys.stderr.flush()
+
+
+class _Line:
+    """rich's line, redrawn by a thread of its own so that it moves while a step takes long."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+        self.bar_task: Any = None
+
+    def hear(self, tasks: Sequence[Task]) -> None:
+        if not tasks:
+            if self.bar is not None:
+                self.bar.stop()
+            self.bar = None
+            return
+        if self.bar is None:
+            self._open()
+        done, left = share(tasks), seconds_left(tasks)
+        self.bar.update(  # pyright: ignore[reportOptionalMemberAccess]
+            self.bar_task,
+            total=None if done is None else 1.0,
+            completed=done or 0.0,
+            description=in_words(tasks),
+            facts="" if done is None else f"{100 * done:3.0f} %" + ("" if left is None else f" · {clock(left)} left"),
+        )
+
+    def _open(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.table import Column
+
+        words = TextColumn(
+            "{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        )
+        columns = (words, BarColumn(bar_width=12), TextColumn("{task.fields[facts]}"), TimeElapsedColumn())
+        # What is printed to stdout meanwhile goes above the line, but where it is a file it stays there.
+        self.bar = Progress(
+            *columns,
+            console=Console(stderr=True),
+            transient=True,
+            expand=True,
+            redirect_stdout=sys.stdout.isatty(),
+            refresh_per_second=4,
+        )
+        self.bar_task = self.bar.add_task("", total=None, facts="")
+        self.bar.start()

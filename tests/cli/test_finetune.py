@@ -40,7 +40,7 @@ def test_a_run_and_a_folder_are_enough(trained: Any, tmp_path: Path, capsys: pyt
         r"done: 3 steps, loss .*, accuracy .*, val top1 [\d.]+, val balanced [\d.]+, val majority [\d.]+, val loss",
         lines[-2],
     )
-    assert lines[-1] == f"next: situs evaluate accuracy {out}, or situs export {out} --out DIR"
+    assert lines[-1] == f"next: situs evaluate accuracy {out}, or situs export {out} --out {out}-exported"
     config = json.loads((out / "config.json").read_text())
     assert (config["data"]["path"], config["data"]["img_size"]) == (str(trained.data), 8)
     assert config["backbone"]["positions"] == "learned"
@@ -107,10 +107,14 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     told = [*out, "--from", str(trained.mp3), *QUICK]
     assert refused(out, capsys) == (
         "give the pretrained model to start from, other weights with the name of their model, or a run to go on with "
-        "(--from, --init, --backbone.name, --resume)"
+        "(--from, --init, --backbone, --resume)"
     )
     assert refused([*told, "--init", "x.pt"], capsys) == (
         f"give the model to start from ({trained.mp3}) or other weights (x.pt), and not both (--from, --init)"
+    )
+    assert refused([*told, "--backbone", "vit_tiny_patch16_224"], capsys) == (
+        f"backbone=vit_tiny_patch16_224: {trained.mp3} brings its own; leave it out, or give its weights alone "
+        "(--backbone, --init)"
     )
     for_pretrain = ["--resume", str(trained.mp3), "--device", "cpu"]
     assert refused(for_pretrain, capsys) == (
@@ -121,8 +125,8 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     assert refused([*out, "--from", str(tmp_path / "none")], capsys).startswith(f"{tmp_path / 'none'}: holds no run")
     assert "method=mp3: fine-tuning needs a method with labels" in refused([*told, "--method", "mp3"], capsys)
     assert refused([*told, "--validate-every", "-1"], capsys) == "validate_every=-1: must be >= 0 (--validate-every)"
-    # Without a validation split the run is refused before it has begun.
-    alone = [*told, "--data", str(trained.data / "train")]
+    # Where validation is asked for and none can be, the run is refused before it has begun.
+    alone = [*told, "--data", str(trained.data / "train"), "--data.held-out", "0", "--validate-every", "1"]
     assert refused(alone, capsys) == (
         f"{trained.data / 'train'}: has no split 'val', it is not split and 'train' means all of it; hold a "
         "share of it out, as with 0.1, or name another split; validate_every=0 trains without validation "

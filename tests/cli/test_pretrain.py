@@ -73,7 +73,9 @@ def test_a_first_run_says_what_it_does_and_what_comes_next(
     told = r"mp3 on vit_tiny_patch16_224: 4 x 4 patches, [\d,]+ trained parameters, fp32, cpu.*"
     assert re.fullmatch(told, lines[1])
     assert re.fullmatch(rf"done: 2 steps, loss [\d.]+, position accuracy [\d.]+; the run is in {out}", lines[2])
-    assert lines[3] == f"next: situs finetune --from {out} --data PATH --out DIR, or situs export {out} --out DIR"
+    assert (
+        lines[3] == f"next: situs finetune --from {out} --out {out}-tuned, or situs export {out} --out {out}-exported"
+    )
     assert re.search(r"step 2/2 · epoch 0.00 · loss .* samples/s · data-wait \d+ %", printed.err)
 
 

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from situs.cli import progress
-from situs.cli.progress import remark, showing
-from situs.progress import task, tracked
+from situs import progress
+from situs.cli.progress import remark
+from situs.progress import showing, task, tracked
 
 
 class Terminal(io.StringIO):

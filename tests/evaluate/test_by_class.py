@@ -8,7 +8,9 @@ import torch
 from sklearn.dummy import DummyClassifier
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix
 
+from situs.evaluate.accuracy import Accuracy, ClassAccuracy
 from situs.evaluate.by_class import ByClass, Z, by_class, wilson
+from situs.results import Provenance
 
 
 def drawn(seed: int, classes: int, count: int, right: float) -> tuple[np.ndarray, np.ndarray]:
@@ -75,3 +77,25 @@ def test_classes_without_a_sample_are_named_and_count_for_nothing() -> None:
     assert by_class(table, ["a", "b", "c"])[2] == {
         "class": "c", "count": 0, "top1": None, "named": 0, "taken_for": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("table", "first"),
+    [
+        ([[0, 4], [0, 32]], "names one class, 'dog', for everything: it tells nothing apart."),
+        (
+            [[2, 2], [2, 30]],
+            "model recognises 88.89 % of 36 images of 2 classes, too few to tell apart from naming the",
+        ),
+        ([[40, 4], [4, 60]], "model recognises 92.59 % of 108 images of 2 classes. Naming 'dog', the largest class,"),
+    ],
+)
+def test_the_headline_of_an_accuracy_does_not_flatter(table: list[list[int]], first: str) -> None:
+    """Of a page many read the first line alone."""
+    answers = torch.tensor(table)
+    count, rows = int(answers.sum()), ByClass.of(answers)
+    top1 = float(answers.diagonal().sum()) / count
+    whole = Accuracy(top1, 1.0, count, 0.1, rows.balanced, rows.majority, 2, rows.only)
+    found = ClassAccuracy(whole, answers, ("cat", "dog"), provenance=Provenance({}))
+    said = found.summary().sentence
+    assert first in said.partition(" Balanced")[0] and said.count("apart") == ("apart" in first)

@@ -81,6 +81,15 @@ def test_without_cls_only_the_mean_and_without_layers_only_the_last() -> None:
     assert "merges change grid and width" in str(found.why_last)
 
 
+@pytest.mark.parametrize(("bank", "k"), [(90, 20), (42, 14), (2, 1)])
+def test_in_a_small_bank_as_many_decide_as_a_class_has(bank: int, k: int) -> None:
+    """Of 2 samples and 3 classes the nearest alone; a user with 15 images need not know of k."""
+    parts = [part for part in batches(bank, 0) if len(part.ids)]
+    found = knn_by_layer(make(), parts, batches(50, 100), ("a", "b", "c"))
+    assert found.k == k
+    assert found.rows == knn_by_layer(make(), parts, batches(50, 100), ("a", "b", "c"), k=k).rows
+
+
 def test_mistakes_are_named() -> None:
     with pytest.raises(SitusError, match="needs labels, one class a sample, and the data has none"):
         knn_by_layer(make(), batches(60, 0, labels=False), batches(60, 1))

@@ -74,17 +74,22 @@ def test_a_run_is_judged_on_what_it_held_out(flat: Path, run: Path) -> None:
     assert (said.name, said.facts["fitted_to"], list(said.facts)[-1]) == (subject.name, "x", "fitted_to")
 
 
-def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Path) -> None:
+def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Path, tmp_path: Path) -> None:
     subject = open_model(str(run)).holding_out(0.0)
     loader = load_set(subject, flat, batch=8)
     assert len(loader.source) == 40
-    assert loader.source.notes[-1] == "flat: is not split, so that all its images were taken; a share can be held out"
-    own = load_set(subject, batch=8).source.notes[-1]
-    assert "all its images were taken, those of the training too" in own
+    taken = "flat: is not split, so that all its images were taken, those of the training too; a share can be held out"
+    assert loader.source.notes[-1] == load_set(subject, batch=8).source.notes[-1] == taken  # named or not
+    other = shutil.copytree(flat, tmp_path / "other")
+    assert "all its images were taken; a share" in load_set(subject, other, batch=8).source.notes[-1]
     with pytest.raises(SitusError, match=r"has no split 'val', it is not split"):
         load_set(subject, flat, split="val", batch=8)
-    with pytest.raises(SitusError, match=r"has no split 'val'"):  # nobody is judged on what was learned from
-        load_bank(subject, flat, batch=8)
+    bank, test = load_bank(subject, flat, batch=8)  # nobody is judged on what was learned from
+    assert names(bank).isdisjoint(names(test)) and len(names(bank) | names(test)) == 40
+    assert names(test) == names(load_set(subject, flat, split="val", held_out=0.2, batch=8))
+    assert test.source.notes[-1] == (
+        f"{flat}: has no split to be judged on, so that 0.2 of it, by names, is held out; held_out says another share"
+    )
 
 
 VERBS = {
@@ -99,11 +104,12 @@ VERBS = {
 def test_every_verb_follows_the_rule(verb: str, flat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*verb.split(), *MODEL, "--data", str(flat), "--out", str(tmp_path), "--batch", "8", *VERBS[verb]]
     learns = verb in {"evaluate knn", "evaluate probe"}
-    assert main(words) == (2 if learns else 0)
+    assert main(words) == 0
     said = capsys.readouterr().err
-    assert ("has no split 'val', it is not split" if learns else "so that all its images were taken") in said
-    assert main([*words, "--split", "val"]) == 2
-    assert "--held-out" in capsys.readouterr().err
+    assert ("so that 0.2 of it, by names, is held out" if learns else "so that all its images were taken") in said
+    if not learns:
+        assert main([*words, "--split", "val"]) == 2
+        assert "--held-out" in capsys.readouterr().err
     assert main([*words, "--held-out", "0.4"]) == 0
     said = capsys.readouterr()
     assert "flat, the 0.4 held out" in said.out + "".join(path.read_text() for path in tmp_path.glob("*.json"))
@@ -139,6 +145,6 @@ def test_a_share_is_refused_of_data_with_a_split_of_its_own(
     assert capsys.readouterr().err == f"{said} out (--held-out)\n"
     inherited = from_dict(FinetuneConfig, {"data": {**data_as_seen(run)["data"], "path": own}})
     assert inherited.data.held_out == 0.25
-    assert finetune_config(inherited, run, None).data.held_out == 0.0  # the share was of other data
+    assert finetune_config(inherited, run, None).data.held_out is None  # the share was of other data
     kept = replace(inherited, data=replace(inherited.data, path=str(flat)))
     assert finetune_config(kept, run, None).data.held_out == 0.25

@@ -173,7 +173,7 @@ def test_a_run_brings_its_method_its_data_and_its_epoch(tmp_path: Path) -> None:
         {
             "method": {"name": "supervised"},
             "backbone": {"name": NAME, "patch_size": 4, "model_args": TINY},
-            "data": {"path": str(tmp_path / "data"), "img_size": 16, "batch": 12, "workers": 0},
+            "data": {"path": str(tmp_path / "data"), "img_size": 16, "batch": 12, "workers": 0, "held_out": 0.0},
             "train": {"epochs": 2, "seed": 0, "precision": "fp32"},
         },
     )

@@ -163,6 +163,27 @@ def test_a_slow_run_speaks_between_its_log_steps(tmp_path: Path, capsys, monkeyp
     assert [r["loss"] for r in run.records()] == [r["loss"] for r in quick.records()]
 
 
+@pytest.mark.parametrize(("seconds", "said"), [(0.1, None), (9.0, "2:42"), (60.0, "19:00")])
+def test_a_long_run_says_at_its_beginning_how_long_it_takes(
+    seconds: float, said: str | None, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 steps; on a slow clock two tell, and from a minute each on the first alone."""
+    now = [0.0]
+    monkeypatch.setattr("situs.train.loop.time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Slow(ToyLoader):
+        def iterate(self, epoch: int, start_step: int) -> Iterator[Batch]:
+            for batch in super().iterate(epoch, start_step):
+                now[0] += seconds
+                yield batch
+
+    train(tmp_path / "run", loader=Slow())
+    told = [line for line in capsys.readouterr().err.splitlines() if " to go; what makes it shorter: " in line]
+    assert len(told) == (said is not None)
+    if said is not None:
+        assert told[0].startswith(f"about {said} to go") and "20 updates now: train.epochs, train.max_steps" in told[0]
+
+
 def test_a_torn_checkpoint_sends_the_run_back_one(tmp_path: Path, capsys, peace) -> None:
     _, _, run = train(tmp_path / "run", hooks=[StopAt(9)])
     weights = run.checkpoints / "step-00000009" / "optimizer.safetensors"

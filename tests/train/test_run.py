@@ -40,7 +40,7 @@ BASE: dict[str, Any] = {
         "patch_size": 7,
         "model_args": {"depth": 1, "embed_dim": 16, "num_heads": 2},
     },
-    "data": {"path": "samples", "img_size": 28, "channels": 1, "batch": 16},
+    "data": {"path": "samples", "img_size": 28, "channels": 1, "batch": 16, "held_out": 0.0},
     "augment": {"crop": "pad", "pad": 2},
     "optim": {"lr": 1e-2, "warmup_epochs": 0},
     "train": {"max_steps": 3, "precision": "fp32", "log_every": 1},

@@ -36,6 +36,7 @@ from situs.errors import SitusError, counted
 from situs.limits import Count, Positive
 from situs.methods.base import Method
 from situs.models.data import AnyData
+from situs.progress import note, shown
 from situs.results import Provenance
 
 ATTACKED = ("patchembed", "april", "tokens", "patchembed-prior")
@@ -114,6 +115,7 @@ def audit_gradients(
     *,
     attacks: Sequence[str | Attack] = ATTACKED,
     defences: Sequence[str | Defence] = AUTO,
+    time_limit: float | None = None,
     deadline: Deadline | None = None,
     keep: Callable[[Audit], Any] | None = None,
     facts: Mapping[str, Any] = NOTHING,
@@ -131,10 +133,12 @@ def audit_gradients(
     attacks, defences: by name. options: fields of `AuditConfig` (count, batch, precision, fail_above, …; loss may also
     be the function itself), and what `open_model` is asked (img_size, weights, …).
 
-    When the deadline's time is over, or on Ctrl-C, what is there is returned and says so (`Audit.stopped`). keep: is
-    given the audit now and then while it grows, and at its end. facts: more of them for its files.
+    time_limit: seconds for all attacks. When they are over, or on Ctrl-C, what is there is returned and says so
+    (`Audit.stopped`); no gate passes it. deadline: a limit that the caller holds, in its place. keep: is given the
+    audit now and then while it grows, and at its end. facts: more of them for its files.
     """
     config, asked = config_from(options)
+    deadline = Deadline(note, time_limit) if deadline is None else deadline
     limit = None if config.fail_above is None else parse_limit(config.fail_above)
     auto = tuple(defences) == AUTO
     if auto:
@@ -156,21 +160,22 @@ def audit_gradients(
         "search": f"{config.distance}, {config.iterations:,} iterations, starts: {config.restarts}",
         **facts,
     }
-    return attack_gradients(
-        victim.trains,
-        test,
-        opened.attacks,
-        defended,
-        step=step_of(config, victim),
-        search=None if limit is None or searched else opened.search,
-        lpips=opened.lpips,
-        deadline=deadline,
-        keep=keep,
-        bounded=limit is not None,
-        limit=limit,
-        notes={**victim.notes, **test.notes, **size_of_gradients(victim, test)},
-        provenance=Provenance(origin, left_out=test.left_out, things=test.things),
-    )
+    with shown():
+        return attack_gradients(
+            victim.trains,
+            test,
+            opened.attacks,
+            defended,
+            step=step_of(config, victim),
+            search=None if limit is None or searched else opened.search,
+            lpips=opened.lpips,
+            deadline=deadline,
+            keep=keep,
+            bounded=limit is not None,
+            limit=limit,
+            notes={**victim.notes, **test.notes, **size_of_gradients(victim, test)},
+            provenance=Provenance(origin, left_out=test.left_out, things=test.things),
+        )
 
 
 def audit_settings(

@@ -31,7 +31,8 @@ class Args(Training):
     """learned, sincos, learned_sincos, relative or none; by default the run's own, and learned after MP3."""
 
     validate_every: Annotated[int | None, Parameter(metavar="N")] = None
-    """Epochs between two looks at the validation split, by default 5; 0: none, for data without one."""
+    """Epochs between two looks at the validation split, by default 5. Of data without one a fifth is held out
+    (--data.held-out); 0 looks at none and trains on all of it."""
 
     config: FinetuneConfig = configured(
         FinetuneConfig,

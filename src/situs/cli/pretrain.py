@@ -17,14 +17,15 @@ from cyclopts import Parameter
 from situs.api import NAMED, SHORT, train_pretraining
 from situs.cli.parser.arguments import Recipe, configured
 from situs.cli.result import INTERRUPTED
-from situs.cli.shell import answer
+from situs.cli.shell import answer, beside, next_line
 from situs.errors import counted
 from situs.methods import METHODS
+from situs.train.checkpoint import RunFolder
 from situs.train.contract import TrainResult
 from situs.train.rehearse import Rehearsal
 from situs.train.run import RunConfig
 
-EVERYDAY = {"data": (NAMED["data"],), **SHORT}
+EVERYDAY = {"data": (NAMED["data"],), "backbone": (NAMED["backbone"],), **SHORT}
 """Everyday flags, each for fields of the run's config."""
 
 
@@ -73,7 +74,7 @@ class Training(Recipe):
 class Args(Training):
     """Pretrain a backbone."""
 
-    config: RunConfig = configured(RunConfig, short={**EVERYDAY, "backbone": (NAMED["backbone"],)})
+    config: RunConfig = configured(RunConfig, short=EVERYDAY)
 
 
 def run(args: Args) -> int:
@@ -93,10 +94,20 @@ def tell(run: Path | None, config: RunConfig, result: TrainResult | Rehearsal) -
         told = {name: value for name, value in result.metrics.items() if name != "gradient_norm"}
         facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())
         learned = next((each for each in METHODS[config.method_name].needs_targets if each in JUDGES), None)
-        follow = f"evaluate {JUDGES[learned]} {run}" if learned else f"finetune --from {run} --data PATH --out DIR"
         _say(f"done: {counted(result.step, 'steps')}{facts}; the run is in {run}")
-        _say(f"next: situs {follow}, or situs export {run} --out DIR")
+        assert run is not None
+        _say(next_line(_follow(run, learned), ["export", run, "--out", beside(run, "exported")]))
     return 0
+
+
+def _follow(run: Path, learned: str | None) -> list[str | Path]:
+    """What a run is for, as the words of a verb: what has learned labels is judged, what has not learns those of its
+    data, or where there are none gives features."""
+    if learned:
+        return ["evaluate", JUDGES[learned], run]
+    if len(RunFolder.open(run, writer=False).classes() or ()) > 1:
+        return ["finetune", "--from", run, "--out", beside(run, "tuned")]
+    return ["features", run, "--out", f"{beside(run, 'features')}.safetensors"]
 
 
 def _say(line: str) -> None:

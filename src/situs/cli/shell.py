@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -17,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from situs.cli.progress import showing
 from situs.errors import SitusError
+from situs.progress import showing
 
 FLAGS = {
     "quiet": "errors alone",
@@ -55,6 +57,17 @@ def answer(document: Any, *lines: str) -> None:
         held.document = document
     for line in lines if held is None else ():
         print(line)
+
+
+def next_line(*commands: Sequence[str | Path]) -> str:
+    """The line that ends a verb: what can be done next, each command as it runs in a shell."""
+    return "next: " + ", or ".join(shlex.join(["situs", *map(str, words)]) for words in commands)
+
+
+def beside(folder: Path, what: str) -> Path:
+    """A name for a new folder beside one: runs/mp3-exported, or runs/mp3-exported-2 where that is taken."""
+    names = (f"{folder.name}-{what}" + f"-{count}" * (count > 1) for count in itertools.count(1))
+    return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
 def speak(words: Sequence[str], work: Callable[[], int]) -> int:

@@ -51,8 +51,9 @@ class DataConfig(Checked):
     """What is known of an image: its class (or any number of them), a mask, which gives each of its pixels one, or its
     objects; of text the class of each sentence, or its words, for a language model."""
 
-    held_out: Annotated[float, Within("[0, 1)")] = 0.0
-    """Share of data without a val or test split that is held out as both, by the images' names; train is the rest."""
+    held_out: Annotated[float, Within("[0, 1)")] | None = None
+    """Share of data without a val or test split that is held out as both, by the images' names; train is the rest. By
+    default a fifth where labels are learned, and nothing where none are; 0: nothing."""
 
     img_size: Count | tuple[Count, Count] | None = None
     """Side of the square, or height and width, that the model sees; by default the model's own. Of clips the numbers of

@@ -220,6 +220,8 @@ class StreamLoader(Loader):
         for parts in self.stream.batches(epoch, start_step):
             for index, reason in (found for part in parts for found in part.broken):
                 self.source.skip(index, reason)
+            if any(part.transparent for part in parts):
+                self.source.note_transparency()
             if any(len(part.ids) for part in parts):
                 yield parts
         if not self.pipeline.training and (broken := self.source.skipped) and len(broken) == len(self.source):

@@ -18,6 +18,7 @@ from torch import Tensor
 from situs.data.batch import Batch
 from situs.data.sampler import sample_of
 from situs.data.sources.base import Source
+from situs.data.sources.images import met_transparency
 from situs.errors import BrokenSampleError, SitusError, none_read
 
 Noise = dict[str, Tensor]
@@ -26,17 +27,19 @@ Noise = dict[str, Tensor]
 class WorkerBatch(NamedTuple):
     """A batch as a worker gives it. values: [b, …] by name. ids: [b] draw numbers.
 
-    broken: (row, reason) for each sample found broken on the way. Without rows where every sample was.
+    broken: (row, reason) for each sample found broken on the way. Without rows where every sample was. transparent:
+    whether an image was laid over white.
     """
 
     values: dict[str, Tensor]
     ids: Tensor
     broken: list[tuple[int, str]]
+    transparent: bool = False
 
     def part(self, span: slice) -> WorkerBatch:
         """The samples of a span; what was broken is told with the first."""
         values = {name: value[span] for name, value in self.values.items()}
-        return WorkerBatch(values, self.ids[span], [] if span.start else self.broken)
+        return WorkerBatch(values, self.ids[span], [] if span.start else self.broken, self.transparent)
 
 
 class Pipeline(ABC):
@@ -75,7 +78,8 @@ class Pipeline(ABC):
         if not found:
             return WorkerBatch({}, torch.empty(0, dtype=torch.int64), broken)
         kept = [draw for draw, _ in found]
-        return WorkerBatch(self.collate(epoch, kept, [sample for _, sample in found]), torch.tensor(kept), broken)
+        values = self.collate(epoch, kept, [sample for _, sample in found])
+        return WorkerBatch(values, torch.tensor(kept), broken, met_transparency())
 
     def _sample(self, epoch: int, draw: int, broken: list[tuple[int, str]], blocks: bool) -> dict[str, Any] | None:
         row, count = sample_of(draw), len(self.source)

@@ -15,7 +15,7 @@ from situs.data.config import DataConfig
 from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.sampler import BatchPlan, batches_for, sample_of
 from situs.data.sources.base import Source, TensorSource
-from situs.data.sources.images import centre_fit, to_channels
+from situs.data.sources.images import centre_fit, met_transparency, to_channels
 from situs.errors import BrokenSampleError, SitusError, counted, none_read
 from situs.progress import tracked
 
@@ -112,6 +112,8 @@ class HeldStream:
             parts = list(tracked(read, f"reading {source.name}", len(starts)))
         for index, reason in (found for part in parts for found in part.broken):
             source.skip(index, reason)
+        if any(part.transparent for part in parts):
+            source.note_transparency()
         self.values = pipeline.move(pipeline.join([part.values for part in parts]), device)
 
     def describe(self) -> str:
@@ -190,6 +192,8 @@ def _decode_all(
         for broken in tracked(pool.map(fill, starts), f"reading {source.name}", len(starts)):
             for index, reason in broken:
                 source.skip(index, reason)
+    if met_transparency():
+        source.note_transparency()
     index = good.nonzero().flatten()
     if len(index) == count:
         return images, labels, index

@@ -57,7 +57,9 @@ class ClassAccuracy(Result):
         """How often it is right, beside naming the largest class every time; then a row a class."""
         whole, name, things = self.accuracy, self.provenance.name, self.provenance.things
         samples = self.provenance.counted(whole.count)
-        text = f"{name} recognises {percent(whole.top1, 2)} of {samples} of {len(self.classes):,} classes."
+        beside = ByClass.of(self.answers)
+        verdict = f", {end}" if (end := beside.verdict(self.classes)) else ""
+        text = f"{name} recognises {percent(whole.top1, 2)} of {samples} of {len(self.classes):,} classes{verdict}."
         low, high = wilson(whole.top1 * whole.count, whole.count)
         columns = {
             "top-1": percent(whole.top1, 2),
@@ -70,7 +72,7 @@ class ClassAccuracy(Result):
         tables = [Table(self.provenance.title(samples), ["", *columns], [[name, *columns.values()]])]
         if len(self.classes) <= LISTED:
             tables.append(Table("Class by class", *class_table(self.by_class(), things)))
-        text = f"{text} {ByClass.of(self.answers).words(self.classes, samples)}"
+        text = f"{text} {beside.words(self.classes, samples, judged=True)}"
         return Summary(text, tuple(tables))
 
     def numbers(self) -> dict[str, Any]:

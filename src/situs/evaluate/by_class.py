@@ -63,9 +63,21 @@ class ByClass(NamedTuple):
         """The class that all samples were taken for, where it is one."""
         return int(self.named.argmax()) if float(self.named.max()) == float(self.named.sum()) else None
 
-    def words(self, classes: Sequence[str], samples: str) -> str:
+    def verdict(self, classes: Sequence[str]) -> str:
+        """What a top-1 comes to where it is worth little, as the end of a sentence; "" where it is above the largest
+        class."""
+        low, high = wilson(int(self.hits.sum()), int(self.counts.sum()))
+        if int((self.counts > 0).sum()) == 1:
+            return "all of one class, so that nothing was told apart"
+        if self.only is not None:
+            return f"and names one class, {classes[self.only]!r}, for everything: it tells nothing apart"
+        if low <= self.majority <= high:
+            return "too few to tell apart from naming the largest class"
+        return "worse than naming the largest class" if high < self.majority else ""
+
+    def words(self, classes: Sequence[str], samples: str, *, judged: bool = False) -> str:
         """The sentences that stand behind a top-1: its interval, the largest class, balanced accuracy, and what they
-        come to. samples: the samples counted, as "37 images"."""
+        come to. samples: the samples counted, as "37 images". judged: whether the verdict was told already."""
         count, hits = int(self.counts.sum()), int(self.hits.sum())
         low, high = wilson(hits, count)
         largest = int(self.counts.argmax())
@@ -74,15 +86,8 @@ class ByClass(NamedTuple):
             f"95 % interval of what was measured is {percent(low)} to {percent(high)}. Balanced accuracy (the mean "
             f"over the classes) is {percent(self.balanced, 2)}."
         )
-        there = int((self.counts > 0).sum())
-        if there == 1:
-            text += f" All {samples} are of one class, so that nothing was told apart."
-        elif self.only is not None:
-            text += f" It names one class, {classes[self.only]!r}, for everything: it tells nothing apart."
-        elif low <= self.majority <= high:
-            text += f" {samples}: too few to tell apart from naming the largest class."
-        elif high < self.majority:
-            text += " That is worse than naming the largest class."
+        if (verdict := self.verdict(classes)) and not judged:
+            text += f" It {verdict[4:]}." if verdict.startswith("and ") else f" {samples}: {verdict}."
         empty = [name for name, number in zip(classes, self.counts.tolist(), strict=True) if not number]
         if empty:
             listed = ", ".join(map(repr, empty[:3])) + (", …" if len(empty) > 3 else "")

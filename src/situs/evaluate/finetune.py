@@ -11,7 +11,7 @@ from situs.config import choice
 from situs.errors import SitusError
 from situs.methods import METHODS
 from situs.models.beginning import beginning
-from situs.train.inputs import own_splits
+from situs.train.inputs import absolute, own_splits
 from situs.train.run import RunConfig
 
 
@@ -45,7 +45,9 @@ def finetune_config(config: RunConfig, source: str | Path, positions: PositionKi
     else:
         data = replace(data, channels=begun.data["channels"])
     if data.held_out and data.held_out == begun.data.get("held_out") and data.path and own_splits(data):
-        data = replace(data, held_out=0.0)  # it was the other data's
+        data = replace(data, held_out=None)  # it was the other data's
+    if data.held_out is None and data.path and absolute(data.path) == begun.learned:
+        data = replace(data, held_out=0.0)  # there is no part of it whose labels were not learned
     return replace(config, backbone=backbone, data=data, init=begun.init, init_positions=positions is None)
 
 

@@ -30,6 +30,9 @@ from situs.train.step import autocast
 AT_ONCE = 1 << 25
 """Similarities held at a time: 128 MiB in float32."""
 
+NEIGHBOURS = 20
+"""That decide where nothing is said and classes have as many."""
+
 POOLS = {"cls": "CLS token", "mean": "mean of the patches"}
 
 
@@ -103,7 +106,7 @@ def evaluate_knn(
     model: AnyModel,
     data: AnyData = None,
     *,
-    k: int = 20,
+    k: int | None = None,
     temperature: float | None = 0.07,
     train_count: int | None = 10_000,
     precision: str = "fp32",
@@ -112,8 +115,9 @@ def evaluate_knn(
 ) -> LayerKnn:
     """Nearest neighbours on the frozen features of each layer, the training split as bank.
 
-    model: whatever `open_model` takes. data: a path; None for the samples that a run was trained on. temperature: τ;
-    None counts every neighbour as one. train_count: at most so many samples as the bank. chosen: see `load_set`.
+    model: whatever `open_model` takes. data: a path; None for the samples that a run was trained on. k: by default 20,
+    or as many as a class has in the bank, where that is fewer. temperature: τ; None counts every neighbour as one.
+    train_count: at most so many samples as the bank. chosen: see `load_set`.
     """
     model = opened(model, seed)
     bank, test = load_bank(model, data, train_count=train_count, **chosen)
@@ -129,14 +133,15 @@ def knn_by_layer(
     test: Iterable[Batch],
     classes: Sequence[str] = (),
     *,
-    k: int = 20,
+    k: int | None = None,
     temperature: float | None = 0.07,
     precision: str = "fp32",
     positions: bool = True,
 ) -> LayerKnn:
     """The accuracy of the k nearest of `bank` on `test`, for each layer and pool; features through the final norm.
 
-    classes: their names; by default their numbers. positions: whether the backbone's own take part.
+    classes: their names; by default their numbers. k: as of `evaluate_knn`. positions: whether the backbone's own take
+    part.
     """
     backbone.require("tokens")
     pools: tuple[Pool, ...] = ("cls", "mean") if backbone.num_prefix else ("mean",)
@@ -145,6 +150,7 @@ def knn_by_layer(
         held, labels = _features(backbone, test, pools, positions, precision)
     classes = classes or [str(number) for number in range(int(torch.cat([train_labels, labels]).max()) + 1)]
     layers, count = train.shape[1], len(classes)
+    k = min(NEIGHBOURS, max(1, len(train_labels) // count)) if k is None else k
     rows, ends = [], []
     for p, pool in enumerate(pools):
         for layer in range(layers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ class Beginning:
 
     backbone: how its model is made again. init: where its weights are, for `RunConfig.init`. data: how its samples are
     prepared, and of a run where they are. sees: whether its positions took part in its training. named: whether it is
-    a name alone, whose patch size and channels are those of the weights, which the user knows.
+    a name alone, whose patch size and channels are those of the weights, which the user knows. learned: the data whose
+    labels it has learned, all of them, or "".
     """
 
     backbone: BackboneConfig
@@ -61,6 +63,7 @@ class Beginning:
     data: dict[str, Any]
     sees: bool
     named: bool = False
+    learned: str = ""
 
 
 def beginning(source: str | Path) -> Beginning:
@@ -72,12 +75,16 @@ def beginning(source: str | Path) -> Beginning:
     if (model := handed(source)) is not None:
         data = to_dict(model.samples)
         seen = SAME_DATA if model.facts["kind"] == "run" else PREPARED
-        return Beginning(_made_of(model), source, {name: data[name] for name in seen}, model.positions)
+        learned = model.method is not None and bool(model.method.needs_targets)
+        return Beginning(
+            _made_of(model), source, _seen(data, seen), model.positions, learned=_learned(data) if learned else ""
+        )
     if is_run(source):
         config = from_dict(RunConfig, read_config(run_and_step(source)[0]), where=f"{source}/config.json")
         data = to_dict(config.data)
         sees = METHODS[config.method_name].uses_positions(config.method)
-        return Beginning(replace(config.backbone, weights=None), source, {n: data[n] for n in SAME_DATA}, sees)
+        learned = _learned(data) if METHODS[config.method_name].needs_targets else ""
+        return Beginning(replace(config.backbone, weights=None), source, _seen(data, SAME_DATA), sees, learned=learned)
     if names_code(source):
         raise SitusError(f"{source}: is your own module, which a run cannot make again by itself", field="source")
     folder = model_folder(source)
@@ -103,6 +110,15 @@ def beginning(source: str | Path) -> Beginning:
     if folder is None:
         return Beginning(BackboneConfig(name), name if weights == PUBLISHED else weights, seen, True, named=True)
     return Beginning(_described(model, folder), str(folder), seen, model.positions)
+
+
+def _seen(data: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Those fields of a run's data; a share only where one was held out."""
+    return {name: data[name] for name in names if name != "held_out" or data[name]}
+
+
+def _learned(data: dict[str, Any]) -> str:
+    return "" if data["held_out"] else data["path"]
 
 
 def adopted(init: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from situs.data.loader import Loader, make_loader
 from situs.data.masks import MaskConfig
 from situs.data.sources import addressed, judged_split, open_source
 from situs.data.sources.base import Source
-from situs.data.sources.subset import Subset
+from situs.data.sources.subset import HELD_OUT, Rows, Subset
 from situs.data.text import COLUMNS, Columns
 from situs.errors import SitusError, counted, verb
 from situs.limits import check_value
@@ -30,7 +30,7 @@ from situs.models.module import in_eval_mode
 from situs.models.open import open_model
 from situs.results import Provenance
 from situs.train import distributed
-from situs.train.inputs import check_words
+from situs.train.inputs import absolute, check_words, own_splits
 
 AnyModel = str | Path | nn.Module | Model
 """What `open_model` takes."""
@@ -144,8 +144,15 @@ def load_any(
         config = replace(config, path=path)
         chosen = split or judged_split(path, config.held_out, **config.split_by())
         source = _opened(path, chosen, config, model, text or Columns())
+        trained_on = absolute(path) == model.samples.path
+        if split is None and held_out is None and not trained_on and isinstance(source, Rows):
+            whole = counted(len(source.source), source.things)
+            taken = (
+                f"is not split, so that {len(source):,} of its {whole} were taken, the share that {model.name} holds"
+            )
+            source.notes.append(f"{source.source.name}: {taken} out of such data; held_out=0 takes all")
         if chosen is None:
-            told = ", those of the training too" if data is None else ""
+            told = ", those of the training too" if trained_on else ""
             taken = f"is not split, so that all its {source.things} were taken{told}"
             source.notes.append(f"{source.name}: {taken}; a share can be held out")
     else:
@@ -190,7 +197,8 @@ def load_bank(
 ) -> tuple[Loader, Loader]:
     """The training split to learn from, at most `train_count` images of it, and another split to be judged on.
 
-    Refuses to judge on what was learned from, and splits whose classes differ.
+    A fifth of data that has no such split is held out, where nobody says another share, and a note says so. Refuses to
+    judge on what was learned from, and splits whose classes differ.
     """
     if split in ("train", "training", "all"):
         raise SitusError(
@@ -204,12 +212,20 @@ def load_bank(
     if train_count is not None:
         check_value("train_count", train_count, ">= 1")
     model = model.holding_out(held_out)
+    own = replace(model.samples, path=str(data or model.samples.path), target=target)
+    alone = own.path and not own.held_out and not own_splits(own)
+    model = model.holding_out(HELD_OUT if alone else None)
     noisy: dict[str, Any] = {**read, "batch": batch, "target": target}
     quiet: dict[str, Any] = {**noisy, "snr_db": None}
     bank = load_set(model, data, split="train", count=train_count, **quiet)
     test = load_set(model, data, split=split or "val", count=count, **noisy)
     if bank.classes != test.classes:
         raise SitusError(f"{test.source.name}: its classes are not those of the training split", field="data")
+    if alone:
+        said = f"{own.path}: has no split to be judged on, so that {HELD_OUT:g} of it, by names, is held out"
+        learned = model.method is not None and model.method.needs_targets and absolute(own.path) == model.samples.path
+        more = ", whose labels the training has seen too" if learned else ""
+        test.source.notes.append(f"{said}{more}; held_out says another share")
     return bank, test
 
 

@@ -237,6 +237,8 @@ def _open_folder(folder: Path, fields: dict[str, Any], device: torch.device | st
         prepared = sentences_for(backbone, folder, ours)
     else:
         prepared = images_for(backbone, told.get("pretrained_cfg", {}), multi_label=is_multi_label(told), told=ours)
+    if prepared is not None and ours.get("held_out"):
+        prepared = replace(prepared, held_out=ours["held_out"])
     return Model(
         folder_name(folder),
         backbone,

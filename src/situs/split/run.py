@@ -46,7 +46,7 @@ from situs.train.checkpoint.storage import read_sealed, sealed
 from situs.train.contract import TrainLoader, TrainResult
 from situs.train.loop import fit
 from situs.train.optim import BACKBONE
-from situs.train.run import RunConfig, Start, make_method, make_training_loader, settled
+from situs.train.run import RunConfig, Start, described_set, make_method, make_training_loader, settled
 
 FACTS, KEY = "split.json", "owner.key"
 PATIENT = 20
@@ -201,14 +201,15 @@ def train_split(
     """
     if (out is None) == (resume is None):
         raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
-    config = settled(config)
+    asked, config = config, settled(config)
     _check(config)
     folder = Path(out if out is not None else resume)  # pyright: ignore[reportArgumentType]
     if resume is None:
         check_target(folder)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     loader = make_training_loader(replace(config, train=_plain(config)), distributed.Ranks(0, 1, where))
-    say(loader.describe())
+    for line in described_set(asked, config, loader):
+        say(line)
     place = Place(folder, resume is not None, key, start, say, quiet)
     hiding = Hiding(hide.permute, hide.defence, hide.wire, session=secrets.token_hex(16))
     return _Training(config, loader, where, place).run(call, hiding)

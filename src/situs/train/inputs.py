@@ -14,6 +14,7 @@ from situs.data.config import DataConfig
 from situs.data.loader import Loader
 from situs.data.sources.base import SPLITS
 from situs.data.sources.open import splits_at
+from situs.data.sources.subset import HELD_OUT
 from situs.data.sources.text import TextSource
 from situs.data.text import LONGEST
 from situs.data.text_pipeline import text_of
@@ -35,6 +36,16 @@ def check_held_out(data: DataConfig) -> None:
     if data.held_out and data.path and (own := own_splits(data)):
         said = f"held_out={data.held_out:g}: {data.path} has its own split to be judged on ({', '.join(own)})"
         raise SitusError(f"{said}, and nothing more is held out; leave it out", field="held_out")
+
+
+def share_held_out(data: DataConfig, *, learns: bool) -> float:
+    """The share that a run holds out: what was asked for, or a fifth of data that has no split to be judged on.
+
+    learns: whether the run learns labels; one that learns none takes all the data.
+    """
+    if data.held_out is not None:
+        return data.held_out
+    return HELD_OUT if learns and data.split in (None, *SPLITS["train"]) and not own_splits(data) else 0.0
 
 
 def own_splits(data: DataConfig) -> list[str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from situs.errors import SitusError, counted, verb
 from situs.methods.base import Batch, Method
-from situs.progress import hearing, task
+from situs.progress import clock, hearing, task
 from situs.train import distributed
 from situs.train.checkpoint import RunFolder
 from situs.train.checkpoint.state import capture, restore, seed_generators
@@ -37,6 +37,10 @@ BEST_BY = ("val_top1", "val_map", "val_miou", "val_ap", "val_accuracy")
 
 NEAR_CHANCE = 2.0
 """Below so many times chance a run is said to have learned hardly anything."""
+
+TIMED, SLOW, LONG = 3, 10.0, 120.0
+"""Updates after the first by which the length of a run is told, seconds after which fewer must do, and those from which
+on it is told."""
 
 NEWEST = "so that the newest checkpoint is the run's model (train.keep_best)"
 
@@ -118,6 +122,7 @@ class _Loop:
         self.saved: Path | None = None
         self.best: dict[str, Any] | None = None
         self.samples, self.aside, self.before = 0, 0.0, 0.0
+        self.timed: list[float] | None = []
         if config.parallel == "fsdp" and distributed.world() > 1:
             run.check_shared(device)
         held = self._resume() if run.resumed else False
@@ -195,6 +200,7 @@ class _Loop:
         self.step += 1
         self.samples += batch.ids.shape[0] * distributed.world()
         self.window.add(done)
+        self._tell_time(done)
         self._check_finite(*self.watch.look_back(done))
         last = self.step == self.total
         save = last or self.step % self.config.save_every == 0 or self.step in self.config.keep_at
@@ -213,6 +219,25 @@ class _Loop:
         elif self.run.failed and distributed.world() == 1:  # several ranks learn of it together, at the next one
             self.run.settle()
         self.aside += time.perf_counter() - started
+
+    def _tell_time(self, done: Update) -> None:
+        """Says how long the run will take and what makes it shorter, as soon as a few updates tell, if that is long."""
+        if self.timed is None:
+            return
+        float(done.norm)  # waits for the device
+        self.timed.append(time.perf_counter())
+        if len(self.timed) <= TIMED and self.timed[-1] - self.began < SLOW:
+            return
+        first = self.timed[0] if len(self.timed) > 1 else self.began  # the first update is the slowest
+        left = (self.timed[-1] - first) / max(1, len(self.timed) - 1) * (self.total - self.step)
+        self.timed = None
+        if left > LONG:
+            less = f"fewer epochs or updates ({counted(self.total, 'updates')} now: train.epochs, train.max_steps)"
+            less += ", smaller images (data.img_size)" * (not self.method.backbone.input.words)
+            less += ", the classifier alone (tuning.parts=head)" * (
+                "label" in self.method.needs_targets and not trains_few(self.method)
+            )
+            self.log.say(f"about {clock(left)} to go; what makes it shorter: {less}")
 
     def _compiled(self, update: Callable[[], Update]) -> Update:
         """The update; where it is the first of a compiled method, with a word before and after: it takes a while."""

@@ -25,6 +25,7 @@ from situs.train.run import (
     cannot_start,
     check_place,
     describe,
+    described_set,
     make_training_loader,
     prepare,
     settled,
@@ -84,13 +85,14 @@ def rehearse(
 ) -> Rehearsal:
     """Does what `train_run` does before its first step, computes the loss of a few samples, and writes nothing."""
     check_place(config, out, resume, start_over)
-    config, private = settled(config), private_of(config.dp, config.method_name, config.augment)
+    asked, config = config, settled(config)
+    private = private_of(config.dp, config.method_name, config.augment)
     ranks, said = distributed.start(device), list[str]()
     try:
         run = None if resume is None else RunFolder.open(resume, config, writer=False)
         newest = None if run is None or start_over else run.latest()
         loader = make_training_loader(config, ranks, private)
-        said.append(loader.describe())
+        said += described_set(asked, config, loader)
         method = prepare(config, loader, ranks, start if newest is None else None, adapt, said.append)
         if hooks is not None:
             hooks(config, loader, ranks.device)  # opens the data that is validated on

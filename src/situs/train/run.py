@@ -1,15 +1,15 @@
 """A whole run from one config: backbone, data, method, optimiser, loop, folder.
 
 The config holds what the user chose, with paths that hold from anywhere, the size of its inputs, which is the model's
-own unless it is given, and the mean and deviation of clips (`settled`). What else follows (the model's channels from
-the data's, the classes from the labels) is computed here and never written back.
+own unless it is given, the share that is held out, and the mean and deviation of clips (`settled`). What else follows
+(the model's channels from the data's, the classes from the labels) is computed here and never written back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from situs.data.config import BATCH, NO_DATA, DataConfig
 from situs.data.loader import Loader, make_loader, settle
 from situs.data.sources import SAMPLES
 from situs.data.sources.memory import check_same, is_memory, spoken
+from situs.data.sources.subset import PerClass, Rows, Subset
 from situs.errors import SitusError, counted
 from situs.files import cache_folder
 from situs.limits import Natural
@@ -35,7 +36,7 @@ from situs.train.checkpoint import CLASSES, MARK, Checkpoint, RunFolder, check_t
 from situs.train.config import TrainConfig
 from situs.train.contract import Hook, TrainResult
 from situs.train.export.write import load_checkpoint
-from situs.train.inputs import absolute, check_held_out, check_words, own_size, settle_text
+from situs.train.inputs import absolute, check_held_out, check_words, own_size, settle_text, share_held_out
 from situs.train.loop import fit
 from situs.train.optim import OptimConfig
 from situs.train.private.accounting import DpConfig
@@ -89,13 +90,15 @@ class RunConfig(Checked):
 
 
 def settled(config: RunConfig) -> RunConfig:
-    """The config with absolute paths, so that a run is found again from anywhere, and with the size of its inputs."""
+    """The config with absolute paths, so that a run is found again from anywhere, with the size of its inputs, and with
+    the share that is held out."""
     backbone, data, init = config.backbone, config.data, config.init
     if not data.path:
         raise SitusError(NO_DATA, field="data")
     data = data.learned_by(config.method_name, METHODS[config.method_name].needs_targets)
     if data.path != SAMPLES:
         data = replace(data, path=absolute(data.path))
+    data = replace(data, held_out=share_held_out(data, learns=bool(METHODS[config.method_name].needs_targets)))
     if data.audio.noise is not None:
         data = replace(data, audio=replace(data.audio, noise=absolute(data.audio.noise)))
     data = settle(data)
@@ -219,7 +222,8 @@ def train_run(
     with the same tensors. say: receives a few lines. quiet: the loop says nothing.
     """
     check_place(config, out, resume, start_over)
-    config, private = settled(config), private_of(config.dp, config.method_name, config.augment)
+    asked, config = config, settled(config)
+    private = private_of(config.dp, config.method_name, config.augment)
     ranks = distributed.start(device)
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -237,8 +241,9 @@ def train_run(
         fresh = _begins(run, start_over, ranks)
         loader = make_training_loader(config, ranks, private)
         held.callback(loader.close)
-        _tell_set(config, loader, speak)
-        told = _tell_skipped(loader, 0, speak)
+        for line in described_set(asked, config, loader):
+            speak(line)
+        told = _tell_skipped(loader, loader.source.notes, speak)
         method = prepare(config, loader, ranks, start if fresh else None, adapt, speak)
         watching = () if hooks is None else hooks(config, loader, ranks.device)
         speak(describe(config, method, ranks))
@@ -248,13 +253,13 @@ def train_run(
             if ranks.main:
                 restart.mark(Path(out))
             run = RunFolder.create(out, config, classes=loader.classes, writer=ranks.main)
-        asked: dict[str, Any] = {"hooks": watching, "quiet": quiet}
+        how: dict[str, Any] = {"hooks": watching, "quiet": quiet}
         try:
             if private is not None:
                 total = config.train.total_steps(loader.steps_per_epoch)
-                asked["stepper"], ledger = private.open(run, method, loader, total, speak)
-                asked["hooks"] = (*watching, ledger)
-            result = fit(method, loader, config.train, config.optim, run, **asked)
+                how["stepper"], ledger = private.open(run, method, loader, total, speak)
+                how["hooks"] = (*watching, ledger)
+            result = fit(method, loader, config.train, config.optim, run, **how)
         except BaseException:
             if ranks.main and not run.resumed:
                 _withdraw(run)
@@ -268,12 +273,23 @@ def train_run(
         distributed.stop()
 
 
-def _tell_set(config: RunConfig, loader: Loader, speak: Callable[[str], None]) -> None:
-    """What the samples are, and the batch where it follows from how few they are."""
-    speak(loader.describe())
+def described_set(asked: RunConfig, config: RunConfig, loader: Loader) -> Iterator[str]:
+    """What the samples are, and what was chosen for them that nobody asked for: what is held out, a small batch.
+
+    asked: the config before it was settled.
+    """
+    yield loader.describe()
+    if asked.data.held_out is None and config.data.held_out:
+        part = loader.source
+        while isinstance(part, Subset | PerClass):
+            part = part.source
+        assert isinstance(part, Rows)
+        count, whole = len(part.source) - len(part), counted(len(part.source), part.things)
+        named = f"{part.source.name}: has no split to be judged on, so that {count:,} of its {whole} are held out"
+        yield f"{named} and never trained on; data.held_out says another share, and 0 trains on all"
     if config.data.batch is None and loader.global_batch < BATCH:
         updates = f"{counted(loader.steps_per_epoch, 'updates')} an epoch"
-        speak(f"batch {loader.global_batch}: the set is small, and is gone through in {updates} (data.batch)")
+        yield (f"batch {loader.global_batch}: the set is small, and is gone through in {updates} (data.batch)")
 
 
 def _tell_begin(hooks: Sequence[Hook], method: Method) -> None:
@@ -293,6 +309,10 @@ def prepare(
 ) -> Method:
     """The method that is trained, on its device, with the tensors of `config.init`; start: None where a checkpoint has
     all of them."""
+    alone = loader.source.target == "label" and loader.source.things != "sentences" and start is not None
+    if alone and len(classes := loader.classes or ()) == 1 and "label" in METHODS[config.method_name].needs_targets:
+        said = f"{loader.source.name}: all of it is of one class, {classes[0]!r}, and there is nothing to tell apart"
+        raise SitusError(f"{said}; name the folder that holds a folder for each class", field="data")
     method = check_words(make_method(config, loader.classes), loader)
     if config.init is not None and start is not None:
         for line in start(config, method.backbone):
@@ -331,11 +351,12 @@ def _begins(run: RunFolder | None, start_over: bool, ranks: distributed.Ranks) -
     return distributed.from_main(run is None or (ranks.main and run.start is None), ranks.device)
 
 
-def _tell_skipped(loader: Loader, told: int, speak: Callable[[str], None]) -> int:
-    """Says how many samples were broken, where they are more than `told`; gives their number."""
-    found = len(loader.source.skipped)
-    if found > told:
-        speak(str(loader.source.skip_report()))
+def _tell_skipped(loader: Loader, told: Sequence[str], speak: Callable[[str], None]) -> list[str]:
+    """Says how many samples were broken, and what else was noted, where it is not among `told`; gives all of it."""
+    found = loader.source.left_out()
+    for line in found:
+        if line not in told:
+            speak(line)
     return found
 
 

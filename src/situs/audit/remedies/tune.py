@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ from situs.audit.remedies.ladders import CostConfig, Rung
 from situs.audit.victim import Victim, outputs_of
 from situs.backbones.base import Backbone
 from situs.data.loader import Loader
-from situs.data.sources import splits_at
 from situs.errors import SitusError
 from situs.methods.base import Batch, Method
 from situs.models.data import check_labels, load_bank
@@ -37,9 +37,6 @@ RATED = 64
 
 WORN = 0.05
 """Accuracy that a training without a defence may lose and still tell what a defence costs."""
-
-HELD_OUT = 0.2
-"""Share of images without splits that is kept for judging."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +74,8 @@ class Tuning:
         self.victim, self.config, self.plain = victim.trains, config, plain
         data = config.tune_data or ""
         try:
-            kept = {"held_out": None if splits_at(data) else HELD_OUT, "batch": AT_ONCE}
-            learned, judged = load_bank(
-                victim.model, data, train_count=config.tune_images, count=config.tune_test, **kept
-            )
+            few: dict[str, Any] = {"train_count": config.tune_images, "count": config.tune_test, "batch": AT_ONCE}
+            learned, judged = load_bank(victim.model, data, **few)
             classes = check_labels(learned)
         except SitusError as error:
             raise SitusError(str(error), field="tune_data") from error

@@ -17,8 +17,8 @@ from situs.cli.result import MeasureArgs, measuring
 class Args(MeasureArgs):
     """kNN accuracy of each layer."""
 
-    k: int = 20
-    """How many neighbours decide."""
+    k: Annotated[int | None, Parameter(metavar="N")] = None
+    """How many neighbours decide; by default 20, or as many as a class has in the bank, where that is fewer."""
 
     temperature: Annotated[float | None, Parameter(metavar="τ|none")] = 0.07
     """τ of the weights exp(similarity / τ); none counts every neighbour as one."""

@@ -94,6 +94,9 @@ def parse(args_type: type[T], argv: Sequence[str], prog: str, description: str =
         over = one_length(tables_of(by_flag))
         own[held[0]] = config = from_dict(cls, merge(laid(cls, below.values()), over, choices_of(cls)))
         flags_by_path = {path: name for name, path, _ in by_flag}
+        if held[1].ground is not None and own.get("source") and "backbone.name" in flags_by_path:
+            said = f"backbone={config.backbone.name}: {own['source']} brings its own"
+            raise SitusError(f"{said}; leave it out, or give its weights alone", field=("backbone.name", "init"))
         tell_length(below, flags_by_path)
         if own.get("print_config"):
             beside = [f.name for f, _ in given if f.own and f not in SHELL and f.fields[0] not in HELD]

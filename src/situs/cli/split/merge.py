@@ -12,7 +12,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
-from situs.cli.shell import answer
+from situs.cli.shell import answer, beside, next_line
 from situs.errors import counted
 
 
@@ -49,5 +49,5 @@ def run(args: Args) -> None:
         )
         return
     step = merge(args.client, args.server, args.out, key=None if args.key is None else read_key(args.key))
-    told = f"next: situs evaluate accuracy {args.out}, or situs export {args.out} --out DIR"
+    told = next_line(["evaluate", "accuracy", args.out], ["export", args.out, "--out", beside(args.out, "exported")])
     answer({"run": args.out, "steps": step}, f"{args.out}: the whole run after {counted(step, 'steps')}", told)

@@ -19,7 +19,7 @@ from cyclopts import Parameter
 from situs.cli.parser.arguments import Recipe, configured
 from situs.cli.pretrain import tell
 from situs.cli.result import INTERRUPTED
-from situs.cli.shell import answer
+from situs.cli.shell import answer, next_line
 from situs.cli.split.wire import LOCAL, ONE_RANK, ClientArgs
 from situs.errors import SitusError, counted
 from situs.evaluate.finetune import FinetuneConfig
@@ -98,7 +98,9 @@ def run(args: Args) -> int:
     told = {name: value for name, value in result.metrics.items() if name != "gradient_norm"}
     facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())
     _say(f"done: {counted(result.step, 'steps')}{facts}; the client's part is in {folder}")
-    _say(f"next: situs split infer {folder} …, or situs split merge {folder} SERVER --out DIR")
+    assert folder is not None
+    _say(next_line(["split", "infer", folder, *args.again()]))
+    _say("with the server's folder, situs split merge makes one run of both parts")
     return 0
 
 

@@ -62,6 +62,13 @@ class ClientArgs(WireArgs):
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The key of permutations and noise; by default in the run's folder."""
 
+    def again(self) -> list[str | Path]:
+        """The flags that find the same server once more."""
+        named = [] if self.name == ClientArgs.name else ["--name", self.name]
+        keyed = [] if self.key is None else ["--key", self.key]
+        safe = ["--plaintext"] if self.tls is None else ["--tls", self.tls]
+        return ["--server", self.server, *safe, *named, *keyed]
+
     def connect(self) -> Connection:
         """The connection."""
         from situs.split.transport.connect import Connection

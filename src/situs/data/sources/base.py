@@ -97,6 +97,7 @@ class Source(ABC):
         self.multi_label = multi_label
         self.skipped: list[Skipped] = []
         self._skipped: set[int] = set()
+        self._white = False
         self.notes: list[str] = []
 
     @abstractmethod
@@ -142,6 +143,13 @@ class Source(ABC):
         if index not in self._skipped:
             self._skipped.add(index)
             self.skipped.append(Skipped(index, reason))
+
+    def note_transparency(self) -> None:
+        """Note, once, that some of the images were laid over white."""
+        if not self._white:
+            self._white = True
+            said = "some of its images are transparent, in part or as a whole, and are laid over white"
+            self.notes.append(f"{self.name}: {said}")
 
     def skip_report(self) -> str | None:
         """One sentence on what was left out, or None."""

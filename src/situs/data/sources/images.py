@@ -420,6 +420,15 @@ def is_transparent(image: Image.Image) -> bool:
     return image.mode in {"LA", "La", "PA", "RGBA", "RGBa"} or "transparency" in image.info
 
 
+_met = {"transparent": False}
+
+
+def met_transparency() -> bool:
+    """Whether this process has laid an image over white since it was asked last."""
+    met, _met["transparent"] = _met["transparent"], False
+    return met
+
+
 def _over_white(image: Image.Image) -> Image.Image:
     """An image with its transparent pixels laid over white, opaque."""
     from PIL import Image as Pillow
@@ -429,4 +438,5 @@ def _over_white(image: Image.Image) -> Image.Image:
     image = image.convert("RGBA")
     if image.getchannel("A").getextrema() == (255, 255):
         return image.convert("RGB")
+    _met["transparent"] = True
     return Pillow.alpha_composite(Pillow.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")

@@ -61,7 +61,7 @@ def open_source(
     labels: bool = True,
     channels: int | None = None,
     strict: bool = False,
-    held_out: float = 0.0,
+    held_out: float | None = None,
     multi_label: bool = False,
     kind: Kind | None = None,
     **reading: Unpack[Reading],
@@ -78,7 +78,7 @@ def open_source(
     labels:   use the labels where there are some; False reads any layout as a flat set.
     channels: convert every image to so many channels, or refuse it; None leaves each as it is.
     strict:   a broken image is an error for the loaders, not skipped.
-    held_out: share of data without a val or test split that is held out as both; train is the rest.
+    held_out: share of data without a val or test split that is held out as both; train is the rest. None: nothing.
     multi_label: read the labels as any number of classes an image.
     kind:     image, audio or text; None looks at the path. audio: how clips are read (`situs.data.sources.speech`).
     masks:    read a mask with each image, in this way (`situs.data.sources.segments`).
@@ -87,7 +87,7 @@ def open_source(
     """
     if channels is not None and channels < 1:
         raise SitusError(field="channels", value=channels, allowed="at least 1")
-    if not 0 <= held_out < 1:
+    if held_out is not None and not 0 <= held_out < 1:
         raise SitusError(field="held_out", value=held_out, allowed="in [0, 1)")
     with _told(path):
         kind = kind_of(path, kind, multi_label=multi_label)
@@ -127,7 +127,7 @@ def _told(path: str | Path) -> Iterator[None]:
         raise SitusError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})", field="data") from error
 
 
-def judged_split(path: str | Path, held_out: float = 0.0, **told: Any) -> str | None:
+def judged_split(path: str | Path, held_out: float | None = None, **told: Any) -> str | None:
     """The split that an evaluation takes where none is named: val; None, for all of it, where the data is not split.
 
     told: see `splits_at`.

@@ -171,10 +171,13 @@ def hold_out(source: Source, share: float, *, held: bool) -> Rows:
     bound = int(share * 2**64)
     hashes = np.fromiter((_hash(source.key(index)) for index in range(len(source))), np.uint64)
     out = hashes < np.uint64(bound)
-    labelled = source.classes is not None and source.target == "label"
+    labelled, alone = source.classes is not None and source.target == "label", 0
     if labelled and source.things != "sentences" and len(source) <= STRATIFIED:  # equal sentences stay on one side
-        _on_both_sides(source, hashes, out)
+        alone = _on_both_sides(source, hashes, out)
     rows = np.flatnonzero(out == held)
+    if not len(rows) and alone == len(source):
+        said = f"{source.name}: has one {source.things.removesuffix('s')} of each class, and none can be held out"
+        raise SitusError(f"{said}; held_out=0 trains on all of them", field="held_out")
     if not len(rows):
         rest = "none is held out" if held else "every one is held out"
         raise SitusError(
@@ -185,12 +188,16 @@ def hold_out(source: Source, share: float, *, held: bool) -> Rows:
     return Rows(source, rows, f"{source.name}, {said}")
 
 
+HELD_OUT = 0.2
+"""Share that is held out where nothing is said, of data that has no split to be judged on."""
+
 STRATIFIED = 100_000
 """Samples up to which a held-out share has some of every class; in larger sets names alone decide."""
 
 
-def _on_both_sides(source: Source, hashes: np.ndarray, out: np.ndarray) -> None:
-    """Changes `out` [n] bool, the samples held out, so that each class of two or more samples is on both sides."""
+def _on_both_sides(source: Source, hashes: np.ndarray, out: np.ndarray) -> int:
+    """Changes `out` [n] bool, the samples held out, so that each class of two or more samples is on both sides; gives
+    how many classes have one sample only."""
     assert source.classes is not None
     members: list[list[int]] = [[] for _ in source.classes]
     for index, label in enumerate(class_labels(source).tolist()):
@@ -211,6 +218,7 @@ def _on_both_sides(source: Source, hashes: np.ndarray, out: np.ndarray) -> None:
             f"{source.name}: {len(alone):,} of its {len(source.classes):,} classes {are} one {one} only ({few}), which "
             "is trained on: too small to be tested"
         )
+    return len(alone)
 
 
 def _hash(name: str) -> int:

@@ -119,7 +119,7 @@ def open_folder(root: Path, channels: int, field: str) -> Source:
         raise SitusError(str(error), field=field) from None
 
 
-def open_normal(path: str, split: str | None, channels: int, held_out: float = 0.0) -> Source:
+def open_normal(path: str, split: str | None, channels: int, held_out: float | None = None) -> Source:
     """Images of the classifier's own kind: the split named, else that which an evaluation takes by itself."""
     return open_source(path, split or judged_split(path, held_out), channels=channels, held_out=held_out)
 

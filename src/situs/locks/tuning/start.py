@@ -84,7 +84,7 @@ def from_model(
         recipe, described = RunConfig(backbone=begun.backbone), from_dict(DataConfig, told)
         about, state = Path(source).name, {}
     config.text.check_read(described.kind, about)
-    described = replace(described, text=config.text.over(described.text))
+    described = replace(described, text=config.text.over(described.text), held_out=described.held_out or 0.0)
     if config.longest is not None:
         described = replace(described, text=replace(described.text, longest=config.longest))
     recipe = settled(replace(recipe, method=method_of(config, texts=False), data=described, init=None))

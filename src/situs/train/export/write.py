@@ -195,6 +195,8 @@ def _write_timm(folder: Path, backbone: Backbone, method: Method, provenance: Mo
 def _made_by(method: Method, provenance: ModelProvenance) -> dict[str, Any]:
     """What Situs alone reads of a config.json."""
     own = {"version": __version__, "method": provenance.method, "positions": method.sees_positions}
+    if share := provenance.recipe.get("data", {}).get("held_out"):
+        own |= {"held_out": share}  # by which the model is judged on what it never learned, wherever it goes
     if provenance.text is not None:
         own |= {"text": dict(provenance.text)}
     for things in ("masks", "objects"):
