@@ -3,8 +3,8 @@
     python benchmarks/few_labels.py --pets FOLDER --cifar FOLDER --weights DINOV2 --out few-labels --workers 8
     python benchmarks/few_labels.py --out few-labels --table
 
-Oxford-IIIT Pets with 1, 5 and 22 labels a class at 98 px, CIFAR-100 with 10, 50 and 500 at 56 px; from DINOv2's ViT-S/14,
-from the same after MP3, DropPos or MAE on the training images of the set (without their labels), and from random
+Oxford-IIIT Pets with 1, 5 and 22 labels a class at 98 px, CIFAR-100 with 10, 50 and 500 at 56 px; from
+DINOv2's ViT-S/14, from the same after MP3, DropPos or MAE on the set's training images without their labels, and random
 weights. Weight decays, rates and the moment to stop are chosen by cross-validation on the training labels: rates with
 the first draw of labels from DINOv2, at 500 labels those of 50. At one label a class nothing can be chosen: rates are
 those of five labels, and a training takes its last update. A seed draws the labels, the folds and the order.
@@ -32,8 +32,10 @@ from situs.api import _asked
 from situs.data.resident import load_resident
 from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
-from situs.evaluate.adapt import DECAYS, PARTS, UPDATES, WAYS, Bench, Origin, Tried, choose, folds_of, neighbours
-from situs.evaluate.adapt import EPOCHS as PASSES
+from situs.evaluate.adapt.bench import DECAYS, Bench, neighbours
+from situs.evaluate.adapt.plan import EPOCHS as PASSES
+from situs.evaluate.adapt.plan import UPDATES
+from situs.evaluate.adapt.ways import PARTS, WAYS, Origin, Tried, choose, folds_of
 from situs.evaluate.by_class import wilson
 from situs.evaluate.finetune import FinetuneConfig
 from situs.evaluate.knn import knn_accuracy
@@ -168,14 +170,15 @@ class Study:
                            "data": {"path": "samples", "img_size": side}}, {})  # fmt: skip
         classes = tuple(images["classes"])
         train = TensorSource(pixels[rows], labels[rows], classes, job.set)
-        test = TensorSource(*images["test"], classes, f"{job.set} (test)")
+        test = TensorSource(images["test"][0], images["test"][1], classes, f"{job.set} (test)")
         return Bench(config, train, test, labels[rows], classes, self.device, starting(None), job.kind == "fresh")
 
     def measure(self, job: Job) -> dict[str, Any]:
         """The row of a job."""
-        bench, origin = self.bench(job), self.origin(job)
+        bench = self.bench(job)
         if job.kind == "pretrain":
             return self._pretrain(job, bench)
+        origin = self.origin(job)
         backbone = bench.make(origin, "class means")[1].backbone
         features, labels, _ = bench.features(backbone)
         folds = folds_of(bench.labels, seed=job.seed)
@@ -195,7 +198,7 @@ class Study:
             rate, best = rates.pop(), None
             tried = Tried(way, origin, torch.full((len(labels),), torch.nan), 0.0, total, total)
         else:
-            told = (way, origin, features, decay, folds, FOLDS[job.set, job.labels], total)
+            told: Any = (way, origin, features, decay, folds, FOLDS[job.set, job.labels], total)
             own = self._optim(job)
             every = {rate: bench.trained(*told, lr=rate, **own) for rate in sorted(rates)}
             rate = max(every, key=lambda each: float(every[each].right.nansum()))
@@ -213,8 +216,8 @@ class Study:
     def _pretrain(self, job: Job, bench: Bench) -> dict[str, Any]:
         source = TensorSource(self.images(job.set)["train"][0], None, None, job.set)
         total, learner = self.updates or LENGTH[job.set], None
-        for learner in bench.pretrained(self.origin(job._replace(start=DINO)), job.start, source, total, lr=RATE):
-            pass
+        for each in bench.pretrained(self.origin(job._replace(start=DINO)), job.start, source, total, lr=RATE):
+            learner = each
         assert learner is not None
         state = {name: value.cpu() for name, value in learner.backbone.state_dict().items()}
         place = self.out / f"{job.set}-{job.start}.pt"
@@ -374,7 +377,7 @@ def _adapted(out: Path, labels_of: Any) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Reads the words of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--pets")
     parser.add_argument("--cifar")
     parser.add_argument("--weights", default="")

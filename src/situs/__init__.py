@@ -2,7 +2,7 @@
 
     pretrain           Trains a method on images; gives the folder of the run.
     finetune           Trains a classifier on a pretrained model; gives the folder of the run.
-    adapt              Makes the best classifier of public weights, own images and few labels; gives what was tried and taken.
+    adapt              Makes the best classifier of a model, own images and few labels; gives what was tried.
     export             Writes a run's model to a folder that timm or transformers loads; gives the folder.
     open_model         Opens any model: a run, an export, a locked folder, a name, a folder, your own module.
     predict            Names the class of every image, clip or sentence, with its probability; labels are not looked at.

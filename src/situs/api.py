@@ -92,6 +92,15 @@ class FinetuneOptions(Options, total=False):
     backbone: Table
 
 
+class AdaptOptions(TypedDict, total=False):
+    """What an adaptation takes besides."""
+
+    device: str | None
+    key: AnyKey | None
+    withheld: str | Path | None
+    quiet: bool
+
+
 PLACE = ("out", "resume", "start_over", "device", "key", "withheld", "quiet")
 """Options that are no part of the config."""
 
@@ -181,12 +190,9 @@ def adapt(
     minutes: float = 30.0,
     batch: int | None = None,
     seed: int | None = None,
-    device: str | None = None,
-    key: AnyKey | None = None,
-    withheld: str | Path | None = None,
-    quiet: bool = False,
+    **options: Unpack[AdaptOptions],
 ) -> Adapted:
-    """Makes the best classifier of public weights, own images and few labels; gives what was tried and taken.
+    """Makes the best classifier of a model, own images and few labels; gives what was tried.
 
     Class means, a linear probe, the head alone, LoRA and all layers are compared by cross-validation on the training
     labels; the best is fitted to all of them, and lies in the new folder `out` as a run, with its export and the page
@@ -194,8 +200,8 @@ def adapt(
 
     source: whatever `finetune` takes. data: images in a folder a class, or in memory, or fields of the data's config:
     `{"path": "photos/", "img_size": 98}`. method: pretrain on the own images too, those of the training split and
-    `unlabelled`, and try every way from there as well. minutes: a budget; what fits into it is said beforehand. key,
-    withheld: open a locked folder. Ctrl-C chooses among what was measured until then.
+    `unlabelled`, and try every way from there as well. minutes: a budget; what fits into it is said beforehand. Further
+    options: device, quiet; key and withheld, which open a locked folder. Ctrl-C chooses among what was measured.
 
     >>> best = situs.adapt("vit_small_patch16_224=pretrained", data="photos/", minutes=10, out="runs/adapted")
     """
@@ -210,8 +216,11 @@ def adapt(
     given = {"data": data, "preset": "few-labels", "batch": batch, "seed": seed}
     config, _ = _asked(FinetuneConfig, given, {}, data_as_seen(source))
     more = None if unlabelled is None else str(addressed(unlabelled))
-    asked: dict[str, Any] = {"unlabelled": more, "method": method, "minutes": minutes, "device": device}
-    start, say = starting(unlock_of(source, key, withheld)), (lambda _: None) if quiet else print
+    if unknown := [name for name in options if name not in AdaptOptions.__annotations__]:
+        raise unknown_key(unknown[0], AdaptOptions.__annotations__)
+    start = starting(unlock_of(source, options.get("key"), options.get("withheld")))
+    say = (lambda _: None) if options.get("quiet") else print
+    asked: dict[str, Any] = {"unlabelled": more, "method": method, "minutes": minutes, "device": options.get("device")}
     result = adapt_model(config, source, out=out, start=start, say=say, **asked)
     publish(result, out)
     return result
