@@ -53,7 +53,7 @@ RATES: dict[str, tuple[float, ...]] = {
 }  # fmt: skip
 FOLDS = {("pets", 5): 5, ("pets", 22): 3, ("cifar", 10): 3, ("cifar", 50): 2, ("cifar", 500): 1}
 LENGTH = {"pets": 1000, "cifar": 2000}
-RATE = 1e-4
+RATE = 1e-5
 """Of the pretraining, which begins with weights that know much."""
 
 

@@ -89,9 +89,7 @@ LABELS = torch.zeros(100, dtype=torch.int64)
         ([tried("class means", 0.5), tried("all layers", 0.2, tested=20)], ("class means", "")),
     ],
 )  # fmt: skip
-def test_a_later_way_is_taken_where_it_is_better_by_more_than_chance(
-    rows: list[Tried], taken: tuple[str, str]
-) -> None:
+def test_a_later_way_is_taken_where_it_is_better_by_more_than_chance(rows: list[Tried], taken: tuple[str, str]) -> None:
     best = choose(rows, LABELS)
     assert (best.way, best.origin.name) == taken
 

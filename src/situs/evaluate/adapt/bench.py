@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
 from situs.backbones.weights import HEADS
-from situs.data.loader import Loader, make_loader
+from situs.data.loader import Loader, default_batch, make_loader
 from situs.data.sampler import sample_of
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.subset import Rows
@@ -38,7 +39,6 @@ LOOKS = 8
 DECAYS = (1e-3, 1e-2, 1e-1, 1.0)
 SCALES = (5.0, 10.0, 20.0, 40.0, 80.0)
 """What a cosine is multiplied by to be a logit, of which the folds choose one: it moves probabilities, no answer."""
-RATES: Mapping[Way, Mapping[str, Any]] = {"head": {}, "LoRA": {}, "all layers": {"layer_decay": 0.75}}
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,11 @@ class Bench:
         """The run's config for a way from some weights, and its method with these weights, on the device."""
         kind = origin.positions if way in PARTS else origin.frozen
         config = finetune_config(self.config, origin.source, kind)
-        rates = replace(OptimConfig(), **{**RATES.get(way, {}), **optim})
-        config = replace(config, tuning=TuningConfig(PARTS.get(way, "head")), optim=rates)
+        config = replace(config, tuning=TuningConfig(PARTS.get(way, "head")))
         method = make_method(config, self.classes)
+        batch = self.config.data.batch or default_batch(len(self.labels), 1, training=True)
+        rates = rates_of(way, batch, blocks=bool(method.backbone.block_modules()))
+        config = replace(config, optim=replace(OptimConfig(), **{**rates, **optim}))
         self.start(config, method.backbone)
         freeze(attach(method, config.tuning), config.tuning, new_positions=not config.init_positions)
         return config, method.to(self.device)
@@ -227,6 +229,16 @@ class Bench:
         learner = learner.to(self.device)
         for _ in updates(learner, loader, config, total):
             yield learner
+
+
+def rates_of(way: Way, batch: int, *, blocks: bool = True) -> dict[str, Any]:
+    """How fast a training moves the weights, for so many images a step; from the folds of `benchmarks/few_labels.py`.
+
+    blocks: whether the model has some, whose rates fall with their depth.
+    """
+    if way == "all layers":
+        return {"lr": 1.2e-6 * batch, "layer_decay": 0.75 if blocks else 1.0}
+    return {"lr": 1e-4 * math.sqrt(batch) if way == "LoRA" else 1e-3}
 
 
 def updates(method: Method, loader: Loader, config: RunConfig, total: int) -> Iterator[int]:
