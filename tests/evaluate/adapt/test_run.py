@@ -13,7 +13,6 @@ import torch
 from memory_kinds import CLASSES, SIDE, pictures, write_folder
 
 import situs
-from situs.cli.main import main
 from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy
 from situs.evaluate.adapt import bench as benches
@@ -160,18 +159,6 @@ def test_one_label_a_class_takes_class_means_by_a_fixed_rule(model: Path, tmp_pa
     named = (test @ bank.T).argmax(dim=1)
     hits = (named == torch.tensor(TEST[1])).double().mean()
     assert result.test is not None and result.test.top1 == pytest.approx(float(hits))
-
-
-def test_data_without_splits_sets_a_part_aside(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_folder(tmp_path / "data", *TRAIN)
-    words = ["adapt", str(model), "--data", str(tmp_path / "data"), "--device", "cpu", "--out", str(tmp_path / "out")]
-    assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "plan: all layers, 3 updates on 5 folds" in said and "20 % of it was set aside first" in said
-    tested = re.search(r"recognises .* of (\d+) images", said)
-    labelled = re.search(r"(\d+) labelled images", said)
-    assert tested and labelled and int(tested[1]) + int(labelled[1]) == 24
-    assert main(words) == 2 and "already holds a run" in capsys.readouterr().err
 
 
 def test_worse_than_the_start_is_said() -> None:

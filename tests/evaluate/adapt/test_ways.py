@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from situs.evaluate.adapt.plan import FEWEST, FROZEN, plan_of
 from situs.evaluate.adapt.ways import Origin, Tried, Way, choose, class_means, fold_in, folds_of, gain, one_label
 from situs.evaluate.knn import knn_scores
 from situs.evaluate.probe.linear import fit_linear
@@ -110,17 +109,3 @@ def test_the_gain_counts_every_class_the_same_and_its_error_is_paired() -> None:
 
 def test_the_fixed_rule_is_for_classes_of_one_label() -> None:
     assert one_label(torch.tensor([0, 1, 2, 2])) and not one_label(torch.tensor([0, 0, 1, 1, 2]))
-
-
-def test_a_plan_fits_and_drops_the_costliest_first() -> None:
-    update = {"head": 0.1, "LoRA": 0.2, "all layers": 0.3}
-    ample = plan_of(update, 0.3, 0.01, 100, 300, 1e6)
-    assert (ample.folds, ample.total, ample.dropped) == (5, 300, ())
-    assert ample.seconds["LoRA", False] == pytest.approx(5 * (300 * 0.2 + 8 * 0.01 * 20))
-    for left in (2000.0, 600.0, 300.0, 100.0, 20.0, 1.0):
-        plan = plan_of(update, 0.3, 0.01, 100, 300, left)
-        assert sum(plan.seconds.values()) + plan.refit <= left
-        assert not plan.seconds or plan.total >= FEWEST
-        every = [*plan.seconds, *plan.dropped]
-        assert every == [(w, False) for w in update] + [(FROZEN, True)] + [(w, True) for w in update]
-    assert plan_of(update, None, 0.01, 100, 300, 1.0).seconds == {}
