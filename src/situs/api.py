@@ -93,8 +93,9 @@ class FinetuneOptions(Options, total=False):
 
 
 class AdaptOptions(TypedDict, total=False):
-    """What an adaptation takes besides."""
+    """What an adaptation takes besides. backbone: patch_size and model_args of a name that stands for another shape."""
 
+    backbone: Table
     device: str | None
     key: AnyKey | None
     withheld: str | Path | None
@@ -201,7 +202,8 @@ def adapt(
     source: whatever `finetune` takes. data: images in a folder a class, or in memory, or fields of the data's config:
     `{"path": "photos/", "img_size": 98}`. method: pretrain on the own images too, those of the training split and
     `unlabelled`, and try every way from there as well. minutes: a budget; what fits into it is said beforehand. Further
-    options: device, quiet; key and withheld, which open a locked folder. Ctrl-C chooses among what was measured.
+    options: device, quiet; key and withheld, which open a locked folder; backbone, a table with the patch_size and
+    model_args of a name. Ctrl-C chooses among what was measured.
 
     >>> best = situs.adapt("vit_small_patch16_224=pretrained", data="photos/", minutes=10, out="runs/adapted")
     """
@@ -213,11 +215,11 @@ def adapt(
     from situs.pages import publish
 
     source = addressed_model(source) or ""
-    given = {"data": data, "preset": "few-labels", "batch": batch, "seed": seed}
-    config, _ = _asked(FinetuneConfig, given, {}, data_as_seen(source))
-    more = None if unlabelled is None else str(addressed(unlabelled))
     if unknown := [name for name in options if name not in AdaptOptions.__annotations__]:
         raise unknown_key(unknown[0], AdaptOptions.__annotations__)
+    given = {"data": data, "preset": "few-labels", "batch": batch, "seed": seed, "backbone": options.get("backbone")}
+    config, _ = _asked(FinetuneConfig, given, {}, data_as_seen(source))
+    more = None if unlabelled is None else str(addressed(unlabelled))
     start = starting(unlock_of(source, options.get("key"), options.get("withheld")))
     say = (lambda _: None) if options.get("quiet") else print
     asked: dict[str, Any] = {"unlabelled": more, "method": method, "minutes": minutes, "device": options.get("device")}

@@ -8,9 +8,9 @@ test split or a fifth that is set aside first, are looked at once, at the end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -43,6 +43,12 @@ class Args:
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """In pixels, where not the model's own: smaller is faster."""
 
+    patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
+    """For a timm name: in pixels, where not the model's own."""
+
+    model_args: dict[str, Any] = field(default_factory=dict)
+    """For a timm name: further arguments of the model."""
+
     held_out: Annotated[float | None, Parameter(metavar="SHARE")] = None
     """Share to set aside for the test, of data that has no such split; by default 0.2."""
 
@@ -73,6 +79,8 @@ def run(args: Args) -> None:
     asked = {name: getattr(args, name) for name in names}
     key = None if args.key is None else read_key(args.key)
     table = {name: value for name, value in data.items() if value is not None}
-    present(adapt(args.model, data=table, key=key, **asked), None)
+    shape = {"patch_size": args.patch_size, "model_args": args.model_args}
+    backbone = {name: value for name, value in shape.items() if value}
+    present(adapt(args.model, data=table, key=key, backbone=backbone, **asked), None)
     print(f"{args.out / 'adapt.html'}")
     print(f"next: situs evaluate accuracy {args.out}, or situs predict {args.out} --data PATH --out predictions.csv")
