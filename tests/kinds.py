@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ from situs.config import from_dict
 from situs.data.check import KINDS, DataCheck, Found
 from situs.data.pack import Packed
 from situs.evaluate.accuracy import Accuracy, ClassAccuracy
+from situs.evaluate.adapt import Adapted
+from situs.evaluate.adapt.ways import Origin as Start
+from situs.evaluate.adapt.ways import Tried as Way
 from situs.evaluate.consistency import Consistency, ConsistencyCurve
 from situs.evaluate.ensemble import Ensemble
 from situs.evaluate.knn import LayerAccuracy, LayerKnn
@@ -265,7 +269,14 @@ def _text_audit() -> TextAudit:
     return TextAudit(NAME, [row], {row.defence: NAME}, ["sentence 1"], 1, {2: "[CLS]", 6: NAME, 9: "b"})
 
 
+def _adapted() -> Adapted:
+    labels, right = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 0.0, 1.0, torch.nan]).double()
+    ways = [Way("class means", Start("", ""), right), Way("LoRA", Start("mp3", ""), 0 * right, 0.0, 3, 8)]
+    return Adapted(Path("run"), tuple(ways), ways[0], labels, (NAME, "b"), SCORE, SCORE, ANSWERS, (NAME,))
+
+
 RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
+    "Adapted": (_adapted, {"classes", "confusion"}),
     "Attention": (_attention, {"images", "heads", "relative"}),
     "Audit": (_audit, set()),
     "ClassAccuracy": (lambda: ClassAccuracy(SCORE, ANSWERS, (NAME, "b")), {"classes", "confusion"}),

@@ -112,7 +112,7 @@ def test_detection_is_vitdets_recipe() -> None:
 
 def test_few_labels_train_the_head_on_every_class_equally_often() -> None:
     config = recipe("few-labels")
-    assert (config.data.balanced, config.tuning.parts, config.train.epochs) == (True, "head", 100)
+    assert (config.data.balanced, config.tuning.parts, config.train.epochs) == (True, "head", 30)
     assert (config.optim.lr, config.optim.base_lr) == (None, None)  # by the number of updates
 
 

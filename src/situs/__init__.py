@@ -2,6 +2,7 @@
 
     pretrain           Trains a method on images; gives the folder of the run.
     finetune           Trains a classifier on a pretrained model; gives the folder of the run.
+    adapt              Makes the best classifier of a model, own images and few labels; gives what was tried.
     export             Writes a run's model to a folder that timm or transformers loads; gives the folder.
     open_model         Opens any model: a run, an export, a locked folder, a name, a folder, your own module.
     predict            Names the class of every image, clip or sentence, with its probability; labels are not looked at.
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from situs.api import adapt as adapt
     from situs.api import export as export
     from situs.api import finetune as finetune
     from situs.api import open_model as open_model
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "pretrain": "situs.api",
     "finetune": "situs.api",
+    "adapt": "situs.api",
     "export": "situs.api",
     "open_model": "situs.api",
     "predict": "situs.evaluate",

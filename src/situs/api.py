@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from situs.backbones.config import PositionKind
     from situs.core.tokens import Size
+    from situs.evaluate.adapt import Adapted
     from situs.locks.key import AnyKey
     from situs.methods import Method
     from situs.models import Model
@@ -89,6 +90,16 @@ class FinetuneOptions(Options, total=False):
 
     method: str | type[Method] | Table
     backbone: Table
+
+
+class AdaptOptions(TypedDict, total=False):
+    """What an adaptation takes besides. backbone: patch_size and model_args of a name that stands for another shape."""
+
+    backbone: Table
+    device: str | None
+    key: AnyKey | None
+    withheld: str | Path | None
+    quiet: bool
 
 
 PLACE = ("out", "resume", "start_over", "device", "key", "withheld", "quiet")
@@ -169,6 +180,53 @@ def finetune(
     config, place = _asked(FinetuneConfig, given, options, ground)
     found = train_finetuning(config, source=source, positions=positions, validate_every=validate_every, **place)
     return _folder_of(found, place)
+
+
+def adapt(
+    source: AnyModel,
+    *,
+    data: AnyData | Table,
+    out: str | Path,
+    unlabelled: AnyData = None,
+    method: Literal["droppos", "mp3", "mae", "none"] = "none",
+    minutes: float = 30.0,
+    batch: int | None = None,
+    seed: int | None = None,
+    **options: Unpack[AdaptOptions],
+) -> Adapted:
+    """Makes the best classifier of a model, own images and few labels; gives what was tried.
+
+    Class means, a linear probe, the head alone, LoRA and all layers are compared by cross-validation on the training
+    labels; the best is fitted to all of them, and lies in the new folder `out` as a run, with its export and the page
+    of the comparison. The test split, or a fifth that is set aside first, is looked at once, at the end.
+
+    source: whatever `finetune` takes. data: images in a folder a class, or in memory, or fields of the data's config:
+    `{"path": "photos/", "img_size": 98}`. method: pretrain on the own images too, those of the training split and
+    `unlabelled`, and try every way from there as well. minutes: a budget; what fits into it is said beforehand. Further
+    options: device, quiet; key and withheld, which open a locked folder; backbone, a table with the patch_size and
+    model_args of a name. Ctrl-C chooses among what was measured.
+
+    >>> best = situs.adapt("vit_small_patch16_224=pretrained", data="photos/", minutes=10, out="runs/adapted")
+    """
+    from situs.data.sources import addressed
+    from situs.evaluate.adapt import adapt_model
+    from situs.evaluate.finetune import FinetuneConfig, data_as_seen
+    from situs.models.handed import addressed_model
+    from situs.models.initialise import starting
+    from situs.pages import publish
+
+    source = addressed_model(source) or ""
+    if unknown := [name for name in options if name not in AdaptOptions.__annotations__]:
+        raise unknown_key(unknown[0], AdaptOptions.__annotations__)
+    given = {"data": data, "preset": "few-labels", "batch": batch, "seed": seed, "backbone": options.get("backbone")}
+    config, _ = _asked(FinetuneConfig, given, {}, data_as_seen(source))
+    more = None if unlabelled is None else str(addressed(unlabelled))
+    start = starting(unlock_of(source, options.get("key"), options.get("withheld")))
+    say = (lambda _: None) if options.get("quiet") else print
+    asked: dict[str, Any] = {"unlabelled": more, "method": method, "minutes": minutes, "device": options.get("device")}
+    result = adapt_model(config, source, out=out, start=start, say=say, **asked)
+    publish(result, out)
+    return result
 
 
 def export(

@@ -169,6 +169,8 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
         "finetune --from": ["--from", model, *(f.replace("--model-args", "--backbone.model-args")
                             .replace("--patch-size", "--backbone.patch-size").replace("--img-size", "--data.img-size")
                             for f in flags if kind != "own" and f not in ("--weights", "random"))],
+        "adapt": [model + "=random" * (kind == "name"), *(f for f in flags if f not in ("--weights", "random")), *data,
+                  "--batch", "12", "--minutes", "0.001", *end],
         "play": [model, *flags, *data, "--out", str(out / "play.html"), "--count", "4"],
         "export": [model, "--out", str(out / "x")],
         "lock": [model, *(flags if kind != "locked" else []), "--key", str(world.base / "owner.key"),
@@ -190,7 +192,7 @@ VERBS = (
     "evaluate knn", "evaluate objects", "evaluate perplexity", "evaluate position", "evaluate probe",
     "evaluate robustness", "evaluate segments", "analyze attention", "analyze correlation", "analyze positions",
     "analyze reconstruct", "audit curve", "audit gradients", "audit positions", "audit split", "play",
-    "finetune --from", "export", "lock",
+    "finetune --from", "adapt", "export", "lock",
 )  # fmt: skip
 
 UNTRAINED, WHOLE = "no trained classifier", "runs only as a whole"
@@ -219,6 +221,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "audit split": {"own": WHOLE},
     "play": {"name": "nor a trained classifier", "hf": UNPLAIN, "own": UNPLAIN},
     "finetune --from": {"name": "random weights", "own": "a run cannot make again by itself"},
+    "adapt": {"name": "random weights", "own": "a run cannot make again by itself"},
     "export": {
         **dict.fromkeys(("export", "hf"), "a model's folder already"),
         "locked": "situs unlock writes the model that it holds",

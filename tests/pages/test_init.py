@@ -276,5 +276,5 @@ def test_what_has_no_page_is_one_sentence() -> None:
     class Other(LayerKnn):
         """A result that nobody registered."""
 
-    with pytest.raises(SitusError, match=r"Other: has no page; those of Attention, "):
+    with pytest.raises(SitusError, match=r"Other: has no page; those of Adapted, "):
         make_page(Other(knn().rows, 8, 4, None, 3, None, torch.eye(2), ("a", "b")))

@@ -22,6 +22,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Train": {
         "pretrain": ("situs.cli.pretrain", "train a method (MP3, MAE, …) on your images, from a preset and flags"),
         "finetune": ("situs.cli.finetune", "classes, masks, objects or the next word, on a pretrained model"),
+        "adapt": ("situs.cli.adapt", "the best classifier of public weights, own images and few labels"),
         "export": ("situs.cli.export", "a run's model in a folder that timm or transformers loads"),
     },
     "Data": {

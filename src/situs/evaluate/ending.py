@@ -66,13 +66,13 @@ class Frozen:
         tried: list[Baseline] = []
         for pool, features in bank.items():
             near = knn_accuracy(features, labels, test[pool], truth, k)
-            tried.append(Baseline(f"nearest neighbours on its {_POOLS[pool]}", near, self._command("knn", k=k)))
+            tried.append(Baseline(f"nearest neighbours on its {_POOLS[pool]}", near, self.command("knn", k=k)))
             try:
                 linear = fit_probe(features, labels, classes).linear
             except SitusError:  # too few samples to choose a weight decay by
                 continue
             share = score(linear, [(test[pool], truth)], classes).accuracy
-            command = self._command("probe", kind="class", pool=pool, train_count=len(labels))
+            command = self.command("probe", kind="class", pool=pool, train_count=len(labels))
             tried.append(Baseline(f"a linear classifier on its {_POOLS[pool]}", share, command))
         return max(tried, key=lambda each: each.top1)
 
@@ -90,7 +90,7 @@ class Frozen:
                 labels.append(hard(labels_of(batch)))
         return {pool: torch.cat(each) for pool, each in parts.items()}, torch.cat(labels)
 
-    def _command(self, verb: str, **asked: Any) -> str:
+    def command(self, verb: str, **asked: Any) -> str:
         """The verb of evaluate in a shell, its flags named as its arguments are; "" where no verb takes this data."""
         config, init = self.config, str(self.config.init)
         if config.data.count or config.data.per_class:

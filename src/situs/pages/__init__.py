@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from situs.report.html import Page
 
 PAGES = {
+    "Adapted": "evaluate.adapt",
     "Attention": "attention.page",
     "Audit": "gradients.page",
     "ClassAccuracy": "evaluate.accuracy",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from situs.errors import counted
 from situs.evaluate.accuracy import LISTED, ClassAccuracy, class_table
+from situs.evaluate.adapt import Adapted
 from situs.evaluate.by_class import TOP5_FROM, ByClass, by_class
 from situs.evaluate.ensemble import Ensemble
 from situs.evaluate.knn import POOLS, LayerKnn
@@ -89,6 +90,33 @@ def _classes(
         grid.axes[0].tick_params(axis="x", rotation=90)
     caption = f"What each class is taken for, in percent of its {things}; right answers stand on the diagonal{of}."
     section.figure(grid, caption, name="confusion")
+
+
+ADAPT = """
+Every way was tried by cross-validation on the training labels alone: a fold is left out, the way is fitted to the
+others, and named are the images of the fold. All ways had the same folds; those that train perhaps fewer of them. From
+the simplest on (class means, linear probe, head, LoRA, all layers; without pretraining before with it), a way takes the
+place of another where its balanced accuracy is higher by more than one standard error of the difference, counted image
+by image: below that, chance decides, and the simpler one stays. A training was stopped where it did best on the folds.
+What was taken was then fitted to all labels. The test images played no part in any of this.
+"""
+
+
+def adapt(found: Adapted) -> Page:
+    """What was tried, what was taken, what it is worth on the test images."""
+    summary = found.summary()
+    page = Page(f"{found.provenance.name}: adapted to your images", lead=summary.sentence)
+    tried = {each.name: 100 * float(each.right.nanmean()) for each in found.tried if not each.right.isnan().all()}
+    if tried:
+        page.opening.bars(tried, "%")
+    for table in summary.tables:
+        page.section(table.title[0].upper() + table.title[1:]).table(*table[1:])
+    if found.test is not None and found.start is not None and found.answers is not None:
+        page.number(percent(found.test.top1, 2), f"top-1; naming the largest class: {percent(found.test.majority, 2)}")
+        page.number(percent(found.start.top1, 2), "top-1 of the frozen start")
+        shares = {"top-1": found.test.top1, "balanced": found.test.balanced, "largest class": found.test.majority}
+        _classes(page, found.answers, found.classes, found.provenance.things, shares)
+    return page.end(found.provenance.facts, ADAPT + ACCURACY)
 
 
 PERPLEXITY = """

@@ -1,0 +1,49 @@
+"""What is said of an adaptation: every number by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from situs.evaluate.accuracy import Accuracy
+from situs.evaluate.adapt.result import Adapted
+from situs.evaluate.adapt.ways import Origin, Tried
+from situs.results import finite
+
+LABELS = torch.tensor([0] * 8 + [1] * 2)
+
+
+def tried(way: str, right: str, origin: str = "", **more: int) -> Tried:
+    hits = torch.tensor([torch.nan if letter == "-" else float(letter) for letter in right], dtype=torch.double)
+    return Tried(way, Origin(origin, ""), hits, **more)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_table_and_the_sentence() -> None:
+    means, probe = tried("class means", "1111000010"), tried("linear probe", "1111111100")
+    layers = tried("all layers", "11--------", "mp3", updates=3, total=8)
+    test, start = Accuracy(0.75, 1.0, 40, 0.5, 0.7, 0.5, 2), Accuracy(0.5, 1.0, 40, 0.5, 0.5, 0.5, 2)
+    found = Adapted(
+        Path("runs/x"), (means, probe, layers), means, LABELS, ("a", "b"), test, start, torch.eye(2), ("Mind this.",)
+    )
+    summary = found.summary()
+    rows = [list(row) for row in summary.tables[0].rows]
+    assert rows[0] == ["class means", 10, "50.0", "50.0", None, None, True]
+    # class a: 4 of 8 more, class b: 1 of 2 fewer
+    error = ((4 * (1 / 16) ** 2) + (1 / 4) ** 2) ** 0.5
+    assert rows[1] == ["linear probe", 10, "80.0", "50.0", f"+0.0 ± {100 * error:.1f}", None, False]
+    assert rows[2] == ["all layers after mp3", 2, "100.0", "100.0", "+0.0 ± 0.0", "3 of 8", False]
+    assert "recognises 75.00 % of 40 images of 2 classes" in summary.sentence and "has 50.00 %" in summary.sentence
+    assert "60.0" not in summary.sentence and summary.sentence.endswith("Mind this.")
+    numbers = finite(found.numbers())
+    assert json.loads(json.dumps(numbers)) == json.loads(json.dumps(numbers)) and numbers["test"]["interval"][0] > 0.5
+    assert [row["chosen"] for row in numbers["tried"]] == [True, False, False]
+
+
+def test_without_a_test_nothing_is_claimed() -> None:
+    untested = tried("class means", "-" * 10)
+    found = Adapted(Path("x"), (untested,), untested, LABELS, ("a", "b"), None, None, None, ())
+    assert found.summary().sentence == "Taken: class means." and len(found.summary().tables) == 1
+    assert found.summary().tables[0].rows[0][2:5] == [None, None, None]
+    assert finite(found.numbers())["tried"][0]["balanced"] is None
