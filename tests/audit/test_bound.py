@@ -69,7 +69,9 @@ def attack_pairs(backbone: Any, defence: str) -> list[Any]:
     ).pairs
 
 
-def test_an_oracle_that_was_stopped_is_no_pass(vit: Any) -> None:
+def test_an_oracle_that_was_stopped_is_no_pass(vit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("situs.audit.bound.IMAGES", 2)
+
     class Late(Deadline):
         def over(self) -> bool:
             return True
