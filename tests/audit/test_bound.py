@@ -70,7 +70,7 @@ def attack_pairs(backbone: Any, defence: str) -> list[Any]:
 
 
 def test_an_oracle_that_was_stopped_is_no_pass(vit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("situs.audit.bound.IMAGES", 2)
+    monkeypatch.setattr("situs.audit.bound.IMAGES", 4)
 
     class Late(Deadline):
         def over(self) -> bool:
