@@ -31,8 +31,7 @@ class Args(Training):
     """learned, sincos, learned_sincos, relative or none; by default the run's own, and learned after MP3."""
 
     validate_every: Annotated[int | None, Parameter(metavar="N")] = None
-    """Epochs between two looks at the validation split, by default 5. Of data without one a fifth is held out
-    (--data.held-out); 0 looks at none and trains on all of it."""
+    """Epochs between looks at the validation split, by default 5; 0: none, and data without one is learned whole."""
 
     config: FinetuneConfig = configured(
         FinetuneConfig,

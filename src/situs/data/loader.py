@@ -30,6 +30,7 @@ from situs.data.sampler import Balanced, BatchPlan, Drawn, LengthBuckets, batche
 from situs.data.sources import kind_of, open_source
 from situs.data.sources.audio import noise_folder, read_noise
 from situs.data.sources.base import Source
+from situs.data.sources.images import met_transparency
 from situs.data.sources.speech import part_of
 from situs.data.sources.subset import PerClass, Subset, check_one_class, class_labels
 from situs.data.streaming import WorkerStream
@@ -217,6 +218,7 @@ class StreamLoader(Loader):
 
     def _parts(self, epoch: int, start_step: int) -> Iterator[list[WorkerBatch]]:
         """What the workers read; in the caller's thread, who forks them and hears of their end."""
+        met_transparency()  # what others have met does not count
         for parts in self.stream.batches(epoch, start_step):
             for index, reason in (found for part in parts for found in part.broken):
                 self.source.skip(index, reason)

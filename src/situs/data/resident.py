@@ -107,6 +107,7 @@ class HeldStream:
         self.plan, self.device, source = plan, device, pipeline.source
         _check_bytes(source, (pipeline.row_bytes,), torch.uint8, max_bytes)
         starts = range(0, len(source), _TASK)
+        met_transparency()
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
             read = pool.map(lambda start: pipeline.read(0, range(start, min(start + _TASK, len(source)))), starts)
             parts = list(tracked(read, f"reading {source.name}", len(starts)))
@@ -160,6 +161,7 @@ def _decode_all(
     threads: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     count = len(source)
+    met_transparency()  # what others have met does not count
     first = _first_readable(source, size)
     shape = tuple(first.shape)
     _check_bytes(source, shape, first.dtype, max_bytes)

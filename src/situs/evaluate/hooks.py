@@ -31,6 +31,7 @@ from situs.methods.base import Batch, Method
 from situs.methods.detection import Detection
 from situs.methods.segmentation import Segmentation
 from situs.models.inference import evaluating
+from situs.progress import task
 from situs.train.contract import Hook, RunState
 from situs.train.run import Hooks, RunConfig, make_eval_loader
 
@@ -123,7 +124,7 @@ class Validation(_Looks):
     def begin(self, method: Method) -> None:
         """Looks at the frozen features that a fine-tuning starts from, where that costs little."""
         if self.start is not None:
-            with evaluating(method):
+            with evaluating(method), task("frozen features, to compare with at the end"):
                 self.frozen = self.start.look(method, self.loader, self.precision)
 
     def _log(self, state: RunState) -> None:

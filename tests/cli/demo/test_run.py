@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import pytest
 
-from situs.cli import progress
+from situs import progress
 from situs.cli.demo import findings, server, split, stage
 from situs.cli.demo import run as demo
 from situs.cli.demo.stage import Stage, _followed

@@ -17,7 +17,7 @@ from situs.cli.shell import beside
 from situs.data.sources.samples import load_samples
 from situs.split.transport.certificates import read_credentials
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "split"))
+sys.path.insert(0, str(Path(__file__).parent / "split"))
 from served import serving  # pyright: ignore[reportMissingImports]
 
 SHAPE = "--backbone.model-args.depth 1 --backbone.model-args.embed-dim 16 --backbone.model-args.num-heads 2"
