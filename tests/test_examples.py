@@ -181,7 +181,9 @@ def test_the_tutorials_find_what_their_pages_say(
     places = found["pretrain_on_my_images"][0]["places"]
     assert places.accuracy[0.5] > 2 / places.places  # twice chance
     shares = [
-        float(line.partition(": ")[2].split()[0]) for line in found["lock_my_model"][1].splitlines() if "images" in line
+        float(line.partition(": ")[2].split()[0])
+        for line in found["lock_my_model"][1].splitlines()
+        if "test images" in line
     ]
     assert shares[1] < shares[0] - 10
     assert float(found["use_the_features"][1].partition("classifier: ")[2].split()[0]) > 30
