@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 import time
@@ -154,3 +155,22 @@ def test_tokens_a_second_of_text_and_what_a_way_lacks(
     assert ended.value.code == 0 and [row[:3] for row in rows] == [["2", "8", "situs"], ["2", "8", "loop"]]
     for *_, milliseconds, tokens in rows:
         assert float(tokens.replace(",", "")) == pytest.approx(16e3 / float(milliseconds), rel=0.05)
+
+
+def test_jobs_of_few_labels_come_after_what_they_need_and_adapt_is_chosen_of_their_rows(tmp_path: Path) -> None:
+    study = runpy.run_path(str(BENCHMARKS / "few_labels.py"))
+    jobs, job = study["jobs_of"](["pets", "cifar"]), study["Job"]
+    assert len({each.name for each in jobs}) == len(jobs)
+    assert all(need in jobs for each in jobs for need in each.needs)
+    assert job("way", "cifar", 500, 1, "mp3", "LoRA").grid == job("way", "cifar", 50, 0, "dinov2", "LoRA")
+    right = {"kNN": "1111", "class means": "1000", "linear probe": "1100"}
+    ways = {way: {"hits": 50, "count": 100, "right": text} for way, text in right.items()}
+    rows = [job("frozen", "pets", 5)._asdict() | {"ways": ways}]
+    trained = {"hits": 90, "count": 100, "right": "1111", "updates": 3, "total": 4, "rate": 0.1}
+    rows.append(job("way", "pets", 5, 0, "dinov2", "LoRA")._asdict() | trained)
+    (tmp_path / "rows").mkdir()
+    for number, row in enumerate(rows):
+        (tmp_path / "rows" / f"{number}.json").write_text(json.dumps(row))
+    found = study["table"](tmp_path, lambda *_: torch.tensor([0, 0, 1, 1]))
+    assert [(each["taken"], each["top1"], each["within"]) for each in found["adapt"]] == [("LoRA", 0.9, True)]
+    assert next(row for row in found["rows"] if row["LoRA"])["linear probe"] == [0.5]

@@ -26,7 +26,7 @@ def test_data_without_splits_sets_a_part_aside(
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "plan: all layers, 3 updates on 5 folds" in text and "20 % of it was set aside first" in text
-    tested = re.search(r"recognises .* of (\d+) images", text)
+    tested = re.search(r"% of (\d+) images of 3 classes are recognised", text)
     labelled = re.search(r"(\d+) labelled images", text)
     assert tested and labelled and int(tested[1]) + int(labelled[1]) == 24
     assert (tmp_path / "out" / "adapt.html").is_file() and (tmp_path / "out" / "export" / "model.safetensors").is_file()

@@ -106,9 +106,6 @@ def adapt(found: Adapted) -> Page:
     """What was tried, what was taken, what it is worth on the test images."""
     summary = found.summary()
     page = Page(f"{found.provenance.name}: adapted to your images", lead=summary.sentence)
-    tried = {each.name: 100 * float(each.right.nanmean()) for each in found.tried if not each.right.isnan().all()}
-    if tried:
-        page.opening.bars(tried, "%")
     for table in summary.tables:
         page.section(table.title[0].upper() + table.title[1:]).table(*table[1:])
     if found.test is not None and found.start is not None and found.answers is not None:

@@ -64,8 +64,14 @@ def test_a_training_is_stopped_and_repeated_where_it_did_best(way: Any, bench: t
             right += int(own._answers(model, own.loader(rows), config).sum())
         shares.append(right)
     assert row.updates == 1 + shares.index(max(shares)) and int(row.right.nansum()) == max(shares)
-    first, second = (own.refit(row, features, 0.1)[1].state_dict() for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    row = row._replace(updates=2)
+    config, model = own.make(origin, way)
+    own._begin(model, features, 0.1, torch.arange(30))
+    for step in updates(model, own.loader(training=True), config, 4):
+        if step == 2:
+            break
+    same = own.refit(row, features, 0.1)[1].state_dict()
+    assert all(torch.equal(value, same[name]) for name, value in model.state_dict().items())
 
 
 def test_the_frozen_ways_leave_the_model_as_it_is(bench: tuple[Bench, Origin]) -> None:

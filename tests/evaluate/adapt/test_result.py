@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from situs.evaluate.adapt.result import Adapted
 from situs.evaluate.adapt.ways import Origin, Tried
 from situs.results import finite
 
+START = "class means (frozen start)"
 LABELS = torch.tensor([0] * 8 + [1] * 2)
 
 
@@ -25,20 +27,28 @@ def test_the_table_and_the_sentence() -> None:
     layers = tried("all layers", "11--------", "mp3", updates=3, total=8)
     test, start = Accuracy(0.75, 1.0, 40, 0.5, 0.7, 0.5, 2), Accuracy(0.5, 1.0, 40, 0.5, 0.5, 0.5, 2)
     found = Adapted(
-        Path("runs/x"), (means, probe, layers), means, LABELS, ("a", "b"), test, start, torch.eye(2), ("Mind this.",)
+        Path("runs/x"), (means, probe, layers), probe, LABELS, ("a", "b"), test, start, torch.eye(2), ("Mind this.",)
     )
     summary = found.summary()
     rows = [list(row) for row in summary.tables[0].rows]
-    assert rows[0] == ["class means", 10, "50.0", "50.0", None, None, True]
     # class a: 4 of 8 more, class b: 1 of 2 fewer
     error = ((4 * (1 / 16) ** 2) + (1 / 4) ** 2) ** 0.5
-    assert rows[1] == ["linear probe", 10, "80.0", "50.0", f"+0.0 ± {100 * error:.1f}", None, False]
+    assert rows[0] == ["class means", 10, "50.0", "50.0", f"+0.0 ± {100 * error:.1f}", None, False]
+    assert rows[1] == ["linear probe", 10, "80.0", "50.0", None, None, True]
     assert rows[2] == ["all layers after mp3", 2, "100.0", "100.0", "+0.0 ± 0.0", "3 of 8", False]
-    assert "recognises 75.00 % of 40 images of 2 classes" in summary.sentence and "has 50.00 %" in summary.sentence
-    assert "60.0" not in summary.sentence and summary.sentence.endswith("Mind this.")
+    assert (
+        summary.sentence.startswith("75.00 % of 40 images of 2 classes are recognised, with linear probe. ")
+        and "has 50.00 %" in summary.sentence
+    )
+    assert summary.sentence.endswith("Mind this.") and [row[0] for row in summary.tables[1].rows] == [
+        "linear probe",
+        START,
+    ]
+    same = replace(found, chosen=means, test=start).summary()
+    assert "That is the frozen start" in same.sentence and [row[0] for row in same.tables[1].rows] == ["class means"]
     numbers = finite(found.numbers())
     assert json.loads(json.dumps(numbers)) == json.loads(json.dumps(numbers)) and numbers["test"]["interval"][0] > 0.5
-    assert [row["chosen"] for row in numbers["tried"]] == [True, False, False]
+    assert [row["chosen"] for row in numbers["tried"]] == [False, True, False]
 
 
 def test_without_a_test_nothing_is_claimed() -> None:

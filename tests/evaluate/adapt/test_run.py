@@ -75,7 +75,7 @@ def test_the_whole_in_memory_and_from_a_folder_to_the_same_bits(model: Path, tmp
     page = (tmp_path / "files" / "adapt.html").read_text(encoding="utf-8")
     numbers = json.loads((tmp_path / "files" / "adapt.json").read_text())
     assert sum(row["chosen"] for row in numbers["tried"]) == 1 and numbers["test"]["count"] == 12
-    assert "all layers after mp3" in page and "The frozen start" in page
+    assert "all layers after mp3" in page and "frozen start" in page
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[set[bytes], set[bytes] | None]]:
@@ -184,8 +184,8 @@ def test_ctrl_c_chooses_among_what_was_measured(model: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(Bench, "trained", stopped)
     result = situs.adapt(model, data=MEMORY, out=tmp_path / "out", **OPTIONS)
-    assert [each.way for each in result.tried] == ["kNN", "class means", "linear probe", "head"]
-    assert "interrupted before the end of LoRA, all layers" in result.summary().sentence
+    assert [each.way for each in result.tried] == ["kNN", "class means", "linear probe", "LoRA"]
+    assert "interrupted before the end of all layers, head" in result.summary().sentence
     assert load_run(tmp_path / "out").classes == CLASSES
 
 
@@ -208,14 +208,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_mistake_is_one_sentence_and_nothing_is_written(name: str, model: Path, tmp_path: Path) -> None:
-    given, said = BAD[name]
+    bad, said = BAD[name]
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "TEXT").mkdir()
     (tmp_path / "TEXT" / "train.csv").write_text("sentence,label\ngood,1\nbad,0\n")
     paths = {
         key: str(tmp_path / value) if isinstance(value, str) and value.isupper() else value
-        for key, value in given.items()
+        for key, value in bad.items()
     }
+    given: dict[str, Any] = {"data": MEMORY, "out": tmp_path / "out", **OPTIONS, **paths}
     with pytest.raises(SitusError, match=re.escape(said)) as caught:
-        situs.adapt(model, **{"data": MEMORY, "out": tmp_path / "out", **OPTIONS, **paths})
+        situs.adapt(model, **given)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
