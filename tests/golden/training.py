@@ -253,7 +253,9 @@ def record_export(name: str, world: Path, out: Path) -> Values:
     with wide_methods():
         run = train(name, world, out / "run")
     folder = situs.export(run, out / "export")
-    values: Values = {f"tensor {key}": each for key, each in projections(load_file(folder / "model.safetensors")).items()}
+    values: Values = {
+        f"tensor {key}": each for key, each in projections(load_file(folder / "model.safetensors")).items()
+    }
     for file in sorted(folder.glob("*.json")):
         values |= {f"{file.name} {key}": each for key, each in flat(json.loads(file.read_text())).items()}
     return values
@@ -276,7 +278,9 @@ def projections(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     for name, tensor in sorted(tensors.items()):
         flattened = tensor.detach().double().flatten()
         values[f"{name} norm"] = flattened.norm().item()
-        values[f"{name} product"] = (flattened @ torch.arange(1.0, len(flattened) + 1, dtype=torch.float64).cos()).item()
+        values[f"{name} product"] = (
+            flattened @ torch.arange(1.0, len(flattened) + 1, dtype=torch.float64).cos()
+        ).item()
     return values
 
 

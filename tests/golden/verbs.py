@@ -21,7 +21,6 @@ from training import CASES, Values, flat, projections, train_plainly
 import situs
 from situs.cli.main import main
 
-WEIGHTS = "model.safetensors"
 KEPT = Path(__file__).parent.parent / "data" / "kept"
 LEFT_OUT = frozenset({"seconds", "per_second", "version", "torch", "device", "machine", "gib", "time", "minutes", "path", "of",
             "out", "page", "files", "written", "identity", "commit", "python", "situs", "date", "timm", "learn",
@@ -96,9 +95,7 @@ def write_runs(world: Path) -> Path:
     situs.export(runs / "tuned", runs / "exported")
     shutil.copy(KEPT / "owner.key", runs / "key")
     (runs / "key").chmod(0o600)
-    with mock.patch("secrets.token_bytes", lambda count: bytes(range(count))):
-        with mock.patch("secrets.token_hex", lambda count: "5a" * count):  # the salt of a lock is drawn anew each time
-            situs.lock(runs / "exported", runs / "key", runs / "locked")
+    lock_the_same(runs / "exported", runs / "key", runs / "locked")
     (world / "lines.txt").write_text("w3 w7 w1 w9\nw4 w3 w8 w2\n")
     return world
 
@@ -124,7 +121,9 @@ def record_verb(name: str, world: Path, out: Path) -> Values:
     """What is kept of a verb: numbers, yes and no, and short words; where and when it was is left out."""
     values = {}
     for key, value in flat(document_of(VERBS[name], world, out)).items():
-        words = {word for part in key.split(".") for word in part.lower().replace(" ", "_").replace("-", "_").split("_")}
+        words = {
+            word for part in key.split(".") for word in part.lower().replace(" ", "_").replace("-", "_").split("_")
+        }
         if not words & LEFT_OUT and not (isinstance(value, str) and (len(value) > 24 or "/" in value)):
             values[key] = value
     return values
@@ -136,7 +135,15 @@ def record_verb(name: str, world: Path, out: Path) -> Values:
 def features(world: Path, out: Path) -> Values:
     """Norm and product of the features of the validation split."""
     out.mkdir(parents=True)
-    words = ["features", str(world / "runs" / "tuned"), "--out", str(out / "features.safetensors"), "--device", "cpu", "--quiet"]
+    words = [
+        "features",
+        str(world / "runs" / "tuned"),
+        "--out",
+        str(out / "features.safetensors"),
+        "--device",
+        "cpu",
+        "--quiet",
+    ]
     assert main(words) == 0
     return projections(load_file(out / "features.safetensors"))
 
@@ -144,7 +151,10 @@ def features(world: Path, out: Path) -> Values:
 def predictions(world: Path, out: Path) -> Values:
     """Class and probability of every image."""
     out.mkdir(parents=True)
-    assert main(["predict", str(world / "runs" / "tuned"), "--out", str(out / "rows.csv"), "--device", "cpu", "--quiet"]) == 0
+    assert (
+        main(["predict", str(world / "runs" / "tuned"), "--out", str(out / "rows.csv"), "--device", "cpu", "--quiet"])
+        == 0
+    )
     rows = csv.DictReader((out / "rows.csv").read_text().splitlines())
     values: Values = {}
     for number, row in enumerate(rows):
@@ -160,14 +170,20 @@ def _number(text: str) -> float | str:
 
 
 def locks(world: Path, out: Path) -> Values:
-    """The tensors of a locked folder, and SHA-256 of the files that its key opens."""
-    runs = world / "runs"
-    values: Values = {f"locked {name}": each for name, each in projections(load_file(runs / "locked" / WEIGHTS)).items()}
-    situs.unlock(runs / "locked", runs / "key", out)
-    for file in sorted(out.iterdir()):
-        same = file.read_bytes() == (runs / "exported" / file.name).read_bytes()
-        values[f"{file.name} as before"] = same
+    """The tensors of a kept export locked with a kept key, and whether the key gives its files back."""
+    lock_the_same(KEPT / "export", world / "runs" / "key", out / "locked")
+    situs.unlock(out / "locked", world / "runs" / "key", out / "open")
+    values: Values = projections(load_file(out / "locked" / "model.safetensors"))
+    for file in sorted((out / "open").iterdir()):
+        values[f"{file.name} as before"] = file.read_bytes() == (KEPT / "export" / file.name).read_bytes()
     return values
+
+
+def lock_the_same(model: Path, key: Path, out: Path) -> None:
+    """Locks with the same salt every time."""
+    same = {"token_bytes": lambda count: bytes(range(count)), "token_hex": lambda count: "5a" * count}
+    with mock.patch.multiple("secrets", **same):
+        situs.lock(model, key, out)
 
 
 FILES: dict[str, Callable[[Path, Path], Values]] = {
