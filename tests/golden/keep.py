@@ -1,0 +1,149 @@
+"""The golden numbers: how they are made, kept and compared.
+
+    python tests/golden/keep.py            compares everything and prints what differs
+    python tests/golden/keep.py --write    writes the files anew; the commit says why each value changed
+
+Each file of `values/` holds, for one case, name -> value; a number with its tolerance, where that is wider than the
+usual one. `--write` measures the tolerances: everything is computed a second time from weights that differ in their last
+digit, as sums do that another processor rounds elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # before torch is imported
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"}
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+import training
+import verbs
+from training import Values
+
+FOLDER = Path(__file__).parent / "values"
+EXPORTED = ("mp3 vit", "droppos rotary", "supervised swin", "segmentation vit", "supervised clips", "supervised bert")
+"""Cases whose export is kept too."""
+
+CLOSE = 1e-9
+"""Of training: largest difference, as a share of the value where that is above 1."""
+NEAR = 1e-5
+"""Of verbs, which run in float32."""
+APART = 20.0
+"""How many times what other rounding changes, a value may differ."""
+
+
+def names() -> Iterator[tuple[str, str]]:
+    """Every case: its kind and its name."""
+    yield from (("training", name) for name in training.CASES)
+    yield from (("export", name) for name in EXPORTED)
+    yield from (("verb", name) for name in (*verbs.VERBS, *verbs.FILES))
+
+
+def compute(kind: str, name: str, world: Path, out: Path) -> Values:
+    """The values of a case as the code computes them now."""
+    if kind == "training":
+        return training.record(name, world, out)
+    if kind == "export":
+        return training.record_export(name, world, out)
+    return verbs.FILES[name](world, out) if name in verbs.FILES else verbs.record_verb(name, world, out)
+
+
+def file_of(kind: str, name: str) -> Path:
+    """Where a case is kept."""
+    return FOLDER / kind / f"{name.replace(' ', '-')}.json"
+
+
+def differences(kind: str, kept: Mapping[str, Any], now: Values) -> list[str]:
+    """A line for each value that is missing, new or another."""
+    lines = [f"{name}: is no longer there" for name in kept.keys() - now.keys()]
+    lines += [f"{name}: is new" for name in now.keys() - kept.keys()]
+    for name in kept.keys() & now.keys():
+        value, tolerance = kept[name] if isinstance(kept[name], list) else (kept[name], usual(kind, kept[name]))
+        if apart(value, now[name]) > tolerance:
+            lines.append(f"{name}: was {value!r}, is {now[name]!r} (tolerance {tolerance:g})")
+    return sorted(lines)
+
+
+def apart(one: Any, other: Any) -> float:
+    """How far two values are apart; what is no number is equal or infinitely far."""
+    real = [isinstance(each, int | float) and not isinstance(each, bool) for each in (one, other)]
+    if all(real) and math.isfinite(one) and math.isfinite(other):
+        return abs(one - other)
+    return 0.0 if one == other or (all(real) and math.isnan(one) and math.isnan(other)) else math.inf
+
+
+def usual(kind: str, value: Any) -> float:
+    """The tolerance of a value that has none of its own: integers, yes and no, and words are exact."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return 0.0
+    return (CLOSE if kind == "training" else NEAR) * max(1.0, abs(value))
+
+
+def with_tolerance(kind: str, value: Any, elsewhere: Any) -> Any:
+    """A value as it is kept: with its own tolerance where other rounding changes it by more."""
+    tolerance, distance = usual(kind, value), apart(value, elsewhere)
+    if APART * distance <= tolerance:
+        return value
+    return [value, float(f"{APART * distance:.2g}")] if math.isfinite(distance) else None
+
+
+def everything(only: str) -> dict[str, Values]:
+    """The values of every case whose kind and name hold `only`, by both."""
+    results = {}
+    with tempfile.TemporaryDirectory() as place:
+        world = verbs.write_runs(training.write_world(Path(place) / "world"))
+        for kind, name in names():
+            if only in f"{kind} {name}":
+                results[f"{kind}/{name}"] = compute(kind, name, world, Path(place) / kind / name.replace(" ", "-"))
+    return results
+
+
+def write(now: dict[str, Values], elsewhere: dict[str, Values]) -> None:
+    """Keeps what is computed, a file a case. elsewhere: the same with other rounding; what differs beyond measure there
+    (a word, a hash) is not kept."""
+    for case, values in now.items():
+        kind, _, name = case.partition("/")
+        file = file_of(kind, name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        others = elsewhere.get(case, values)
+        kept = {key: with_tolerance(kind, value, others.get(key)) for key, value in values.items()}
+        dropped = [key for key, value in kept.items() if value is None and values[key] is not None]
+        if dropped:
+            print(f"{case}: not kept, for rounding changes them: {', '.join(dropped)}")
+        kept = {key: value for key, value in kept.items() if key not in dropped}
+        file.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Compares or writes; 1 where something differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the files anew")
+    parser.add_argument("--only", default="", help="cases whose kind and name hold this, as 'training mp3'")
+    options = parser.parse_args()
+    if options.write:
+        with training.other_rounding():
+            elsewhere = everything(options.only)
+        write(everything(options.only), elsewhere)
+        return 0
+    count, found = 0, 0
+    for case, values in everything(options.only).items():
+        kind, _, name = case.partition("/")
+        kept = json.loads(file_of(kind, name).read_text(encoding="utf-8"))
+        lines = differences(kind, kept, values)
+        count, found = count + len(kept), found + len(lines)
+        for line in lines:
+            print(f"{case}: {line}")
+    print(f"{count:,} values, {found:,} differ")
+    return int(found > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
