@@ -129,7 +129,7 @@ CASES: dict[str, dict[str, Any]] = {
     # sentences
     "mp3 bert": SENTENCES | {"method": {"name": "mp3", "mask_ratio": 0.5}, "backbone": {"name": "bert"}},
     "mp3 bert hints": SENTENCES | {"method": {"name": "mp3", "anchor_ratio": 0.3}, "backbone": {"name": "bert"}},
-    "mp3 window": RUNNING | {"method": {"name": "mp3", "window": 4}, "backbone": {"name": "bert"}},
+    "mp3 window": RUNNING | {"method": {"name": "offsets", "window": 4}, "backbone": {"name": "bert"}},
     "droppos bert": SENTENCES | {"method": DROPPOS, "backbone": {"name": "bert"}},
     "mjp bert": SENTENCES | {"method": MJP | {"dal": "none"}, "start": "bert"},
     "supervised bert": SENTENCES | {"method": {"name": "supervised"}, "start": "bert"},

@@ -13,6 +13,7 @@ from situs.methods.language import Language, LanguageConfig
 from situs.methods.mae import MAE, MAEConfig
 from situs.methods.mjp import MJP, MJPConfig
 from situs.methods.mp3 import MP3, MP3Config
+from situs.methods.offsets import Offsets, OffsetsConfig
 from situs.methods.registry import Registry
 from situs.methods.segmentation import Segmentation, SegmentationConfig
 from situs.methods.supervised import Supervised, SupervisedConfig
@@ -25,6 +26,7 @@ METHODS = Registry(
         "mae": MAE,
         "mjp": MJP,
         "mp3": MP3,
+        "offsets": Offsets,
         "segmentation": Segmentation,
         "supervised": Supervised,
     },
@@ -72,6 +74,8 @@ __all__ = [
     "MJPConfig",
     "MP3Config",
     "Method",
+    "Offsets",
+    "OffsetsConfig",
     "Output",
     "Segmentation",
     "SegmentationConfig",

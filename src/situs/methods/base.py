@@ -8,7 +8,8 @@ counter-based hash, so a sample's draws are the same whatever batch it stands in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone, Features
 from situs.core.jigsaw import move_patches
+from situs.core.selection import Tokens
 from situs.data.batch import Batch
 from situs.errors import SitusError
 
@@ -107,17 +109,15 @@ class Method(nn.Module, ABC):
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """A batch's draws, on its device. progress: share of the training done, in [0, 1], for schedules."""
 
-    def with_mask(self, batch: Batch) -> Batch:
-        """A batch of sentences with its mask: where it brings none, every token is real. Others are left alone."""
-        if batch.mask is not None or not self.backbone.input.words:
-            return batch
-        ids = batch.inputs[:, 0] if batch.inputs.dim() == 3 else batch.inputs  # of pairs
-        return batch._replace(mask=torch.ones_like(ids, dtype=torch.bool))
+    def tokens(self, batch: Batch) -> Tokens:
+        """The tokens of a batch that may be selected one by one."""
+        return self.backbone.tokens(batch.inputs, batch.mask)
 
-    def refuse_padding(self, batch: Batch) -> None:
-        """For a method that would take padding for tokens."""
-        if batch.mask is not None:
-            raise SitusError(f"{type(self).__name__} takes no batches with padding, as sentences have")
+    def puzzling(self, batch: Batch) -> Batch:
+        """The batch, refused where its samples differ in length, so that their puzzles have no common form."""
+        if self.tokens(batch).real is not None:
+            raise SitusError(f"{type(self).__name__}: puzzles are made of images and clips, not of sentences")
+        return batch
 
     @abstractmethod
     def forward(self, batch: Batch, draws: Draws) -> Output:
@@ -133,9 +133,21 @@ class Method(nn.Module, ABC):
         """Whether the backbone's own positions take part; where not, they mean nothing after training."""
         return self.uses_positions(self.config)
 
+    def under(self, **changes: Any) -> Self:
+        """The same weights with other values in the config, to be looked at."""
+        other = copy(self)
+        other.config = replace(self.config, **changes)
+        other.check()
+        return other
+
+    def check(self) -> None:
+        """Refuses a config that does not fit the backbone."""
+
     def at(self, *ratios: float) -> Self:
         """The same weights with other values of `puzzle_ratios`, to be looked at."""
-        raise SitusError(f"{type(self).__name__} has no position head")
+        if not self.puzzle_ratios:
+            raise SitusError(f"{type(self).__name__} has no position head")
+        return self.under(**dict(zip(self.puzzle_ratios, ratios, strict=True)))
 
     @property
     def told(self) -> float:

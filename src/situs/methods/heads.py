@@ -49,6 +49,13 @@ def place_ranks(logits: Tensor, places: Tensor) -> Tensor:
     return ((logits > own) | ((logits == own) & earlier)).sum(dim=-1)
 
 
+def init_classifier(head: nn.Linear) -> nn.Linear:
+    """A fresh head that holds every answer nearly equally likely."""
+    nn.init.trunc_normal_(head.weight, std=0.02)
+    nn.init.zeros_(head.bias)
+    return head
+
+
 def check_decoder(width: int, heads: int) -> None:
     """Refuses a decoder whose width its heads cannot share; for a method's config."""
     if width % heads:

@@ -18,6 +18,7 @@ from situs.core.jigsaw import patch_size_of
 from situs.core.masking import kept_of, random_subset
 from situs.core.position import sincos
 from situs.core.random import uniform
+from situs.core.selection import Selection
 from situs.core.tokens import patchify, take
 from situs.errors import SitusError, counted
 from situs.limits import Count, Natural, Within
@@ -76,15 +77,13 @@ class MAE(Method):
         self.register_buffer("places", sincos(backbone.grid, width), persistent=False)
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
-        self.refuse_padding(batch)
         noise = uniform(seed, epoch, batch.ids, "mae.mask", (self.backbone.num_tokens,))
         subset = random_subset(noise, self.config.mask_ratio, floor=self.config.floor_counts)
         return {"kept": subset.kept, "dropped": subset.dropped}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
         kept, dropped = draws["kept"], draws["dropped"]
-        tokens = self.backbone.embed_at(batch.inputs, kept)
-        features = self.backbone.encode(tokens, self.backbone.positions().take(kept))
+        features = self.backbone.encode_at(batch.inputs, Selection(kept))
         guesses = decode_hidden(self.decoder, features, self.mask_token, self.places, kept, dropped)
         target = patchify(batch.inputs, patch_size_of(batch.inputs, self.backbone.grid))
         loss = reconstruction_loss(guesses, take(target, dropped), normalise=self.config.normalise)

@@ -57,7 +57,7 @@ class Defended(Supervised):
         self.defence, self.scale, self.rows = defence, scale, rows
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:  # noqa: ARG002
-        self.refuse_padding(batch)
+        self.tokens(batch)  # refuses padding
         shape = len(batch.ids), self.backbone.num_tokens, self.backbone.dim
         words = self.words(batch, seed, epoch)
         given = draw_defence(self.defence, words, shape, self.backbone.grid)

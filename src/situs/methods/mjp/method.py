@@ -13,8 +13,6 @@ runs (its Swin targets are off by one: ours are not). `VARIANTS` are the rows A 
 from __future__ import annotations
 
 import math
-from copy import copy
-from dataclasses import replace
 from typing import ClassVar, Self
 
 import torch
@@ -22,10 +20,10 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone, Features
 from situs.core.jigsaw import move_patches, move_pixels
-from situs.core.masking import SPAN_ROUNDS, draw_block_mask, jigsaw, span_mask
+from situs.core.masking import jigsaw
 from situs.core.permutation import random_permutation
-from situs.core.position import Positions
 from situs.core.random import uniform
+from situs.core.selection import Tokens, draw_region
 from situs.core.tokens import take
 from situs.errors import SitusError
 from situs.methods.base import Batch, Draws, Method, Output, UnknownPosition
@@ -47,9 +45,10 @@ class MJP(Method):
         super().__init__(backbone, config)
         backbone = self.backbone
         backbone.require("rows" if backbone.input.words else "images")
-        if backbone.input.words and (config.shuffle == "spp" or config.rule == "official"):
-            said = f"shuffle={config.shuffle!r}, rule={config.rule!r}: are for patches; words are shuffled in spans"
-            raise SitusError(f"{said}, with jigsaw and paper", field=("shuffle", "rule"))
+        if backbone.input.words and (config.shuffle == "spp" or config.rule == "official" or config.draw_per != "sample"):
+            given = f"shuffle={config.shuffle!r}, rule={config.rule!r}, draw_per={config.draw_per!r}"
+            said = f"{given}: are for patches; words are shuffled in spans, with jigsaw, paper and sample"
+            raise SitusError(said, field=("shuffle", "rule", "draw_per"))
         if backbone.num_tokens == 0 and (config.unknown or config.dal != "none" or config.index != "none"):
             raise SitusError(
                 f"{backbone.name} has no positions to hide or to regress from: choose unknown=False, dal='none' and"
@@ -83,22 +82,15 @@ class MJP(Method):
         Each stands there where the config uses it. Where chance or epoch says no, the mask is empty and the orders
         are the identity, so that one graph serves both.
         """
-        words = bool(self.backbone.input.words)
-        if not words:
-            self.refuse_padding(batch)
-        ids, config, draws = batch.ids, self.config, Draws()
+        ids, config, draws, tokens = batch.ids, self.config, Draws(), self.tokens(batch)
         names = ids if config.draw_per == "sample" else ids[:1]
         fires = uniform(seed, epoch, names, "mjp.chance", (1,)) < (config.chance if epoch >= config.start_epoch else 0)
         if config.shuffle == "spp":
             for name, count in (("index", math.prod(self.grid)), ("pixels", self._pixels())):
                 draws[name] = random_permutation(uniform(seed, epoch, names, f"mjp.{name}", (count,)))
         elif config.shuffle == "jigsaw" or config.unknown:
-            if words:
-                names = ids
-                fires = fires.expand(len(ids), -1)
-                mask = self._draw_spans(batch, seed, epoch)
-            else:
-                mask = draw_block_mask(seed, epoch, names, "mjp.mask", self.grid, config.mask_ratio, rule=config.rule)
+            share, rule = config.mask_ratio, config.rule
+            mask = draw_region(seed, epoch, names, "mjp.mask", tokens, self.grid, share, rule=rule)
             draws["mask"] = mask & fires
             if config.shuffle == "jigsaw":
                 draws["index"] = jigsaw(mask, uniform(seed, epoch, names, "mjp.order", mask.shape[1:]))
@@ -109,13 +101,6 @@ class MJP(Method):
             draws["dal_weight"] = torch.full((), dal_weight_at(config, epoch, progress), device=ids.device)
         return draws
 
-    def _draw_spans(self, batch: Batch, seed: int, epoch: int) -> Tensor:
-        """One mask a sentence: its length decides how much of it."""
-        real = self.with_mask(batch).mask
-        assert real is not None
-        noise = uniform(seed, epoch, batch.ids, "mjp.mask", (2 * SPAN_ROUNDS + real.shape[1],))
-        return span_mask(noise, real, self.config.mask_ratio, lead=self.backbone.lead)
-
     def _pixels(self) -> int:
         """Pixels of a patch, for SPP."""
         if self.backbone.input.patch is None:
@@ -123,46 +108,43 @@ class MJP(Method):
         return math.prod(self.backbone.input.patch)
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
-        inputs, mask = batch.inputs, draws.get("mask")
+        inputs, mask, tokens = batch.inputs, draws.get("mask"), self.tokens(batch)
         if "pixels" in draws:
             inputs = move_pixels(inputs, self.grid, draws["pixels"])
         if self.backbone.num_tokens:
             hidden = mask if self.config.unknown else None
-            features = self.encode(inputs, hidden, draws.get("index"), batch.mask)
-            real = batch.mask
-            logits = self.backbone.head(features if real is None else self.backbone.before_head(features, real))
+            features = self.encode(inputs, hidden, draws.get("index"), tokens)
+            logits = self.backbone.classify(features, tokens.real)
         else:
             logits = self.backbone(move_patches(inputs, self.grid, draws["index"]) if "index" in draws else inputs)
         loss, metrics = label_loss(logits, batch, self.config.label_smoothing)
         if self.dal is not None:
-            regression = self.localise(mask if mask is None or batch.mask is None else mask | ~batch.mask)
+            regression = self.localise(None if mask is None else tokens.or_missing(mask))
             loss = loss + draws["dal_weight"] * regression
             metrics["dal"] = regression.detach()
         return Output(loss, metrics, {"logits": logits.detach()})
 
     def encode(
-        self, inputs: Tensor, hidden: Tensor | None = None, index: Tensor | None = None, real: Tensor | None = None
+        self, inputs: Tensor, hidden: Tensor | None = None, index: Tensor | None = None, tokens: Tokens | None = None
     ) -> Features:
         """Features of inputs [B, C, H, W] whose places at `hidden` [B, N] are unknown: the mask is *told*.
 
         index: [B, N], where the patches are still to be shuffled; None where the inputs already are, or not at all.
-        real: [B, N] bool, False for padding.
+        tokens: of the batch.
         """
-        tokens = self.backbone.embed(inputs)
+        tokens = tokens or self.backbone.tokens(inputs)
+        z = self.backbone.embed(inputs)
         # Patches are embedded one by one, so moving tokens is moving patches, and copies far fewer numbers.
         if self.config.index == "origin":
-            tokens = tokens + self.index_table[: tokens.shape[1]].to(tokens.dtype)
+            z = z + self.index_table[: z.shape[1]].to(z.dtype)
         if index is not None:
-            tokens = take(tokens, index)
+            z = take(z, index)
         if self.config.index == "place":
-            tokens = tokens + self.index_table[: tokens.shape[1]].to(tokens.dtype)
-        return self.backbone.encode(tokens, self._positions(hidden, tokens.shape[1]), mask=real)
-
-    def _positions(self, mask: Tensor | None, count: int = 0) -> Positions | None:
-        if not self.config.positions:
-            return None
-        places = self.backbone.positions((count,) if self.backbone.input.words else None)
-        return places if mask is None else places.forget(mask, self.unknown if self.config.unknown else None)
+            z = z + self.index_table[: z.shape[1]].to(z.dtype)
+        places = self.backbone.positions_of(tokens) if self.config.positions else None
+        if places is not None and hidden is not None:
+            places = places.forget(hidden, self.unknown if self.config.unknown else None)
+        return self.backbone.encode(z, places, mask=tokens.real)
 
     def localise(self, mask: Tensor | None) -> Tensor:
         """L_DAL over the places that keep their vector. mask: [B, N], or None for all places.
@@ -187,9 +169,7 @@ class MJP(Method):
         return self.config.mask_ratio
 
     def at_hidden_share(self, share: float) -> Self:
-        other = copy(self)  # the same parameters
-        other.config = replace(self.config, mask_ratio=share)
-        return other
+        return self.under(mask_ratio=share)
 
     def table_loss(self, hidden: Tensor, *, seed: int, epoch: int) -> Tensor | None:
         """λ DAL."""
