@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from situs.backbones import Backbone, create_backbone
 from situs.config import Checked
 from situs.core.random import uniform
+from situs.core.when import When
 from situs.data.sources.samples import load_samples
 from situs.limits import Within
 from situs.methods import Batch, Draws, Method, Output
@@ -36,7 +37,7 @@ class Rows(Method):
         self.row_head = nn.Linear(backbone.dim, self.grid[0])
         self.register_buffer("rows", torch.arange(backbone.num_tokens) // self.grid[1])
 
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+    def draw(self, batch: Batch, when: When) -> Draws:
         """All that is random: a hash of the sample's number, the same in any batch."""
         noise = uniform(seed, epoch, batch.ids, "rows.forget", (self.backbone.num_tokens,))
         return {"forgotten": noise < self.config.share}
@@ -73,7 +74,7 @@ losses = []
 for step in range(args.steps):
     ids = torch.arange(64 * step, 64 * step + 64) % len(images)
     batch = Batch(images[ids], ids)
-    output = method(batch, method.draw(batch, seed=0, epoch=0))
+    output = method(batch, method.draw(batch, When(seed=0, epoch=0)))
     optimizer.zero_grad()
     output.loss.backward()
     optimizer.step()

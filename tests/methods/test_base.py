@@ -15,6 +15,7 @@ from situs.backbones import create_backbone
 from situs.backbones.timm.mlp import join_bias_and_gelu
 from situs.core import attention as few_keys
 from situs.core import compiled
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, Batch, DropPos
 from situs.methods.base import epoch_share
@@ -56,7 +57,7 @@ def test_attention_over_few_keys_changes_nothing(kind: Any, settings: dict[str, 
     torch.manual_seed(0)
     method = kind(small_vit((16, 12)), kind.Config(**settings)).double()
     batch = Batch(torch.randn(3, 3, 16, 12, dtype=torch.float64), torch.arange(3))
-    draws = method.draw(batch, seed=0, epoch=0)
+    draws = method.draw(batch, When(seed=0, epoch=0))
     seen: list[int] = []
     made = []
     for _ in range(2):
@@ -89,7 +90,7 @@ def test_a_compiled_step_is_one_graph_with_kernels_of_our_own(
     method = kind(backbone, kind.Config(**settings))
     join_bias_and_gelu(method)
     batch = Batch(torch.randn(2, 3, 32, 32), torch.arange(2))
-    draws = method.draw(batch, seed=0, epoch=0)
+    draws = method.draw(batch, When(seed=0, epoch=0))
     plain = method(batch, draws).loss
     with torch.autocast("cpu", torch.bfloat16):
         made = torch.compile(method, backend=backend, fullgraph=True)(batch, draws).loss

@@ -12,6 +12,7 @@ from situs.backbones.base import Backbone, Features, Stream, Taps
 from situs.backbones.layout import Names, Role, roles_of
 from situs.core.position import Positions
 from situs.core.random import normal, uniform
+from situs.core.when import When
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.train import distributed
 
@@ -93,7 +94,7 @@ class ToyMethod(Method):
         self.spare = nn.Parameter(torch.ones(3, 3))
         self.tied = backbone.model.head.weight
 
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+    def draw(self, batch: Batch, when: When) -> Draws:
         self.progress.append(progress)
         dim = 1 - 0.5 * uniform(seed, epoch, batch.ids, "toy.dim", (4, 1))
         return {"dim": dim, "ids": batch.ids, "progress": torch.tensor(progress)}

@@ -364,6 +364,10 @@ class Backbone(nn.Module, ABC):
         """Refuses `encode_at` with `kept` tokens of each sample where this model cannot run on them."""
         self.require("take")
 
+    def ready_to_shuffle(self) -> None:
+        """Refuses to train on inputs whose patches are moved where this model cannot."""
+        self.require("images")
+
     def shuffle(self, noise: Tensor, tokens: Tokens) -> Tensor:
         """A random order of the tokens, [B, N], of which any beginning may be selected."""
         return tokens.shuffled(noise)

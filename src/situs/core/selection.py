@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from situs.core.masking import SPAN_ROUNDS, BlockRule, count_of, draw_block_mask, kept_each, kept_of, span_mask
+from situs.core.masking import SPAN_ROUNDS, count_of, draw_block_mask, kept_each, kept_of, span_mask
 from situs.core.permutation import random_permutation
 from situs.core.random import uniform
 from situs.core.tokens import Grid
@@ -50,19 +50,16 @@ class Tokens(NamedTuple):
             length = kept_each(hidden, length, floor=floor).clamp(min=self.special)
         return Selection(order[:, :width], length, self.special)
 
-
     def or_missing(self, mask: Tensor) -> Tensor:
         """A mask [B, N] and what is not real besides."""
         return mask if self.real is None else mask | ~self.real
 
 
-def draw_region(
-    seed: int, epoch: int, ids: Tensor, stream: str, tokens: Tokens, grid: Grid, ratio: float, *, rule: BlockRule
-) -> Tensor:
+def draw_region(seed: int, epoch: int, ids: Tensor, stream: str, tokens: Tokens, grid: Grid, ratio: float) -> Tensor:
     """The share `ratio` of each sample's tokens in a few regions, [B, N] bool: blocks of a grid, or spans of a sample
-    that has its own length. ids: [B]. rule: how blocks are laid, see `block_mask`."""
+    that has its own length. ids: [B]."""
     if tokens.real is None:
-        return draw_block_mask(seed, epoch, ids, stream, grid, ratio, rule=rule)
+        return draw_block_mask(seed, epoch, ids, stream, grid, ratio, rule="paper")
     noise = uniform(seed, epoch, ids, stream, (2 * SPAN_ROUNDS + tokens.count,))
     return span_mask(noise, tokens.real, ratio, lead=tokens.special)
 

@@ -13,6 +13,7 @@ from situs.methods.language import Language, LanguageConfig
 from situs.methods.mae import MAE, MAEConfig
 from situs.methods.mjp import MJP, MJPConfig
 from situs.methods.mp3 import MP3, MP3Config
+from situs.methods.official import OfficialDropPos, OfficialDropPosConfig, OfficialMJP, OfficialMJPConfig
 from situs.methods.offsets import Offsets, OffsetsConfig
 from situs.methods.registry import Registry
 from situs.methods.segmentation import Segmentation, SegmentationConfig
@@ -22,9 +23,11 @@ METHODS = Registry(
     {
         "detection": Detection,
         "droppos": DropPos,
+        "droppos-official": OfficialDropPos,
         "language": Language,
         "mae": MAE,
         "mjp": MJP,
+        "mjp-official": OfficialMJP,
         "mp3": MP3,
         "offsets": Offsets,
         "segmentation": Segmentation,
@@ -74,6 +77,10 @@ __all__ = [
     "MJPConfig",
     "MP3Config",
     "Method",
+    "OfficialDropPos",
+    "OfficialDropPosConfig",
+    "OfficialMJP",
+    "OfficialMJPConfig",
     "Offsets",
     "OffsetsConfig",
     "Output",

@@ -12,13 +12,13 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
-import torch
 from torch import Tensor, nn
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone, Features
 from situs.core.jigsaw import move_patches
 from situs.core.selection import Tokens
+from situs.core.when import When
 from situs.data.batch import Batch
 from situs.errors import SitusError
 
@@ -99,15 +99,20 @@ class Method(nn.Module, ABC):
         """backbone: or a module of timm or transformers, which is wrapped and trained as it is. config: its own
         defaults where None."""
         super().__init__()
-        self.backbone: Backbone = backbone if isinstance(backbone, Backbone) else create_backbone(backbone)
+        self.backbone: Backbone = self.wrapped(backbone)
         for capability in self.needs:
             self.backbone.require(capability)
         self.grid: tuple[int, ...] = self.backbone.grid
         self.config: Any = type(self).Config() if config is None else config
 
+    @staticmethod
+    def wrapped(backbone: Backbone | nn.Module) -> Backbone:
+        """A module of timm or transformers as a backbone."""
+        return backbone if isinstance(backbone, Backbone) else create_backbone(backbone)
+
     @abstractmethod
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
-        """A batch's draws, on its device. progress: share of the training done, in [0, 1], for schedules."""
+    def draw(self, batch: Batch, when: When) -> Draws:
+        """A batch's draws, on its device."""
 
     def tokens(self, batch: Batch) -> Tokens:
         """The tokens of a batch that may be selected one by one."""
@@ -116,7 +121,8 @@ class Method(nn.Module, ABC):
     def puzzling(self, batch: Batch) -> Batch:
         """The batch, refused where its samples differ in length, so that their puzzles have no common form."""
         if self.tokens(batch).real is not None:
-            raise SitusError(f"{type(self).__name__}: puzzles are made of images and clips, not of sentences")
+            said = "samples differ in length, as sentences do, so that their puzzles have no common form"
+            raise SitusError(f"{type(self).__name__}: {said}")
         return batch
 
     @abstractmethod
@@ -191,7 +197,7 @@ class Method(nn.Module, ABC):
         """The same parameters in a step that hides another share; None where it hides none."""
         return None
 
-    def table_loss(self, hidden: Tensor, *, seed: int, epoch: int) -> Tensor | None:
+    def table_loss(self, hidden: Tensor, when: When) -> Tensor | None:
         """What it adds to the loss that no sample decides, but the position table alone; None where there is nothing.
 
         hidden: [B, N] bool, the places that are hidden.
@@ -229,18 +235,3 @@ def encode_moved(
     if places is not None and hidden is not None:
         places = places.forget(hidden, vector)
     return backbone.encode(tokens, places)
-
-
-def epoch_share(epochs: int, epoch: int, progress: float) -> float:
-    """epoch / epochs, the share of a run of `epochs` done when this epoch began.
-
-    A step of epoch e lies in [e, e + 1] / epochs of its run: where `progress` (0: not known) does not, the run has
-    another length than the config says, which would bend the schedule in silence.
-    """
-    if epoch >= epochs or (progress > 0 and not epoch - 1e-6 <= progress * epochs <= epoch + 1 + 1e-6):
-        raise SitusError(
-            field="method.epochs",
-            value=epochs,
-            allowed=f"the run's own number; its epoch {epoch} is {progress:.4f} through the run",
-        )
-    return epoch / epochs

@@ -3,18 +3,16 @@
 Show the encoder a quarter of the patches, tell only a quarter of those where they stand (the anchors), give the
 others one learned vector instead of a place, and ask a small decoder for each of their places among all N.
 
-Deviations, each a field of the config: `DropPosConfig.paper()` is the text with its errors mended (the softmax runs
-over all N places, not over the visible ones), `DropPosConfig.official()` what the published code runs. Two of its
-slips are kept in neither: the mask token is never repeated for the batch's count, and accuracy is plain top-1.
-
-[CLS] of a sentence is always an anchor.
+The text with one error mended: the softmax runs over all N places, not over the visible ones. [CLS] of a sentence is
+always an anchor. What the published code runs is `methods.official`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +21,33 @@ from torch.nn import functional as F
 from situs.backbones.base import Backbone, Features, join
 from situs.config import Checked
 from situs.core.masking import kept_of
-from situs.core.position import cut_targets, smoothed_targets
+from situs.core.position import smoothed_targets
 from situs.core.random import uniform
 from situs.core.selection import Selection
+from situs.core.when import When
 from situs.errors import SitusError, counted, verb
 from situs.limits import Count, Natural, NotNegative, Positive, Within
-from situs.methods.base import Batch, Draws, Method, Output, Puzzle, UnknownPosition, epoch_share
+from situs.methods.base import Batch, Draws, Method, Output, Puzzle, UnknownPosition
 from situs.methods.heads import Decoder, check_decoder, place_ranks, position_accuracy
+
+PUBLISHED = "the method droppos-official is what the published code runs"
 
 
 @dataclass(frozen=True)
 class DropPosConfig(Checked):
     """DropPos's own settings; the defaults are the paper's."""
+
+    retired: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "mae_weight": (0.0, "what patches hold is the method mae's to guess"),
+        "mae_depth": (2, "what patches hold is the method mae's to guess"),
+        "epochs": (800, "the run's own number is taken"),
+        "sigma_schedule": ("step", PUBLISHED),
+        "distance": ("euclidean", PUBLISHED),
+        "target_grid": (None, PUBLISHED),
+        "target_norm": ("rows", PUBLISHED),
+        "floor_counts": (False, PUBLISHED),
+        "weights_over": ("sample", PUBLISHED),
+    }
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
     """γ: share of patches the encoder does not see."""
@@ -57,24 +70,6 @@ class DropPosConfig(Checked):
     sigma_end: NotNegative = 0.0
     """σ_T: its width at the end; between them σ falls linearly."""
 
-    sigma_schedule: Literal["step", "epoch"] = "step"
-    """Whether σ falls at every step (paper) or stands still within an epoch (published code)."""
-
-    epochs: Count = 800
-    """The run's epochs, for sigma_schedule="epoch": a step knows its epoch and its share of the run, not this."""
-
-    distance: Literal["euclidean", "squared"] = "euclidean"
-    """Distance in the smoothed target: Euclidean (paper), or its square (published code)."""
-
-    target_grid: tuple[int, int] | None = None
-    """Grid on which distances are taken; None is the patches' own. The published code takes 16x16 for 14x14."""
-
-    target_norm: Literal["rows", "columns"] = "rows"
-    """Whether a place's target sums to 1 (rows, paper) or the map's columns do (published code)."""
-
-    floor_counts: bool = False
-    """Keep int((1-γ)N) instead of N - int(γN), as the published code rounds: 12 anchors of 49 visible, not 13."""
-
     affinity: Literal["full", "visible"] | None = "full"
     """Features behind the attentive weights: of a second forward of all patches with all places and no gradient
     (paper; about as dear as the rest), of the same forward (free), or None for no weights (τ = ∞)."""
@@ -82,29 +77,8 @@ class DropPosConfig(Checked):
     tau: Positive = 0.1
     """τ: temperature of the attentive weights."""
 
-    weights_over: Literal["sample", "batch"] = "sample"
-    """Over what the attentive weights are brought to 1: each sample's dropped patches (Eq. 8 is of one sample; a batch
-    then is the mean of its samples, in parts, over ranks or whole), or the batch's (published code)."""
-
     def check(self) -> None:
         check_decoder(self.decoder_width, self.decoder_heads)
-
-    @staticmethod
-    def paper() -> DropPosConfig:
-        """What the text says."""
-        return DropPosConfig()
-
-    @staticmethod
-    def official() -> DropPosConfig:
-        """What the published code runs on 14x14 patches; set `epochs` to the run's."""
-        return DropPosConfig(
-            sigma_schedule="epoch",
-            distance="squared",
-            target_grid=(16, 16),
-            target_norm="columns",
-            floor_counts=True,
-            weights_over="batch",
-        )
 
 
 class DropPos(Method):
@@ -113,6 +87,10 @@ class DropPos(Method):
     Config: ClassVar[type[DropPosConfig]] = DropPosConfig
     needs: ClassVar[tuple[str, ...]] = ("tokens",)
     puzzle_ratios: ClassVar[tuple[str, ...]] = ("mask_ratio", "position_mask_ratio")
+    floor: ClassVar[bool] = False
+    """How shares of the patches are rounded, see `kept_of`."""
+    each_alike: ClassVar[bool] = True
+    """Whether every sample has the same weight in the loss: Eq. 8 is of one sample."""
     reads_text: ClassVar[bool] = True
 
     def __init__(self, backbone: Backbone | nn.Module, config: DropPosConfig | None = None) -> None:
@@ -135,8 +113,6 @@ class DropPos(Method):
                 f"{counted(self.count, 'patches')} {self.visible} {verb(self.visible, 'are')} visible",
                 field=("position_mask_ratio", "mask_ratio"),
             )
-        if config.target_grid is not None:
-            cut_targets(self.count, config.target_grid, 0.0)  # refuses a grid that is too small
 
     @property
     def count(self) -> int:
@@ -146,23 +122,26 @@ class DropPos(Method):
     @property
     def visible(self) -> int:
         """V: how many patches the encoder sees, 49 of 196."""
-        return kept_of(self.config.mask_ratio, self.count, floor=self.config.floor_counts)
+        return kept_of(self.config.mask_ratio, self.count, floor=self.floor)
 
     @property
     def anchors(self) -> int:
         """How many of the visible patches are told their place, 13 of 49."""
-        return kept_of(self.config.position_mask_ratio, self.visible, floor=self.config.floor_counts)
+        return kept_of(self.config.position_mask_ratio, self.visible, floor=self.floor)
 
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+    def draw(self, batch: Batch, when: When) -> Draws:
         """visible: [B, V], anchors' places first: they stand in random order, so one sort serves both. sigma: σ."""
         tokens, config = self.tokens(batch), self.config
-        order = self.backbone.shuffle(uniform(seed, epoch, batch.ids, "droppos.mask", (tokens.count,)), tokens)
-        visible = tokens.select(order, config.mask_ratio, floor=config.floor_counts).order
-        sigma = sigma_at(config, epoch, progress)
-        return {"visible": visible, "sigma": torch.full((), sigma, device=batch.ids.device)}
+        noise = uniform(when.seed, when.epoch, batch.ids, "droppos.mask", (tokens.count,))
+        visible = tokens.select(self.backbone.shuffle(noise, tokens), config.mask_ratio, floor=self.floor).order
+        return {"visible": visible, "sigma": torch.full((), self.sigma(when), device=batch.ids.device)}
+
+    def sigma(self, when: When) -> float:
+        """σ of a step: linear from sigma_start to sigma_end."""
+        return self.config.sigma_start + when.progress * (self.config.sigma_end - self.config.sigma_start)
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
-        config, floor = self.config, self.config.floor_counts
+        config, floor = self.config, self.floor
         visible = self.tokens(batch).select(draws["visible"], config.mask_ratio, floor=floor)
         anchors = visible.kept(config.position_mask_ratio, floor=floor)
         dropped = visible.slots >= anchors
@@ -171,7 +150,7 @@ class DropPos(Method):
         start, asked = visible.behind(anchors)
         logits = self.decoder(join(features), self.backbone.num_prefix + start, visible.real)
         places, weights = visible.order[:, start:], self.weigh(batch, features, visible)
-        weights = asked_weights(weights, start, asked, each=config.weights_over == "sample")
+        weights = asked_weights(weights, start, asked, each=self.each_alike)
         loss = dropped_loss(logits, places, self.targets(draws["sigma"]), weights)
         metrics = {"position_accuracy": position_accuracy(logits, places, asked)}
         return Output(loss, metrics, {"logits": logits.detach(), "places": places})
@@ -189,12 +168,7 @@ class DropPos(Method):
 
     def targets(self, sigma: Tensor) -> Tensor:
         """The smoothed target of each place, [N, N]."""
-        config = self.config
-        squared, columns = config.distance == "squared", config.target_norm == "columns"
-        if config.target_grid is None and not columns:
-            return smoothed_targets(self.grid, sigma, squared=squared)
-        grid = config.target_grid or self.grid
-        return cut_targets(self.count, grid, sigma, squared=squared, columns=columns)
+        return smoothed_targets(self.grid, sigma)
 
     def at(self, *ratios: float) -> DropPos:
         """Only positions are asked for, and no loss, whose weights cost a forward."""
@@ -205,7 +179,7 @@ class DropPos(Method):
 
     def solve(self, batch: Batch, *, seed: int) -> Puzzle:
         """The anchors stand first, and are told; the other patches that are seen are asked for."""
-        draws = self.draw(self.puzzling(batch), seed=seed, epoch=0, progress=1.0)
+        draws = self.draw(self.puzzling(batch), When(seed=seed, epoch=0, progress=1.0))
         extras = self(batch, draws).extras
         together = torch.cat([draws["visible"][:, : self.anchors], extras["logits"].argmax(dim=-1)], dim=1)
         ranks = place_ranks(extras["logits"], extras["places"])
@@ -213,12 +187,6 @@ class DropPos(Method):
 
     def no_decay(self) -> set[str]:
         return {"mask_token"}
-
-
-def sigma_at(config: DropPosConfig, epoch: int, progress: float) -> float:
-    """σ of a step: linear from sigma_start to sigma_end over the run's share done, or over its epochs."""
-    share = epoch_share(config.epochs, epoch, progress) if config.sigma_schedule == "epoch" else progress
-    return config.sigma_start + share * (config.sigma_end - config.sigma_start)
 
 
 @torch.no_grad()

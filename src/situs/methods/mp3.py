@@ -12,8 +12,9 @@ to either is half right: accuracy on sentences does not reach 1.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ from situs.config import Checked
 from situs.core.masking import kept_of
 from situs.core.random import uniform
 from situs.core.selection import Selection
+from situs.core.when import When
 from situs.limits import Within
 from situs.methods.base import Batch, Draws, Method, Output, Puzzle
 from situs.methods.heads import init_classifier, place_ranks, position_accuracy, position_loss
@@ -30,6 +32,11 @@ from situs.methods.heads import init_classifier, place_ranks, position_accuracy,
 @dataclass(frozen=True)
 class MP3Config(Checked):
     """MP3's own settings."""
+
+    retired: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "cls": ("always", "CLS is always in the context"),
+        "window": (0, "the method offsets has the window"),
+    }
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
     """η: the share of patches that serve only as queries. Paper: .5 on CIFAR-100, .8 Tiny ImageNet, .75 ImageNet."""
@@ -55,13 +62,13 @@ class MP3(Method):
         """Reads a token, tells its place."""
         return nn.Linear(self.backbone.out_dim, self.backbone.num_tokens)
 
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+    def draw(self, batch: Batch, when: When) -> Draws:
         """order: [B, N], the context's places first. anchors: [B, N] bool in that order, where places are told."""
         tokens = self.tokens(batch)
-        order = tokens.shuffled(uniform(seed, epoch, batch.ids, "mp3.context", (tokens.count,)))
+        order = tokens.shuffled(uniform(when.seed, when.epoch, batch.ids, "mp3.context", (tokens.count,)))
         if not self.config.anchor_ratio:
             return {"order": order}
-        chance = uniform(seed, epoch, batch.ids, "mp3.anchors", (tokens.count,))
+        chance = uniform(when.seed, when.epoch, batch.ids, "mp3.anchors", (tokens.count,))
         return {"order": order, "anchors": tokens.select(order).some(chance, self.config.anchor_ratio)}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
@@ -79,6 +86,11 @@ class MP3(Method):
         context = selected.context(self.config.mask_ratio)
         return self.backbone.encode_at(batch.inputs, selected, context, **known), selected
 
+    @property
+    def context(self) -> int:
+        """M: how many patches serve as keys and values."""
+        return kept_of(self.config.mask_ratio, self.backbone.num_tokens)
+
     @classmethod
     def uses_positions(cls, config: MP3Config) -> bool:
         return config.anchor_ratio > 0
@@ -93,10 +105,9 @@ class MP3(Method):
 
     def solve(self, batch: Batch, *, seed: int) -> Puzzle:
         """The context stands first; every patch is asked for."""
-        extras = self(self.puzzling(batch), self.draw(batch, seed=seed, epoch=0)).extras
+        extras = self(self.puzzling(batch), self.draw(batch, When(seed=seed, epoch=0))).extras
         logits, places = extras["logits"], extras["places"]
-        context = kept_of(self.config.mask_ratio, self.backbone.num_tokens)
-        return Puzzle(places, logits.argmax(dim=-1), context, 0, self.grid, self.told, place_ranks(logits, places))
+        return Puzzle(places, logits.argmax(dim=-1), self.context, 0, self.grid, self.told, place_ranks(logits, places))
 
     def place_logits(self, inputs: Tensor) -> Tensor:
         return self.position_head(self.backbone.encode(self.backbone.embed(inputs)).patches)

@@ -6,6 +6,7 @@ the order that MP3 drew, and says how far before or behind it stands, up to W pl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,6 +25,8 @@ from situs.methods.mp3 import MP3, MP3Config
 @dataclass(frozen=True)
 class OffsetsConfig(MP3Config):
     """MP3's settings and W."""
+
+    retired: ClassVar[Mapping[str, tuple[Any, str]]] = {}
 
     window: Count = 8
     """W: a token farther away than so many places counts as W places away."""

@@ -15,6 +15,7 @@ from situs.backbones.base import Backbone
 from situs.config import from_dict
 from situs.core.jigsaw import move_patches
 from situs.core.tokens import take
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods import MJP, Batch, MJPConfig
 from situs.methods.mjp import VARIANTS
@@ -80,7 +81,7 @@ def slow_mjp(method: MJP, data: Batch, mask: Tensor, index: Tensor, weight: floa
 def test_loss_and_gradients_match_an_independent_slow_mjp() -> None:
     method = make(dal_weight=0.7)
     data = batch()
-    draws = method.draw(data, seed=3, epoch=7)
+    draws = method.draw(data, When(seed=3, epoch=7))
     assert draws["mask"].sum(1).tolist() == [6] * 4
     ours = method(data, draws).loss
     slow = slow_mjp(method, data, draws["mask"], draws["index"], 0.7)
@@ -99,9 +100,12 @@ def test_unknown_stands_at_masked_places_and_nowhere_else() -> None:
         backbone = vit(name)
         method = make(backbone)
         mask = torch.tensor([[i in (1, 5, 6) for i in range(12)], [i == 11 for i in range(12)]])
-        tokens = torch.zeros(2, 12, WIDTH, dtype=torch.float64)
-        stream = backbone.assemble(tokens, method._positions(mask))
-        table = backbone.model.pos_embed[0]
+        streams = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backbone, "embed", lambda _: torch.zeros(2, 12, WIDTH, dtype=torch.float64))
+            patch.setattr(backbone, "blocks", lambda stream, _: streams.append(stream) or stream)
+            method.encode(torch.zeros(2, 3, 1, 1), mask)
+        (stream,), table = streams, backbone.model.pos_embed[0]
         for b in range(2):
             assert torch.equal(stream.z[b, 0], backbone.model.cls_token[0, 0] + table[0])  # prefix untouched
             for place in range(12):
@@ -150,7 +154,7 @@ def test_each_variant_trains_what_it_adds(name: str) -> None:
     config = replace(VARIANTS[name], mask_ratio=0.5)
     method = MJP(vit(), config).double()
     data = batch()
-    draws = method.draw(data, seed=0, epoch=0)
+    draws = method.draw(data, When(seed=0, epoch=0))
     output = method(data, draws)
     output.loss.backward()
     own = {n for n, p in method.named_parameters() if not n.startswith("backbone.")}
@@ -165,7 +169,7 @@ def test_each_variant_trains_what_it_adds(name: str) -> None:
 @torch.no_grad()
 def test_row_a_is_supervised_training() -> None:
     method = make(**vars(VARIANTS["A"]))
-    assert method.draw(batch(), seed=0, epoch=0) == {}
+    assert method.draw(batch(), When(seed=0, epoch=0)) == {}
     logits = method(batch(), {}).extras["logits"]
     assert torch.allclose(logits, method.backbone.model(batch().inputs), atol=1e-12)
 
@@ -178,7 +182,7 @@ def test_row_b_does_not_see_the_order_and_row_g_not_inside_a_told_mask() -> None
     a, b = none(data, {}).extras["logits"], none(data._replace(inputs=moved), {}).extras["logits"]
     assert torch.allclose(a, b, atol=1e-10)
     told = make(dal="none")
-    draws = told.draw(data, seed=0, epoch=0)
+    draws = told.draw(data, When(seed=0, epoch=0))
     same = draws | {"index": torch.arange(12).expand(4, -1)}
     assert not torch.equal(draws["index"], same["index"])
     assert torch.allclose(told(data, draws).extras["logits"], told(data, same).extras["logits"], atol=1e-10)
@@ -190,7 +194,7 @@ def test_row_b_does_not_see_the_order_and_row_g_not_inside_a_told_mask() -> None
 def test_spp_moves_every_patch_and_the_pixels_in_it() -> None:
     method = make(**vars(VARIANTS["C"]))
     data = batch()
-    draws = method.draw(data, seed=0, epoch=0)
+    draws = method.draw(data, When(seed=0, epoch=0))
     assert draws["index"].shape == (4, 12) and draws["pixels"].shape == (4, 16)
     assert len({tuple(row) for row in draws["index"].tolist()}) == 4
     seen = torch.zeros_like(data.inputs)
@@ -210,7 +214,7 @@ def test_the_index_table_goes_by_place_or_by_origin() -> None:
     for kind in ("place", "origin"):
         method = make(dal="none", unknown=False, index=kind)
         method.index_table.normal_()
-        draws = method.draw(data, seed=0, epoch=0)
+        draws = method.draw(data, When(seed=0, epoch=0))
         logits = method(data, draws).extras["logits"]
         for b in range(4):
             index = draws["index"][b]
@@ -226,7 +230,7 @@ def test_the_index_table_goes_by_place_or_by_origin() -> None:
 def test_without_e_unk_every_place_keeps_its_vector_and_dal_counts_it() -> None:
     method = make(unknown=False, dal="linear")
     data = batch()
-    draws = method.draw(data, seed=0, epoch=0)
+    draws = method.draw(data, When(seed=0, epoch=0))
     assert draws["mask"].any()
     [linear] = method.dal.layers  # type: ignore[union-attr]
     errors = []
@@ -243,18 +247,18 @@ def test_without_e_unk_every_place_keeps_its_vector_and_dal_counts_it() -> None:
 def test_paper_draws_are_the_samples_own_and_in_every_epoch() -> None:
     method = make()
     ids = torch.arange(200)
-    whole = method.draw(Batch(ids, ids), seed=0, epoch=0)
+    whole = method.draw(Batch(ids, ids), When(seed=0, epoch=0))
     assert whole["mask"].sum(1).tolist() == [6] * 200
     assert len({tuple(row) for row in whole["mask"].tolist()}) > 10
-    alone = method.draw(Batch(ids[[150, 3]], ids[[150, 3]]), seed=0, epoch=0)
+    alone = method.draw(Batch(ids[[150, 3]], ids[[150, 3]]), When(seed=0, epoch=0))
     assert torch.equal(alone["mask"], whole["mask"][[150, 3]]) and torch.equal(alone["index"], whole["index"][[150, 3]])
     assert torch.equal(whole["index"][~whole["mask"]], torch.arange(12).expand(200, -1)[~whole["mask"]])
 
 
 def test_the_coin_the_mask_and_the_order_know_nothing_of_each_other() -> None:
     ids, error = torch.arange(8000), 1 / math.sqrt(8000)
-    whole = make(mask_ratio=0.3).draw(Batch(ids, ids), seed=0, epoch=0)
-    tossed = make(mask_ratio=0.3, chance=0.5).draw(Batch(ids, ids), seed=0, epoch=0)
+    whole = make(mask_ratio=0.3).draw(Batch(ids, ids), When(seed=0, epoch=0))
+    tossed = make(mask_ratio=0.3, chance=0.5).draw(Batch(ids, ids), When(seed=0, epoch=0))
     mask = whole["mask"]
     fires = tossed["mask"].any(1)
     assert mask.sum(1).tolist() == [3] * 8000 and abs(float(fires.double().mean()) - 0.5) < 4.5 * 0.5 * error
@@ -269,8 +273,8 @@ def test_the_coin_the_mask_and_the_order_know_nothing_of_each_other() -> None:
 
 def test_the_coin_says_nothing_of_the_blocks() -> None:
     ids = torch.arange(2000)
-    fires = on_meta(MJPConfig(mask_ratio=0.15, chance=0.5)).draw(Batch(ids, ids), seed=0, epoch=0)["mask"].any(1)
-    mask = on_meta(MJPConfig(mask_ratio=0.15)).draw(Batch(ids, ids), seed=0, epoch=0)["mask"].view(-1, 14, 14)
+    fires = on_meta(MJPConfig(mask_ratio=0.15, chance=0.5)).draw(Batch(ids, ids), When(seed=0, epoch=0))["mask"].any(1)
+    mask = on_meta(MJPConfig(mask_ratio=0.15)).draw(Batch(ids, ids), When(seed=0, epoch=0))["mask"].view(-1, 14, 14)
     # How the mask is cut tells how large its first blocks were: the more borders, the smaller.
     borders = (mask.diff(dim=1)).sum((1, 2)) + (mask.diff(dim=2)).sum((1, 2))
     for what, feature in (("borders", borders), ("rows", mask.any(2).sum(1)), ("columns", mask.any(1).sum(1))):
@@ -291,10 +295,10 @@ def official(**fields: Any) -> MJP:
 def test_official_draws_one_puzzle_a_batch_on_half_of_them_after_the_warmup() -> None:
     method = official()
     ids = torch.arange(8)
-    assert not method.draw(Batch(ids, ids), seed=0, epoch=19)["mask"].any()
+    assert not method.draw(Batch(ids, ids), When(seed=0, epoch=19))["mask"].any()
     fired = 0
     for first in range(200):
-        draws = method.draw(Batch(ids, ids + 8 * first), seed=0, epoch=20)
+        draws = method.draw(Batch(ids, ids + 8 * first), When(seed=0, epoch=20))
         assert (draws["mask"] == draws["mask"][0]).all() and (draws["index"] == draws["index"][0]).all()
         fires = bool(draws["mask"].any())
         fired += fires
@@ -307,17 +311,19 @@ def test_official_draws_one_puzzle_a_batch_on_half_of_them_after_the_warmup() ->
 def test_official_weight_rises_and_then_falls_to_half() -> None:
     method = official()
     weights = [
-        float(method.draw(Batch(torch.zeros(1), torch.arange(1)), seed=0, epoch=e)["dal_weight"]) for e in range(300)
+        float(method.draw(Batch(torch.zeros(1), torch.arange(1)), When(seed=0, epoch=e))["dal_weight"])
+        for e in range(300)
     ]
     assert weights[0] == 0 and weights[19] == pytest.approx(0.01) and weights[10] == pytest.approx(0.01 * 10 / 19)
     for epoch in (20, 100, 299):
         slow = 0.005 + 0.5 * 0.005 * (1 + math.cos(math.pi * (epoch - 20) / 280))
         assert weights[epoch] == pytest.approx(slow, rel=1e-6)
     with pytest.raises(SitusError, match="epochs=300: must be the run's own number"):
-        method.draw(Batch(torch.zeros(1), torch.arange(1)), seed=0, epoch=30, progress=0.3)
+        method.draw(Batch(torch.zeros(1), torch.arange(1)), When(seed=0, epoch=30, progress=0.3))
     paper = make()
     constant = [
-        float(paper.draw(Batch(torch.zeros(1), torch.arange(1)), seed=0, epoch=e)["dal_weight"]) for e in (0, 7, 1000)
+        float(paper.draw(Batch(torch.zeros(1), torch.arange(1)), When(seed=0, epoch=e))["dal_weight"])
+        for e in (0, 7, 1000)
     ]
     assert constant == pytest.approx([0.01] * 3)
 
@@ -355,7 +361,7 @@ def test_firing_or_not_is_one_graph() -> None:
     compiled = torch.compile(method, fullgraph=True, backend="eager")
     fired = set()
     for first in range(6):
-        draws = method.draw(data._replace(ids=data.ids + first), seed=0, epoch=0)
+        draws = method.draw(data._replace(ids=data.ids + first), When(seed=0, epoch=0))
         fired.add(bool(draws["mask"].any()))
         with torch.compiler.set_stance("fail_on_recompile" if first else "default"):
             assert compiled(data, draws).loss.item() == pytest.approx(method(data, draws).loss.item(), abs=1e-5)
@@ -373,7 +379,7 @@ def test_swin_with_a_table_of_its_own() -> None:
     )
     method = MJP(backbone, MJPConfig(mask_ratio=0.25)).double()
     data = batch((32, 64))
-    draws = method.draw(data, seed=0, epoch=0)
+    draws = method.draw(data, When(seed=0, epoch=0))
     assert draws["mask"].shape == (4, 8 * 16) and draws["mask"].sum(1).tolist() == [32] * 4
     method(data, draws).loss.backward()
     assert method.unknown.grad is not None and method.unknown.grad.abs().max() > 0
@@ -398,7 +404,7 @@ def test_dal_needs_a_table(name: str, reason: str) -> None:
         MJP(backbone, MJPConfig())
     method = MJP(backbone, MJPConfig(dal="none", mask_ratio=0.5)).double().eval()
     data = batch((64, 64))
-    draws = method.draw(data, seed=0, epoch=0)
+    draws = method.draw(data, When(seed=0, epoch=0))
     method(data, draws).loss.backward()
     assert method.unknown.grad is not None and method.unknown.grad.abs().max() > 0
 
@@ -407,7 +413,7 @@ def test_resnet_gets_its_pixels_moved() -> None:
     backbone = create_backbone("test_resnet", num_classes=5)
     method = MJP(backbone, replace(VARIANTS["E"], mask_ratio=0.5, pixel_grid=(4, 8))).double().eval()
     data = batch((32, 64))
-    draws = method.draw(data, seed=0, epoch=0)
+    draws = method.draw(data, When(seed=0, epoch=0))
     assert draws["mask"].sum(1).tolist() == [16] * 4
     logits = method(data, draws).extras["logits"]
     with torch.no_grad():
@@ -443,7 +449,9 @@ def test_mistakes_are_sentences() -> None:
 def test_a_line_of_frames_is_masked_exactly_by_the_papers_rule_and_refused_by_the_published_one() -> None:
     """No block is smaller than a line both ways: the published rule would train without a puzzle and say nothing."""
     fields: dict[str, Any] = dict(width=WIDTH, num_classes=5, patch_size=(1, 5), in_chans=1)
-    mask = make(small_vit((98, 5), **fields)).draw(Batch(torch.zeros(6), torch.arange(6)), seed=0, epoch=0)["mask"]
+    mask = make(small_vit((98, 5), **fields)).draw(Batch(torch.zeros(6), torch.arange(6)), When(seed=0, epoch=0))[
+        "mask"
+    ]
     assert mask.sum(dim=1).tolist() == [49] * 6 and len({tuple(row) for row in mask.tolist()}) == 6
     with pytest.raises(SitusError, match=r"rule='official': a single line of 98 places holds no smaller block"):
         make(small_vit((98, 5), **fields), rule="official")

@@ -98,6 +98,9 @@ class TextBackbone(HFBackbone):
         super().ready_to_select(kept)
         self.require("rows")  # selected tokens stand in random order, which a causal mask would take for theirs
 
+    def ready_to_shuffle(self) -> None:
+        self.require("rows")  # a causal mask would give the order away
+
     def fitted(self, positions: Positions | None, count: int) -> Positions:
         return fit(positions, count, self.num_tokens, self.kinds, self.name)
 

@@ -7,30 +7,31 @@ input is the table, so it runs once over the N rows, whatever the batch: a sampl
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
-from situs.core.position import coordinates
 from situs.errors import SitusError
 
 DalKind = Literal["none", "pca", "linear", "nonlinear"]
+
+COMPONENTS = 2
+"""Principal components that the regression by them has."""
 
 _ROUNDS = 16
 """Power iterations of the principal components; the published code takes 5 from a random start."""
 
 
-def dal_targets(grid: tuple[int, ...], normalise: bool, device: torch.device) -> Tensor:
-    """(row, column) of each place, [N, 2], or its number in a row of words, [N, 1].
+class Regressor(NamedTuple):
+    """g, where it has weights or compares components. depth: linear layers of the nonlinear one, ReLU between them. fit:
+    whether components are brought to the grid by least squares. mean_axes: the mean over row and column instead of
+    their sum."""
 
-    0-based indices, or those divided by the largest of their axis.
-    """
-    places = coordinates(grid, device).float()
-    if normalise:
-        places = places / (places.amax(dim=0, keepdim=True)).clamp(min=1.0)
-    return places
+    depth: int = 3
+    fit: bool = True
+    mean_axes: bool = False
 
 
 def dal_loss(guesses: Tensor, targets: Tensor, mask: Tensor | None, *, mean_axes: bool = False) -> Tensor:
@@ -108,13 +109,13 @@ def principal_guesses(
 
 
 class Dal(nn.Module):
-    """g over the backbone's table. kind: pca (no weights), linear, or nonlinear with `depth` linear layers."""
+    """g over the backbone's table. kind: pca (no weights), linear or nonlinear."""
 
-    def __init__(self, backbone: Backbone, kind: DalKind, depth: int, components: int, fit: bool) -> None:
+    def __init__(self, backbone: Backbone, kind: DalKind, regressor: Regressor) -> None:
         super().__init__()
         require_table(backbone)
-        self.kind, self.components, self.fit = kind, components, fit
-        widths = [backbone.token_dim] * (1 if kind == "linear" else depth) + [len(backbone.grid)]
+        self.kind, self.fit = kind, regressor.fit
+        widths = [backbone.token_dim] * (1 if kind == "linear" else regressor.depth) + [len(backbone.grid)]
         layers: list[nn.Module] = []
         for before, after in pairwise(widths) if kind != "pca" else ():
             layers += [nn.Linear(before, after), nn.ReLU()]
@@ -132,7 +133,7 @@ class Dal(nn.Module):
         with torch.autocast(table.device.type, enabled=False):
             if self.kind == "pca":
                 table = table if table.dtype == torch.float64 else table.float()
-                return principal_guesses(table, targets, self.components, fit=self.fit, mask=mask)
+                return principal_guesses(table, targets, COMPONENTS, fit=self.fit, mask=mask)
             first = next(self.layers.parameters())
             return self.layers(table.to(first.dtype))
 

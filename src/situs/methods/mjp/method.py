@@ -3,11 +3,9 @@
 Shuffle the patches of a block mask among themselves, give them one learned vector E_unk instead of their places, and
 let a small regressor read (row, column) off the position vectors of the others (DAL), beside the cross entropy.
 
-Of sentences spans of words are shuffled instead of blocks of patches, among the real tokens and without [CLS], and DAL
-reads off one number, the place in the sentence. Causal models are refused, for their mask gives the order away.
-
-Deviations, each a field of the config: `MJPConfig.paper()` is the text, `MJPConfig.official()` what the published code
-runs (its Swin targets are off by one: ours are not). `VARIANTS` are the rows A to J of the paper's Table 4.
+Of samples that differ in length spans of tokens are shuffled instead of blocks, and DAL reads off one number. Causal
+models are refused, for their mask gives the order away. What the published code runs is `methods.official`; its Swin
+targets are off by one, ours are not. `VARIANTS` are the rows A to J of the paper's Table 4.
 """
 
 from __future__ import annotations
@@ -22,13 +20,15 @@ from situs.backbones.base import Backbone, Features
 from situs.core.jigsaw import move_patches, move_pixels
 from situs.core.masking import jigsaw
 from situs.core.permutation import random_permutation
+from situs.core.position import coordinates
 from situs.core.random import uniform
 from situs.core.selection import Tokens, draw_region
 from situs.core.tokens import take
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods.base import Batch, Draws, Method, Output, UnknownPosition
-from situs.methods.mjp.config import MJPConfig, dal_weight_at
-from situs.methods.mjp.dal import Dal, dal_loss, dal_targets
+from situs.methods.mjp.config import MJPConfig
+from situs.methods.mjp.dal import Dal, Regressor, dal_loss
 from situs.methods.supervised import label_loss
 
 
@@ -39,16 +39,14 @@ class MJP(Method):
     needs: ClassVar[tuple[str, ...]] = ()
     needs_targets: ClassVar[tuple[str, ...]] = ("label",)
     reads_text: ClassVar[bool] = True
+    regressor: ClassVar[Regressor] = Regressor()
+    unknown_std: ClassVar[float] = 0.02
+    """Spread of E_unk at the start."""
 
     def __init__(self, backbone: Backbone | nn.Module, config: MJPConfig | None = None) -> None:
-        config = config or MJPConfig()
         super().__init__(backbone, config)
-        backbone = self.backbone
-        backbone.require("rows" if backbone.input.words else "images")
-        if backbone.input.words and (config.shuffle == "spp" or config.rule == "official" or config.draw_per != "sample"):
-            given = f"shuffle={config.shuffle!r}, rule={config.rule!r}, draw_per={config.draw_per!r}"
-            said = f"{given}: are for patches; words are shuffled in spans, with jigsaw, paper and sample"
-            raise SitusError(said, field=("shuffle", "rule", "draw_per"))
+        backbone, config = self.backbone, self.config
+        backbone.ready_to_shuffle()
         if backbone.num_tokens == 0 and (config.unknown or config.dal != "none" or config.index != "none"):
             raise SitusError(
                 f"{backbone.name} has no positions to hide or to regress from: choose unknown=False, dal='none' and"
@@ -56,50 +54,48 @@ class MJP(Method):
                 field=("unknown", "dal", "index"),
             )
         self.grid = backbone.grid if backbone.num_tokens else config.pixel_grid
-        if config.rule == "official" and config.shuffle != "spp" and min(self.grid) == 1:
-            raise SitusError(
-                f"rule='official': a single line of {max(self.grid)} places holds no smaller block, so that nothing "
-                "would ever be shuffled; rule='paper' masks single places there",
-                field="rule",
-            )
-        if config.table_std is not None:
-            _fill_table(backbone, config.table_std)
+        if config.shuffle == "spp":
+            self._pixels()
         if config.unknown:
-            self.unknown = nn.Parameter(torch.empty(backbone.token_dim).normal_(std=config.unknown_std))
+            self.unknown = nn.Parameter(torch.empty(backbone.token_dim).normal_(std=self.unknown_std))
         if config.index != "none":
             self.index_table = nn.Parameter(torch.zeros(backbone.num_tokens, backbone.token_dim))
-        self.dal = None
-        if config.dal != "none":
-            self.dal = Dal(backbone, config.dal, config.dal_depth, config.dal_components, config.dal_fit)
+        self.dal = None if config.dal == "none" else Dal(backbone, config.dal, self.regressor)
 
     @classmethod
     def uses_positions(cls, config: MJPConfig) -> bool:
         return config.positions
 
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+    def draw(self, batch: Batch, when: When) -> Draws:
         """mask: [B, N] bool. index: [B, N], pixels: [B, P * P], orders as in `core.jigsaw`. dal_weight: λ, a scalar.
 
-        Each stands there where the config uses it. Where chance or epoch says no, the mask is empty and the orders
-        are the identity, so that one graph serves both.
+        Each stands there where the config uses it.
         """
-        ids, config, draws, tokens = batch.ids, self.config, Draws(), self.tokens(batch)
-        names = ids if config.draw_per == "sample" else ids[:1]
-        fires = uniform(seed, epoch, names, "mjp.chance", (1,)) < (config.chance if epoch >= config.start_epoch else 0)
+        config, draws = self.config, Draws()
         if config.shuffle == "spp":
             for name, count in (("index", math.prod(self.grid)), ("pixels", self._pixels())):
-                draws[name] = random_permutation(uniform(seed, epoch, names, f"mjp.{name}", (count,)))
+                noise = uniform(when.seed, when.epoch, batch.ids, f"mjp.{name}", (count,))
+                draws[name] = random_permutation(noise)
         elif config.shuffle == "jigsaw" or config.unknown:
-            share, rule = config.mask_ratio, config.rule
-            mask = draw_region(seed, epoch, names, "mjp.mask", tokens, self.grid, share, rule=rule)
-            draws["mask"] = mask & fires
+            draws["mask"] = mask = self.draw_mask(batch, when)
             if config.shuffle == "jigsaw":
-                draws["index"] = jigsaw(mask, uniform(seed, epoch, names, "mjp.order", mask.shape[1:]))
-        for name in {"index", "pixels"} & draws.keys():
-            draws[name] = torch.where(fires, draws[name], torch.arange(draws[name].shape[1], device=ids.device))
-        draws = {name: value.expand(ids.shape[0], -1).contiguous() for name, value in draws.items()}
+                draws["index"] = jigsaw(mask, self.draw_order(batch.ids, mask.shape[1], when))
         if self.dal is not None:
-            draws["dal_weight"] = torch.full((), dal_weight_at(config, epoch, progress), device=ids.device)
+            draws["dal_weight"] = torch.full((), self.dal_weight(when), device=batch.ids.device)
         return draws
+
+    def draw_mask(self, batch: Batch, when: When) -> Tensor:
+        """The patches that are shuffled, [B, N] bool."""
+        tokens, share = self.tokens(batch), self.config.mask_ratio
+        return draw_region(when.seed, when.epoch, batch.ids, "mjp.mask", tokens, self.grid, share)
+
+    def draw_order(self, ids: Tensor, count: int, when: When) -> Tensor:
+        """Noise [B, N] whose order the shuffled patches take."""
+        return uniform(when.seed, when.epoch, ids, "mjp.order", (count,))
+
+    def dal_weight(self, when: When) -> float:
+        """λ."""
+        return self.config.dal_weight
 
     def _pixels(self) -> int:
         """Pixels of a patch, for SPP."""
@@ -155,10 +151,10 @@ class MJP(Method):
         mask = mask if self.config.unknown else None
         table = self.backbone.positions().table
         assert table is not None  # `Dal` has refused a backbone without one
-        targets = dal_targets(self.grid, self.config.dal_normalise, table.device)
+        targets = coordinates(self.grid, table.device).float()
         if mask is not None and mask.shape[1] < len(table):  # those behind the longest sentence here have no say
             mask = nn.functional.pad(mask, (0, len(table) - mask.shape[1]), value=True)
-        return dal_loss(self.dal(table, targets, mask), targets, mask, mean_axes=self.config.dal_mean)
+        return dal_loss(self.dal(table, targets, mask), targets, mask, mean_axes=self.regressor.mean_axes)
 
     def unknown_position(self) -> UnknownPosition | None:
         said = "the vector E_unk that this MJP run learned"
@@ -171,30 +167,13 @@ class MJP(Method):
     def at_hidden_share(self, share: float) -> Self:
         return self.under(mask_ratio=share)
 
-    def table_loss(self, hidden: Tensor, *, seed: int, epoch: int) -> Tensor | None:
+    def table_loss(self, hidden: Tensor, when: When) -> Tensor | None:
         """λ DAL."""
         if self.dal is None:
             return None
-        weight = torch.full((), dal_weight_at(self.config, epoch, 0.0), device=hidden.device)  # rounded as `draw` does
+        weight = torch.full((), self.dal_weight(when), device=hidden.device)  # rounded as `draw` does
         return weight * self.localise(hidden)
 
     def no_decay(self) -> set[str]:
         held = {"unknown": self.config.unknown, "index_table": self.config.index != "none"}
         return {name for name, there in held.items() if there}
-
-    def decayed(self) -> set[str]:
-        tables = {f"backbone.{name}" for name, role in self.backbone.roles().items() if role.part == "table"}
-        return {*tables, "unknown"} if self.config.decay_positions else set()
-
-
-@torch.no_grad()
-def _fill_table(backbone: Backbone, std: float) -> None:
-    """The rows of the places, and those of CLS and its like where they stand in the same table."""
-    table = backbone.positions().table if backbone.num_tokens else None
-    if table is None:
-        return
-    table.normal_(std=std)
-    roles = backbone.roles()
-    for name, parameter in backbone.named_parameters():
-        if roles[name].part == "table" and parameter.shape[-2] == backbone.num_prefix + backbone.num_tokens:
-            parameter[..., : backbone.num_prefix, :].normal_(std=std)
