@@ -11,10 +11,9 @@ from torch.nn.functional import cross_entropy
 from situs.backbones import Backbone, create_backbone
 from situs.config import Checked
 from situs.core.random import uniform
-from situs.core.when import When
 from situs.data.sources.samples import load_samples
 from situs.limits import Within
-from situs.methods import Batch, Draws, Method, Output
+from situs.methods import Batch, Draws, Method, Output, When
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Rows(Method):
 
     def draw(self, batch: Batch, when: When) -> Draws:
         """All that is random: a hash of the sample's number, the same in any batch."""
-        noise = uniform(seed, epoch, batch.ids, "rows.forget", (self.backbone.num_tokens,))
+        noise = uniform(when.seed, when.epoch, batch.ids, "rows.forget", (self.backbone.num_tokens,))
         return {"forgotten": noise < self.config.share}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:

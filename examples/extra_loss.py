@@ -4,8 +4,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from situs.backbones import create_backbone
-from situs.core.when import When
-from situs.methods import MP3, Batch, MP3Config
+from situs.methods import MP3, Batch, MP3Config, When
 
 images, labels = torch.randn(64, 3, 32, 32), torch.randint(10, (64,))  # your data
 

@@ -6,8 +6,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from situs.backbones import create_backbone
-from situs.core.when import When
-from situs.methods import MP3, Batch, MP3Config
+from situs.methods import MP3, Batch, MP3Config, When
 
 SMALL = {"depth": 2, "embed_dim": 48, "num_heads": 3}
 

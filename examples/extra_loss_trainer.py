@@ -8,8 +8,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from situs.backbones import create_backbone
-from situs.core.when import When
-from situs.methods import MP3, Batch, MP3Config
+from situs.methods import MP3, Batch, MP3Config, When
 
 SMALL = {"depth": 2, "embed_dim": 48, "num_heads": 3}
 

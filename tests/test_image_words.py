@@ -19,7 +19,6 @@ WORD = re.compile(r"image(?!net)|pixel|\bheight\b|\bchannels?\b", re.IGNORECASE)
 
 KEPT = {
     "methods/detection.py": "finds objects in images",
-    "methods/droppos.py": "guesses pixels beside places; the names of its parameters and of the metric stand in runs",
     "methods/mae.py": "guesses the numbers of a patch, the paper's pixels",
     "methods/mjp/config.py": "SPP shuffles pixels, and a network without tokens has a grid of them",
     "methods/mjp/method.py": "the same",

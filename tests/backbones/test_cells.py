@@ -77,4 +77,4 @@ def test_sizes_that_break_windows_are_refused() -> None:
     with torch.device("meta"):
         enable_cells(create_backbone(SWIN, img_size=448))
     with pytest.raises(SitusError, match="no tokens"):
-        enable_cells(create_backbone("test_resnet"))
+        create_backbone("test_resnet").ready_to_select(4)

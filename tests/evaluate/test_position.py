@@ -186,7 +186,7 @@ def test_swin_has_one_row_and_says_why() -> None:
     assert {cell.reason is None for cell in grid.cells[:12]} == {False}
     assert "must be 0.75" in str(grid.cells[0].reason)
     assert grid.mean == pytest.approx(sum(cell.accuracy or 0.0 for cell in grid.cells[12:]) / 4)
-    with pytest.raises(SitusError, match=r"nothing can be measured: mask_ratio=0.5: must be 0.75"):
+    with pytest.raises(SitusError, match=r"nothing can be measured: mask_ratio: must be 0.75"):
         position_grid(method, [], (0.5,))
 
 

@@ -4,8 +4,8 @@
     python tests/golden/keep.py --write    writes the files anew; the commit says why each value changed
 
 Each file of `values/` holds, for one case, name -> value; a number with its tolerance, where that is wider than the
-usual one. `--write` measures the tolerances: everything is computed a second time from weights that differ in their last
-digit, as sums do that another processor rounds elsewhere.
+usual one. `--write` measures the tolerances: everything is computed a second time from weights that differ in their
+last digit, as sums do that another processor rounds elsewhere.
 """
 
 from __future__ import annotations

@@ -75,7 +75,9 @@ CASES: dict[str, dict[str, Any]] = {
     "droppos visible": IMAGES | {"method": DROPPOS | {"affinity": "visible"}, "backbone": VIT},
     "droppos unweighted": IMAGES | {"method": DROPPOS | {"affinity": None, "sigma_start": 0.0}, "backbone": TOKENS},
     "droppos rotary": IMAGES | {"method": DROPPOS, "backbone": ROTARY},
-    "droppos official": IMAGES | {"method": DROPPOS | {"name": "droppos-official", "target_grid": (5, 5)}, "backbone": VIT},
+    "droppos official": IMAGES | {
+        "method": DROPPOS | {"name": "droppos-official", "target_grid": (5, 5)}, "backbone": VIT,
+    },
     "droppos swin": LARGER | {"method": DROPPOS | {"mask_ratio": 0.75}, "backbone": CELLS},
     "mae vit": IMAGES | {"method": MAE, "backbone": VIT},
     "mae rotary": IMAGES | {"method": MAE, "backbone": ROTARY},

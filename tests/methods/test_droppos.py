@@ -16,7 +16,8 @@ from situs.core.position import cut_targets
 from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods import Batch, DropPos, DropPosConfig
-from situs.methods.droppos import attentive_weights, dropped_loss, sigma_at
+from situs.methods.droppos import attentive_weights, dropped_loss
+from situs.methods.official import OfficialDropPos, OfficialDropPosConfig
 from situs.presets import load_preset
 from situs.train.run import RunConfig
 
@@ -134,27 +135,28 @@ def slow_droppos(
         for place in dropped:
             logits = method.decoder.leave(method.decoder.norm(d[1 + seen.index(place)]))
             log_p = [logits[j] - logits.exp().sum().log() for j in range(count)]
-            target = slow_target(count, columns, place, sigma, method.config.distance == "squared")
+            target = slow_target(count, columns, place, sigma, False)
             above.append(shares[place] * -sum(w * p for w, p in zip(target, log_p, strict=True)))
             below.append(shares[place])
-        if method.config.weights_over == "sample":
+        if method.each_alike:
             means.append(torch.stack(above).sum() / sum(below))
             above, below = [], []
     return torch.stack(means).mean() if means else torch.stack(above).sum() / sum(below)
 
 
 @pytest.mark.parametrize(
-    ("affinity", "progress", "distance", "over", "shape"),
+    ("affinity", "progress", "alike", "shape"),
     [
-        ("full", 0.0, "euclidean", "sample", {}),
-        ("full", 0.2, "squared", "batch", FRAMES),
-        ("visible", 0.5, "squared", "sample", {}),
-        (None, 1.0, "euclidean", "batch", FRAMES),
-        (None, 0.3, "squared", "batch", {}),
+        ("full", 0.0, True, {}),
+        ("full", 0.2, False, FRAMES),
+        ("visible", 0.5, True, {}),
+        (None, 1.0, False, FRAMES),
+        (None, 0.3, True, {}),
     ],
 )
-def test_loss_and_gradients_match_an_independent_slow_droppos(affinity, progress, distance, over, shape) -> None:
-    method = make(affinity=affinity, distance=distance, sigma_start=1.2, weights_over=over, **shape)
+def test_loss_and_gradients_match_an_independent_slow_droppos(affinity, progress, alike, shape, monkeypatch) -> None:
+    monkeypatch.setattr(DropPos, "each_alike", alike)
+    method = make(affinity=affinity, sigma_start=1.2, **shape)
     data = batch(method)
     draws = method.draw(data, When(seed=3, epoch=7, progress=progress))
     assert float(draws["sigma"]) == pytest.approx(1.2 * (1 - progress))
@@ -186,14 +188,13 @@ def test_a_batch_is_the_mean_of_its_parts(affinity) -> None:
 # --- counts and draws -------------------------------------------------------------------------------------------
 
 
-def at_224(config: DropPosConfig) -> DropPos:
+def at_224(kind: type[DropPos]) -> DropPos:
     with torch.device("meta"):
-        backbone = create_backbone("vit_tiny_patch16_224", positions="sincos", model_args={"depth": 1})
-        return DropPos(backbone, config)
+        return kind(create_backbone("vit_tiny_patch16_224", positions="sincos", model_args={"depth": 1}))
 
 
 def test_counts_are_the_papers() -> None:
-    paper, official = at_224(DropPosConfig.paper()), at_224(DropPosConfig.official())
+    paper, official = at_224(DropPos), at_224(OfficialDropPos)
     assert (paper.visible, paper.anchors) == (49, 13)
     assert (official.visible, official.anchors) == (49, 12)
     draws = paper.draw(Batch(torch.zeros(64), torch.arange(64)), When(seed=0, epoch=0))
@@ -237,14 +238,12 @@ def test_visible_and_anchors_are_fair_and_the_samples_own() -> None:
 
 
 def test_sigma_falls_by_step_or_by_epoch() -> None:
-    paper = DropPosConfig(sigma_start=2.0, sigma_end=0.5)
-    assert [sigma_at(paper, 3, p) for p in (0.0, 0.4, 1.0)] == pytest.approx([2.0, 1.4, 0.5])
-    official = DropPosConfig(sigma_schedule="epoch", epochs=10)
-    assert [sigma_at(official, 4, p) for p in (0.4, 0.45, 0.499)] == pytest.approx([0.6] * 3)
-    assert sigma_at(official, 4, 0.0) == pytest.approx(0.6)  # progress not given
-    for epoch, progress in ((4, 0.6), (3, 0.45), (12, 0.0)):
-        with pytest.raises(SitusError, match="epochs=10: must be the run's own number"):
-            sigma_at(official, epoch, progress)
+    paper = make(sigma_start=2.0, sigma_end=0.5)
+    assert [paper.sigma(When(epoch=3, progress=p, epochs=10)) for p in (0.0, 0.4, 1.0)] == [2.0, 1.4, 0.5]
+    official = at_224(OfficialDropPos)
+    whens = [When(epoch=4, progress=p, epochs=10) for p in (0.4, 0.45, 0.499)]
+    assert [official.sigma(when) for when in whens] == pytest.approx([0.6] * 3)
+    assert official.sigma(When(epoch=4, progress=0.25)) == 0.75  # outside of a run
 
 
 # --- what is told, and what bears loss ----------------------------------------------------------------------------
@@ -363,9 +362,9 @@ def test_the_official_map_has_the_published_numbers() -> None:
     assert ours.sum(1).min().item() == pytest.approx(0.66, abs=5e-3)
     assert ours.sum(1).max().item() == pytest.approx(1.11, abs=5e-3)
     assert torch.equal(cut_targets(196, (16, 16), 0.0), torch.eye(196))
-    official = at_224(DropPosConfig.official())
+    official = at_224(OfficialDropPos)
     assert torch.equal(official.targets(torch.tensor(1.0)), cut_targets(196, (16, 16), 1.0))
-    paper = at_224(DropPosConfig.paper()).targets(torch.tensor(1.0))
+    paper = at_224(DropPos).targets(torch.tensor(1.0))
     assert torch.allclose(paper.sum(1), torch.ones(196), atol=1e-5)
 
 
@@ -462,14 +461,13 @@ def test_another_sigma_does_not_compile_again() -> None:
             assert compiled(data, draws).loss.item() == pytest.approx(method(data, draws).loss.item(), abs=1e-5)
 
 
-def test_presets_are_the_constructors() -> None:
+def test_presets_are_the_methods() -> None:
     for name, config in (
-        ("imagenet-droppos", DropPosConfig.paper()),
-        ("imagenet-droppos-official", DropPosConfig.official()),
+        ("imagenet-droppos", DropPosConfig()),
+        ("imagenet-droppos-official", OfficialDropPosConfig()),
     ):
         run = from_dict(RunConfig, load_preset(name), name)
         assert run.method == config and run.backbone.positions == "sincos"
-        assert config.sigma_schedule == "step" or run.train.epochs == config.epochs
 
 
 def test_mistakes_are_sentences() -> None:
@@ -479,7 +477,8 @@ def test_mistakes_are_sentences() -> None:
         DropPosConfig(tau=0)
     with pytest.raises(SitusError, match=r"position_mask_ratio=0\.1: must drop a place; of 12 patches 8 are visible"):
         make(position_mask_ratio=0.1)
+    small = OfficialDropPosConfig(target_grid=(3, 3), decoder_width=8, decoder_heads=2)
     with pytest.raises(SitusError, match=r"target_grid=\(3, 3\): must have at least 12 places"):
-        make(target_grid=(3, 3))
+        OfficialDropPos(small_vit((12, 16)), small)
     with pytest.raises(SitusError, match="no positions to drop: choose sincos"):
         make(positions="none")

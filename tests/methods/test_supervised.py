@@ -107,5 +107,5 @@ def test_convolutional_backbones_work() -> None:
 def test_mistakes_are_sentences() -> None:
     with pytest.raises(SitusError, match="needs labels"):
         make()(Batch(images(), torch.arange(4)), {})
-    with pytest.raises(SitusError, match="unknown method 'mp4'; choose one of: detection, droppos, language, mae, "):
+    with pytest.raises(SitusError, match="unknown method 'mp4'; choose one of: detection, droppos, "):
         create_method("mp4", make().backbone)

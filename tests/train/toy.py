@@ -95,9 +95,9 @@ class ToyMethod(Method):
         self.tied = backbone.model.head.weight
 
     def draw(self, batch: Batch, when: When) -> Draws:
-        self.progress.append(progress)
-        dim = 1 - 0.5 * uniform(seed, epoch, batch.ids, "toy.dim", (4, 1))
-        return {"dim": dim, "ids": batch.ids, "progress": torch.tensor(progress)}
+        self.progress.append(when.progress)
+        dim = 1 - 0.5 * uniform(when.seed, when.epoch, batch.ids, "toy.dim", (4, 1))
+        return {"dim": dim, "ids": batch.ids, "progress": torch.tensor(when.progress)}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
         tokens = self.backbone.embed(batch.inputs) * draws["dim"].to(batch.inputs.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from situs.backbones.base import Backbone
+from situs.core.when import When
 from situs.errors import unknown_name
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.methods.detection import Detection, DetectionConfig
@@ -88,6 +89,7 @@ __all__ = [
     "SegmentationConfig",
     "Supervised",
     "SupervisedConfig",
+    "When",
     "classifies",
     "create_method",
     "method_class",

@@ -217,12 +217,12 @@ def asked_weights(weights: Tensor | None, start: int, asked: Tensor | None, *, e
 
     weights: [B, V], or None. each: every sample's are brought to 1, so that it counts as much as any other.
     """
-    if weights is None and asked is None:
-        return None
+    if weights is not None:
+        weights = weights[:, start:]
+    if asked is not None:
+        weights = asked.float() if weights is None else weights * asked
     if weights is None:
-        weights = asked.float()
-    else:
-        weights = weights[:, start:] if asked is None else weights[:, start:] * asked
+        return None
     return weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-12) if each else weights
 
 

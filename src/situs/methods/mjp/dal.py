@@ -25,9 +25,8 @@ _ROUNDS = 16
 
 
 class Regressor(NamedTuple):
-    """g, where it has weights or compares components. depth: linear layers of the nonlinear one, ReLU between them. fit:
-    whether components are brought to the grid by least squares. mean_axes: the mean over row and column instead of
-    their sum."""
+    """How places are regressed. depth: linear layers of a nonlinear g, ReLU between them. fit: whether principal
+    components are brought to the grid by least squares. mean_axes: the mean over row and column, not their sum."""
 
     depth: int = 3
     fit: bool = True
