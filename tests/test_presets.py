@@ -80,8 +80,6 @@ def test_the_recipe_is_strict_complete_and_can_be_built(name: str) -> None:
     assert ("finetune" if "finetune" in name else named) in name
     label = "label" in METHODS[config.method_name].needs_targets
     assert not label or config.method_name.startswith(("supervised", "mjp"))
-        ("supervised", "mjp")
-    )
     assert config.train.epochs != TrainConfig().epochs or "epochs" in load_preset(name)["train"]
     if config.data.kind == "text" or name == "few-labels":  # the model is the one that it starts from
         return

@@ -3,16 +3,14 @@
 Show the encoder a quarter of the patches, tell only a quarter of those where they stand (the anchors), give the
 others one learned vector instead of a place, and ask a small decoder for each of their places among all N.
 
-The text with one error mended: the softmax runs over all N places, not over the visible ones. [CLS] of a sentence is
-always an anchor. What the published code runs is `methods.official`.
+One error of the text is mended: the softmax runs over all N places. The published code is in `methods.official`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,26 +26,15 @@ from situs.core.when import When
 from situs.errors import SitusError, counted, verb
 from situs.limits import Count, Natural, NotNegative, Positive, Within
 from situs.methods.base import Batch, Draws, Method, Output, Puzzle, UnknownPosition
-from situs.methods.heads import Decoder, check_decoder, place_ranks, position_accuracy
-
-PUBLISHED = "the method droppos-official is what the published code runs"
+from situs.methods.heads import Decoder, asked_weights, check_decoder, place_ranks, position_accuracy
+from situs.methods.retired import RETIRED
 
 
 @dataclass(frozen=True)
 class DropPosConfig(Checked):
     """DropPos's own settings; the defaults are the paper's."""
 
-    retired: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "mae_weight": (0.0, "what patches hold is the method mae's to guess"),
-        "mae_depth": (2, "what patches hold is the method mae's to guess"),
-        "epochs": (800, "the run's own number is taken"),
-        "sigma_schedule": ("step", PUBLISHED),
-        "distance": ("euclidean", PUBLISHED),
-        "target_grid": (None, PUBLISHED),
-        "target_norm": ("rows", PUBLISHED),
-        "floor_counts": (False, PUBLISHED),
-        "weights_over": ("sample", PUBLISHED),
-    }
+    retired: ClassVar = RETIRED["droppos"]
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
     """γ: share of patches the encoder does not see."""
@@ -87,32 +74,27 @@ class DropPos(Method):
     Config: ClassVar[type[DropPosConfig]] = DropPosConfig
     needs: ClassVar[tuple[str, ...]] = ("tokens",)
     puzzle_ratios: ClassVar[tuple[str, ...]] = ("mask_ratio", "position_mask_ratio")
-    floor: ClassVar[bool] = False
-    """How shares of the patches are rounded, see `kept_of`."""
-    each_alike: ClassVar[bool] = True
-    """Whether every sample has the same weight in the loss: Eq. 8 is of one sample."""
     reads_text: ClassVar[bool] = True
+    floor: ClassVar[bool] = False  # how shares of the patches are rounded, see `kept_of`
+    each_alike: ClassVar[bool] = True  # whether each sample weighs as much as any other: Eq. 8 is of one
 
     def __init__(self, backbone: Backbone | nn.Module, config: DropPosConfig | None = None) -> None:
         super().__init__(backbone, config)
         self.grid = self.backbone.out_grid
         self.check()
-        config = self.config
-        width, depth, heads = config.decoder_width, config.decoder_depth, config.decoder_heads
+        width, depth, heads = self.config.decoder_width, self.config.decoder_depth, self.config.decoder_heads
         self.decoder = Decoder(self.backbone.out_dim, width, depth, heads, self.count)
         self.mask_token = nn.Parameter(torch.empty(self.backbone.token_dim).normal_(std=0.02))
 
     def check(self) -> None:
-        backbone, config = self.backbone, self.config
-        backbone.ready_to_select(self.visible)
-        if not backbone.positions().kinds:
-            raise SitusError(f"{backbone.name} has no positions to drop: choose sincos", field="backbone.positions")
+        name, ratio = self.backbone.name, self.config.position_mask_ratio
+        self.backbone.ready_to_select(self.visible)
+        if not self.backbone.positions().kinds:
+            raise SitusError(f"{name} has no positions to drop: choose sincos", field="backbone.positions")
         if self.visible == self.anchors:
-            raise SitusError(
-                f"position_mask_ratio={config.position_mask_ratio}: must drop a place; of "
-                f"{counted(self.count, 'patches')} {self.visible} {verb(self.visible, 'are')} visible",
-                field=("position_mask_ratio", "mask_ratio"),
-            )
+            seen = f"of {counted(self.count, 'patches')} {self.visible} {verb(self.visible, 'are')} visible"
+            said = f"position_mask_ratio={ratio}: must drop a place; {seen}"
+            raise SitusError(said, field=("position_mask_ratio", "mask_ratio"))
 
     @property
     def count(self) -> int:
@@ -141,16 +123,15 @@ class DropPos(Method):
         return self.config.sigma_start + when.progress * (self.config.sigma_end - self.config.sigma_start)
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
-        config, floor = self.config, self.floor
-        visible = self.tokens(batch).select(draws["visible"], config.mask_ratio, floor=floor)
-        anchors = visible.kept(config.position_mask_ratio, floor=floor)
+        visible = self.tokens(batch).select(draws["visible"], self.config.mask_ratio, floor=self.floor)
+        anchors = visible.kept(self.config.position_mask_ratio, floor=self.floor)
         dropped = visible.slots >= anchors
         features = self.backbone.encode_at(batch.inputs, visible, forgotten=dropped, unknown=self.mask_token)
         # Anchors stand in front, so of equally long samples "dropped" is one slice, in the decoder and the loss too.
         start, asked = visible.behind(anchors)
         logits = self.decoder(join(features), self.backbone.num_prefix + start, visible.real)
-        places, weights = visible.order[:, start:], self.weigh(batch, features, visible)
-        weights = asked_weights(weights, start, asked, each=self.each_alike)
+        weights = asked_weights(self.weigh(batch, features, visible), start, asked, each=self.each_alike)
+        places = visible.order[:, start:]
         loss = dropped_loss(logits, places, self.targets(draws["sigma"]), weights)
         metrics = {"position_accuracy": position_accuracy(logits, places, asked)}
         return Output(loss, metrics, {"logits": logits.detach(), "places": places})
@@ -158,13 +139,13 @@ class DropPos(Method):
     @torch.no_grad()
     def weigh(self, batch: Batch, features: Features, visible: Selection) -> Tensor | None:
         """A of the visible patches, [B, V], whose features are given; None: all count alike."""
-        config, whole, places = self.config, features, None
-        if config.affinity is None:
+        if self.config.affinity is None:
             return None
-        if config.affinity == "full":  # in the model's own mode: where it has drop path, these features have it too
+        places = None
+        if self.config.affinity == "full":  # in the model's own mode: with its drop path, where it has one
             tokens, places = self.backbone.embed(batch.inputs), visible.order
-            whole = self.backbone.encode(tokens, self.backbone.positions(), mask=self.tokens(batch).real)
-        return attentive_weights(whole, config.tau, places, visible.real, self.backbone.special)
+            features = self.backbone.encode(tokens, self.backbone.positions(), mask=self.tokens(batch).real)
+        return attentive_weights(features, self.config.tau, places, visible.real, self.backbone.special)
 
     def targets(self, sigma: Tensor) -> Tensor:
         """The smoothed target of each place, [N, N]."""
@@ -179,11 +160,11 @@ class DropPos(Method):
 
     def solve(self, batch: Batch, *, seed: int) -> Puzzle:
         """The anchors stand first, and are told; the other patches that are seen are asked for."""
-        draws = self.draw(self.puzzling(batch), When(seed=seed, epoch=0, progress=1.0))
-        extras = self(batch, draws).extras
-        together = torch.cat([draws["visible"][:, : self.anchors], extras["logits"].argmax(dim=-1)], dim=1)
+        draws = self.draw(self.puzzling(batch), When(seed=seed, progress=1.0))
+        visible, extras = draws["visible"], self(batch, draws).extras
+        guesses = torch.cat([visible[:, : self.anchors], extras["logits"].argmax(dim=-1)], dim=1)
         ranks = place_ranks(extras["logits"], extras["places"])
-        return Puzzle(draws["visible"], together, self.anchors, self.anchors, self.grid, ranks=ranks)
+        return Puzzle(visible, guesses, self.anchors, self.anchors, self.grid, ranks=ranks)
 
     def no_decay(self) -> set[str]:
         return {"mask_token"}
@@ -199,31 +180,14 @@ def attentive_weights(
     over all patches, gathered and renormalised, is the softmax over the visible. Without CLS the mean patch serves.
     real: [B, V] bool, False where a sample is filled up, of weight 0. special: whether the first patch is CLS.
     """
-    patches = features.patches.float()
-    if special:
-        prefix = patches[:, :1]
-    else:
-        prefix = features.prefix[:, :1].float() if features.prefix.shape[1] else patches.mean(dim=1, keepdim=True)
-    likeness = F.cosine_similarity(prefix, patches, dim=-1)
+    patches, prefix = features.patches.float(), features.prefix.float()
+    whole = patches if special else prefix if prefix.shape[1] else patches.mean(dim=1, keepdim=True)
+    likeness = F.cosine_similarity(whole[:, :1], patches, dim=-1)
     if visible is not None:
         likeness = likeness.gather(1, visible)
     if real is not None:
         likeness = likeness.masked_fill(~real, -torch.inf)
     return (likeness / tau).softmax(dim=-1)
-
-
-def asked_weights(weights: Tensor | None, start: int, asked: Tensor | None, *, each: bool) -> Tensor | None:
-    """Weights of the tokens from `start` on, 0 where `asked` [B, K] says no; None: all count alike.
-
-    weights: [B, V], or None. each: every sample's are brought to 1, so that it counts as much as any other.
-    """
-    if weights is not None:
-        weights = weights[:, start:]
-    if asked is not None:
-        weights = asked.float() if weights is None else weights * asked
-    if weights is None:
-        return None
-    return weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-12) if each else weights
 
 
 def dropped_loss(logits: Tensor, places: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:

@@ -31,6 +31,20 @@ def position_loss(logits: Tensor, places: Tensor, real: Tensor | None = None) ->
     return F.cross_entropy(logits.flatten(0, 1).float(), places.flatten())
 
 
+def asked_weights(weights: Tensor | None, start: int, asked: Tensor | None, *, each: bool) -> Tensor | None:
+    """Weights of the tokens from `start` on, 0 where `asked` [B, K] says no; None: all count alike.
+
+    weights: [B, V], or None. each: every sample's are brought to 1, so that it counts as much as any other.
+    """
+    if weights is not None:
+        weights = weights[:, start:]
+    if asked is not None:
+        weights = asked.float() if weights is None else weights * asked
+    if weights is None:
+        return None
+    return weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-12) if each else weights
+
+
 @torch.no_grad()
 def position_accuracy(logits: Tensor, places: Tensor, real: Tensor | None = None) -> Tensor:
     """Share of (real) tokens whose place is guessed right, 0 of none. logits: [B, K, N]; places, real: [B, K]."""

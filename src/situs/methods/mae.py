@@ -6,9 +6,8 @@ a small decoder guess the hidden numbers (pixels), each patch normalised by its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,18 +25,14 @@ from situs.errors import SitusError, counted
 from situs.limits import Count, Natural, Within
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.methods.heads import Decoder, check_decoder
+from situs.methods.retired import RETIRED
 
 
 @dataclass(frozen=True)
 class MAEConfig(Checked):
     """MAE's own settings, its published defaults."""
 
-    retired: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "floor_counts": (
-            False,
-            "N - int(γN) patches are kept, at the ratios of the papers as many as with the other rule",
-        )
-    }
+    retired: ClassVar = RETIRED["mae"]
 
     mask_ratio: Annotated[float, Within("(0, 1)")] = 0.75
     """Share of patches hidden from the encoder."""

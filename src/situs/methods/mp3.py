@@ -12,9 +12,8 @@ to either is half right: accuracy on sentences does not reach 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor, nn
 
@@ -27,16 +26,14 @@ from situs.core.when import When
 from situs.limits import Within
 from situs.methods.base import Batch, Draws, Method, Output, Puzzle
 from situs.methods.heads import init_classifier, place_ranks, position_accuracy, position_loss
+from situs.methods.retired import RETIRED
 
 
 @dataclass(frozen=True)
 class MP3Config(Checked):
     """MP3's own settings."""
 
-    retired: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "cls": ("always", "CLS is always in the context"),
-        "window": (0, "the method offsets has the window"),
-    }
+    retired: ClassVar = RETIRED["mp3"]
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
     """η: the share of patches that serve only as queries. Paper: .5 on CIFAR-100, .8 Tiny ImageNet, .75 ImageNet."""

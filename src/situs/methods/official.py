@@ -7,7 +7,6 @@ top-1. MJP's code has its Swin targets off by one; ours are not.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,9 +21,9 @@ from situs.core.when import When
 from situs.errors import SitusError
 from situs.limits import Natural, NotNegative, Share
 from situs.methods.base import Batch
+from situs.methods.dal import Regressor
 from situs.methods.droppos import DropPos, DropPosConfig
 from situs.methods.mjp import MJP, MJPConfig
-from situs.methods.mjp.dal import Regressor
 
 
 def share_of_epochs(when: When) -> float:
@@ -36,7 +35,7 @@ def share_of_epochs(when: When) -> float:
 class OfficialDropPosConfig(DropPosConfig):
     """DropPos's settings, and the grid that its code takes distances on."""
 
-    retired: ClassVar[Mapping[str, tuple[Any, str]]] = {}
+    retired: ClassVar = {}
 
     target_grid: tuple[int, int] = (16, 16)
     """Grid on which distances are taken: 16x16, for patches of 14x14 too."""
@@ -65,7 +64,7 @@ class OfficialDropPos(DropPos):
 class OfficialMJPConfig(MJPConfig):
     """MJP's settings, and the schedule of its code."""
 
-    retired: ClassVar[Mapping[str, tuple[Any, str]]] = {}
+    retired: ClassVar = {}
 
     chance: Share = 0.5
     """Chance that a batch is shuffled at all."""

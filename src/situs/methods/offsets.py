@@ -6,7 +6,6 @@ the order that MP3 drew, and says how far before or behind it stands, up to W pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,7 +25,7 @@ from situs.methods.mp3 import MP3, MP3Config
 class OffsetsConfig(MP3Config):
     """MP3's settings and W."""
 
-    retired: ClassVar[Mapping[str, tuple[Any, str]]] = {}
+    retired: ClassVar = {}
 
     window: Count = 8
     """W: a token farther away than so many places counts as W places away."""

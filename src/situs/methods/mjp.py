@@ -11,12 +11,14 @@ targets are off by one, ours are not. `VARIANTS` are the rows A to J of the pape
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Self
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from situs.backbones.base import Backbone, Features
+from situs.config import Checked
 from situs.core.jigsaw import move_patches, move_pixels
 from situs.core.masking import jigsaw
 from situs.core.permutation import random_permutation
@@ -26,10 +28,54 @@ from situs.core.selection import Tokens, draw_region
 from situs.core.tokens import take
 from situs.core.when import When
 from situs.errors import SitusError
+from situs.limits import NotNegative, Share, Within
 from situs.methods.base import Batch, Draws, Method, Output, UnknownPosition
-from situs.methods.mjp.config import MJPConfig
-from situs.methods.mjp.dal import Dal, Regressor, dal_loss
+from situs.methods.dal import Dal, DalKind, Regressor, dal_loss
+from situs.methods.retired import RETIRED
 from situs.methods.supervised import label_loss
+
+
+@dataclass(frozen=True)
+class MJPConfig(Checked):
+    """MJP's own settings; the defaults are the paper's row J."""
+
+    retired: ClassVar = RETIRED["mjp"]
+
+    mask_ratio: Share = 0.03
+    """γ: share of the patches that are shuffled. Paper: .03 for accuracy, up to .27 for consistency."""
+
+    shuffle: Literal["none", "jigsaw", "spp"] = "jigsaw"
+    """jigsaw: the masked patches among themselves (JP). spp: all patches, and the pixels within them (SPP)."""
+
+    positions: bool = True
+    """Whether the model is told any place at all; False is row B."""
+
+    unknown: bool = True
+    """Whether masked places get one learned vector E_unk instead of their own (UNK)."""
+
+    index: Literal["none", "place", "origin"] = "none"
+    """A second learned table (IDX): by the place a patch stands at (published code; on an unshuffled sample it adds
+    nothing a table could not hold), or by the place it came from (the other reading of "global index")."""
+
+    dal: DalKind = "nonlinear"
+    """DAL's regressor: pca (no weights), linear (LN), nonlinear (NLN) or none."""
+
+    dal_weight: NotNegative = 0.01
+    """λ: weight of the DAL loss."""
+
+    pixel_grid: tuple[int, int] = (14, 14)
+    """Grid of the patches shuffled where the backbone has no tokens (ResNet)."""
+
+    label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
+    """Mass taken from the true class and spread over all (over yes and no of each class where a sample has any number
+    of them); soft labels bring their own and are left as they are."""
+
+    def check(self) -> None:
+        if self.unknown and (not self.positions or self.shuffle == "spp"):
+            allowed = "off where positions are off or all patches are shuffled"
+            raise SitusError(field=("unknown", "positions", "shuffle"), value=self.unknown, allowed=allowed)
+        if self.dal != "none" and not self.positions:
+            raise SitusError(field=("dal", "positions"), value=self.dal, allowed="'none' without positions")
 
 
 class MJP(Method):
@@ -40,8 +86,7 @@ class MJP(Method):
     needs_targets: ClassVar[tuple[str, ...]] = ("label",)
     reads_text: ClassVar[bool] = True
     regressor: ClassVar[Regressor] = Regressor()
-    unknown_std: ClassVar[float] = 0.02
-    """Spread of E_unk at the start."""
+    unknown_std: ClassVar[float] = 0.02  # spread of E_unk at the start
 
     def __init__(self, backbone: Backbone | nn.Module, config: MJPConfig | None = None) -> None:
         super().__init__(backbone, config)
@@ -67,10 +112,7 @@ class MJP(Method):
         return config.positions
 
     def draw(self, batch: Batch, when: When) -> Draws:
-        """mask: [B, N] bool. index: [B, N], pixels: [B, P * P], orders as in `core.jigsaw`. dal_weight: λ, a scalar.
-
-        Each stands there where the config uses it.
-        """
+        """mask: [B, N] bool. index: [B, N], pixels: [B, P * P], orders as in `core.jigsaw`. dal_weight: λ, a scalar."""
         config, draws = self.config, Draws()
         if config.shuffle == "spp":
             for name, count in (("index", math.prod(self.grid)), ("pixels", self._pixels())):
@@ -177,3 +219,19 @@ class MJP(Method):
     def no_decay(self) -> set[str]:
         held = {"unknown": self.config.unknown, "index_table": self.config.index != "none"}
         return {name for name, there in held.items() if there}
+
+
+_PLAIN = MJPConfig(shuffle="none", unknown=False, dal="none")
+VARIANTS: dict[str, MJPConfig] = {
+    "A": _PLAIN,
+    "B": replace(_PLAIN, positions=False),
+    "C": replace(_PLAIN, shuffle="spp"),
+    "D": replace(_PLAIN, dal="nonlinear"),
+    "E": replace(_PLAIN, shuffle="jigsaw"),
+    "F": replace(_PLAIN, shuffle="jigsaw", index="place"),
+    "G": replace(_PLAIN, shuffle="jigsaw", unknown=True),
+    "H": replace(_PLAIN, shuffle="jigsaw", unknown=True, dal="pca"),
+    "I": replace(_PLAIN, shuffle="jigsaw", unknown=True, dal="linear"),
+    "J": MJPConfig(),
+}
+"""Table 4: A plain, B without positions, C SPP, D DAL, E JP, F + IDX, G + UNK, H to J + DAL (PCA, LN, NLN)."""

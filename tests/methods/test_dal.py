@@ -10,8 +10,9 @@ from sklearn.linear_model import LinearRegression
 from torch import Tensor
 
 from situs.backbones import create_backbone
+from situs.core.components import principal_axes, principal_guesses
 from situs.core.position import coordinates
-from situs.methods.mjp.dal import Dal, Regressor, dal_loss, principal_axes, principal_guesses
+from situs.methods.dal import Dal, Regressor, dal_loss
 
 GRID = (5, 7)
 
