@@ -148,7 +148,7 @@ def write_world(root: Path) -> Path:
     sets.write_clips(root / "clips")
     sets.write_sentences(root / "sentences")
     sets.write_running_text(root / "running")
-    plain = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    plain: dict[str, Any] = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     for kind, more in (("bert", plain | {"num_hidden_layers": 1}), ("llama", {"num_hidden_layers": 1}),
                        ("gpt2", {"n_layer": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})):  # fmt: skip
         write_text_model(root / kind, kind, width=16, **more)
@@ -184,7 +184,7 @@ def train_plainly(case: Mapping[str, Any], world: Path, out: Path) -> Path:
 @contextmanager
 def wide_methods() -> Iterator[None]:
     """Methods are in float64 once they are on their device."""
-    plain = Method.to
+    plain: Any = Method.to
 
     def widened(self: nn.Module, *words: Any, **named: Any) -> nn.Module:
         return plain(nn.Module.double(self), *words, **named)
@@ -221,7 +221,8 @@ def _unrounded(value: Tensor, **named: Any) -> Tensor:
 def record(name: str, world: Path, out: Path) -> Values:
     """Trains a case and gives what is kept of it."""
     kind = METHODS[CASES[name]["method"]["name"]]
-    forward, values, seen = kind.forward, dict[str, Any](), list[nn.Module]()
+    forward: Any = kind.forward
+    values, seen = dict[str, Any](), list[nn.Module]()
 
     def recorded(self: nn.Module, batch: Any, draws: Mapping[str, Tensor]) -> Any:
         step = len(seen)

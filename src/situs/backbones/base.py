@@ -393,7 +393,7 @@ class Backbone(nn.Module, ABC):
         tokens = self.embed_at(inputs, selected.order)
         if context is None:
             return self.encode(tokens, places, mask=selected.real)
-        return self.encode(tokens, places, context.count, context.keys)
+        return self.encode(tokens, places, context.size, context.keys)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The wrapped model's own forward: inputs -> logits. mask: [B, N] bool, False for padding."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ def principal_axes(table: Tensor, count: int, rounds: int = _ROUNDS, mask: Tenso
     sizes = (table.square().sum(dim=-1) - 2.0 * (mean @ table.T).squeeze(-2) + mean.square().sum(dim=-1)) * known
     start = table[sizes.topk(count, dim=-1).indices] - mean
     # Two rows may point the same way: a little of the identity keeps the start from losing a dimension.
-    little = 1e-3 * start.norm(dim=(-2, -1), keepdim=True)
+    little = 1e-3 * start.square().sum(dim=(-2, -1), keepdim=True).sqrt()
     axes = start.mT + little * torch.eye(table.shape[1], count, device=table.device, dtype=table.dtype)
     for _ in range(rounds):
         scores = (table @ axes - mean @ axes) * known.unsqueeze(-1)
@@ -39,7 +41,7 @@ def _orthonormal(columns: Tensor) -> Tensor:
     for column in columns.unbind(dim=-1):
         for other in done:
             column = column - (other * column).sum(dim=-1, keepdim=True) * other
-        done.append(column / column.norm(dim=-1, keepdim=True).clamp(min=1e-30))
+        done.append(column / column.square().sum(dim=-1, keepdim=True).sqrt().clamp(min=1e-30))
     return torch.stack(done, dim=-1)
 
 
@@ -64,5 +66,6 @@ def principal_guesses(
         gram = scores.T @ scores
         ridge = torch.eye(count, device=table.device, dtype=table.dtype) * (1e-12 * gram.trace() + 1e-30)
         # `solve` would make the host wait to learn whether the matrix was singular; the ridge keeps it from being so.
-        fitted = axes @ torch.linalg.solve_ex(gram + ridge, scores.T @ (targets - centre))[0]
+        solve: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = torch.linalg.solve_ex  # pyright: ignore[reportUnknownMemberType]
+        fitted = axes @ solve(gram + ridge, scores.T @ (targets - centre))[0]
     return (table - mean) @ fitted + centre

@@ -20,11 +20,11 @@ from situs.core.tokens import Grid
 class Tokens(NamedTuple):
     """The tokens of a batch.
 
-    count: N, as many as the longest sample may have. real: [B, N] bool, False where a sample is filled up; None: all
+    total: N, as many as the longest sample may have. real: [B, N] bool, False where a sample is filled up; None: all
     are real. special: how many at the front are the model's own ([CLS] of BERT): selected first, never asked for.
     """
 
-    count: int
+    total: int
     real: Tensor | None = None
     special: int = 0
 
@@ -44,7 +44,7 @@ class Tokens(NamedTuple):
 
         floor: how a share is rounded, see `kept_of`.
         """
-        width = max(self.special, kept_of(hidden, self.count, floor=floor))
+        width = max(self.special, kept_of(hidden, self.total, floor=floor))
         length = None if self.real is None else self.real.sum(dim=1, keepdim=True)
         if length is not None and hidden:
             length = kept_each(hidden, length, floor=floor).clamp(min=self.special)
@@ -60,15 +60,15 @@ def draw_region(seed: int, epoch: int, ids: Tensor, stream: str, tokens: Tokens,
     that has its own length. ids: [B]."""
     if tokens.real is None:
         return draw_block_mask(seed, epoch, ids, stream, grid, ratio, rule="paper")
-    noise = uniform(seed, epoch, ids, stream, (2 * SPAN_ROUNDS + tokens.count,))
+    noise = uniform(seed, epoch, ids, stream, (2 * SPAN_ROUNDS + tokens.total,))
     return span_mask(noise, tokens.real, ratio, lead=tokens.special)
 
 
 class Context(NamedTuple):
-    """The tokens that serve as keys and values. count: they are among the first so many. keys: [B, K] bool, which of
+    """The tokens that serve as keys and values. size: they are among the first so many. keys: [B, K] bool, which of
     them they are; None: all."""
 
-    count: int
+    size: int
     keys: Tensor | None
 
 

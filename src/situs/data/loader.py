@@ -288,8 +288,6 @@ def make_loader(
     pipeline = (_clips if clips else _images)(source, config, augment, device, held=held is not None)
     if held is not None:
         return ResidentLoader(pipeline, plan, held)
-    if config.decode == "gpu" and device.type != "cuda":
-        raise SitusError(field="decode", value="gpu", allowed="auto, cpu or scaled without a CUDA device")
     if training and config.resident == "always":  # of images with masks; an evaluation looks at each once
         if source.target == "mask":
             return StreamLoader(pipeline, plan, device, held=int(config.resident_gib * 2**30))
@@ -383,8 +381,7 @@ def _images(
         crop_share=config.crop_share,
         normalisation=config.normalisation,
         held=held,
-        decoder=config.decode,
-        resizer="device" if config.resize == "auto" and serves(device) else config.resize,
+        device_resizes=serves(device),
     )
 
 

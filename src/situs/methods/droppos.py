@@ -114,7 +114,7 @@ class DropPos(Method):
     def draw(self, batch: Batch, when: When) -> Draws:
         """visible: [B, V], anchors' places first: they stand in random order, so one sort serves both. sigma: σ."""
         tokens, config = self.tokens(batch), self.config
-        noise = uniform(when.seed, when.epoch, batch.ids, "droppos.mask", (tokens.count,))
+        noise = uniform(when.seed, when.epoch, batch.ids, "droppos.mask", (tokens.total,))
         visible = tokens.select(self.backbone.shuffle(noise, tokens), config.mask_ratio, floor=self.floor).order
         return {"visible": visible, "sigma": torch.full((), self.sigma(when), device=batch.ids.device)}
 

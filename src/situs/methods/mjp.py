@@ -89,8 +89,9 @@ class MJP(Method):
     unknown_std: ClassVar[float] = 0.02  # spread of E_unk at the start
 
     def __init__(self, backbone: Backbone | nn.Module, config: MJPConfig | None = None) -> None:
+        config = config or self.Config()
         super().__init__(backbone, config)
-        backbone, config = self.backbone, self.config
+        backbone = self.backbone
         backbone.ready_to_shuffle()
         if backbone.num_tokens == 0 and (config.unknown or config.dal != "none" or config.index != "none"):
             raise SitusError(

@@ -62,10 +62,10 @@ class MP3(Method):
     def draw(self, batch: Batch, when: When) -> Draws:
         """order: [B, N], the context's places first. anchors: [B, N] bool in that order, where places are told."""
         tokens = self.tokens(batch)
-        order = tokens.shuffled(uniform(when.seed, when.epoch, batch.ids, "mp3.context", (tokens.count,)))
+        order = tokens.shuffled(uniform(when.seed, when.epoch, batch.ids, "mp3.context", (tokens.total,)))
         if not self.config.anchor_ratio:
             return {"order": order}
-        chance = uniform(when.seed, when.epoch, batch.ids, "mp3.anchors", (tokens.count,))
+        chance = uniform(when.seed, when.epoch, batch.ids, "mp3.anchors", (tokens.total,))
         return {"order": order, "anchors": tokens.select(order).some(chance, self.config.anchor_ratio)}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
@@ -79,9 +79,9 @@ class MP3(Method):
         """Features of all tokens, the context in front: without positions their order means nothing, and keys and
         values are then a slice in every layer instead of a gather."""
         selected, told = self.tokens(batch).select(draws["order"]), draws.get("anchors")
-        known = {"positions": False} if told is None else {"forgotten": ~told}
-        context = selected.context(self.config.mask_ratio)
-        return self.backbone.encode_at(batch.inputs, selected, context, **known), selected
+        context, forgotten = selected.context(self.config.mask_ratio), None if told is None else ~told
+        known = told is not None
+        return self.backbone.encode_at(batch.inputs, selected, context, positions=known, forgotten=forgotten), selected
 
     @property
     def context(self) -> int:

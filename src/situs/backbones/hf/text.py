@@ -92,7 +92,7 @@ class TextBackbone(HFBackbone):
         return Tokens(real.shape[1], real, self.special)
 
     def positions_of(self, tokens: Tokens) -> Positions:
-        return self.positions((tokens.count,))
+        return self.positions((tokens.total,))
 
     def ready_to_select(self, kept: int) -> None:
         super().ready_to_select(kept)

@@ -253,7 +253,7 @@ class SwinBackbone(TimmBackbone):
 
     def shuffle(self, noise: Tensor, tokens: Tokens) -> Tensor:
         """One of each 2x2 cell first."""
-        chosen = mask_of(one_of_cells(noise, self.out_grid), tokens.count)
+        chosen = mask_of(one_of_cells(noise, self.out_grid), tokens.total)
         return random_permutation(torch.where(chosen, noise, noise + 1.0))
 
     def encode_at(
