@@ -21,6 +21,7 @@ KEPT = {
     "methods/detection.py": "finds objects in images",
     "methods/mae.py": "guesses the numbers of a patch, the paper's pixels",
     "methods/mjp.py": "SPP shuffles pixels, and a network without tokens has a grid of them",
+    "methods/retired.py": "a setting about pixels that is gone",
     "methods/mp3.py": "what the paper does on images and in speech",
     "train/export/card.py": "the model card of an image model",
     "train/export/write.py": "the files of timm and transformers, whose input is an image",

@@ -33,7 +33,7 @@ def test_every_update_moves_the_weights_with_draws_of_its_own() -> None:
     method = make_method(case)
     seen = []
     plain = method.draw
-    method.draw = lambda batch, **told: seen.append(plain(batch, **told)) or seen[-1]  # type: ignore[method-assign]
+    method.draw = lambda batch, when: seen.append(plain(batch, when)) or seen[-1]  # type: ignore[method-assign]
     update = make_update(method, case, CPU, print)
     before = method.position_head.weight.detach().clone()
     update()

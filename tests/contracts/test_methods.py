@@ -37,6 +37,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "droppos": dict(mask_ratio=0.5, decoder_width=32, decoder_heads=2),
     "mae": dict(decoder_width=32, decoder_depth=1, decoder_heads=2),
     "mjp": dict(mask_ratio=0.3),
+    "mjp-official": dict(mask_ratio=0.6, start_epoch=0, chance=1.0),
+    "droppos-official": dict(mask_ratio=0.5, decoder_width=32, decoder_heads=2),
     "mp3": dict(mask_ratio=0.5),
     "segmentation": dict(width=16, auxiliary_width=16, dropout=0.0),
 }
@@ -48,9 +50,16 @@ PECULIAR: dict[tuple[str, str], dict[str, Any]] = {
     ("mjp", "swin_tiny_patch4_window7_224"): dict(dal="none"),
     ("mjp", "resnet18"): ONLY_SHUFFLED,
 }
+PECULIAR |= {("mjp-official", name): more for (_, name), more in PECULIAR.items()}
 """(method, backbone) -> settings that this backbone needs beside those above."""
-UNFIT = {("droppos", "swin_tiny_patch4_window7_224"), ("detection", "deit_tiny_patch16_224")}
-"""Pairs that run at other sizes only: this Swin's 1x2 output has no 2x2 cells, and frames are no square patches.
+UNFIT = {
+    ("droppos", "swin_tiny_patch4_window7_224"),
+    ("droppos-official", "swin_tiny_patch4_window7_224"),
+    ("mjp-official", "deit_tiny_patch16_224"),
+    ("detection", "deit_tiny_patch16_224"),
+}
+"""Pairs that run at other sizes only: this Swin's 1x2 output has no 2x2 cells, frames are no square patches, and a line
+of them holds no block.
 tests/methods has ones that do."""
 
 
@@ -134,7 +143,7 @@ def test_it_is_deterministic_and_survives_save_and_load(method: str, name: str) 
     assert torch.equal(first(data, draws).loss, second(data, again).loss)
 
 
-@pytest.mark.parametrize("method", SEEING)
+@pytest.mark.parametrize("method", [name for name in SEEING if name != "mjp-official"])  # which draws for a batch
 def test_draws_belong_to_the_sample_whatever_the_batch(method: str) -> None:
     model = make(method, "vit_tiny_patch16_224")
     ids = torch.tensor([7, 123456789, 3, 42])
@@ -146,9 +155,9 @@ def test_draws_belong_to_the_sample_whatever_the_batch(method: str) -> None:
 
 
 CHANCES: dict[str, tuple[str, dict[str, Any]]] = {
-    "droppos": ("droppos", dict(mae_weight=1.0)),
+    "droppos": ("droppos", {}),
     "mae": ("mae", {}),
-    "mjp": ("mjp", dict(chance=0.5)),
+    "mjp": ("mjp", {}),
     "mjp-spp": ("mjp", dict(shuffle="spp", unknown=False)),
     "mp3": ("mp3", dict(anchor_ratio=0.3)),
 }
