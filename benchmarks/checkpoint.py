@@ -21,13 +21,14 @@ import torch
 from safetensors.torch import save_file
 
 from situs.backbones import create_backbone
+from situs.core.when import When
 from situs.methods import create_method
 from situs.methods.base import Batch
 from situs.train.checkpoint import RunFolder
 from situs.train.checkpoint.state import Files, capture
 from situs.train.checkpoint.storage import digest, sync
 from situs.train.optim import OptimConfig
-from situs.train.step import Moment, Stepper
+from situs.train.step import Stepper
 
 
 class Training:
@@ -48,7 +49,7 @@ class Training:
 
     def step(self) -> None:
         """One update, queued."""
-        self.stepper.update(self.batch, Moment(self.count, 0, 0.0), 1e-4, ragged=False)
+        self.stepper.update(self.batch, When(step=self.count), 1e-4, ragged=False)
         self.count += 1
 
     def files(self) -> Files:

@@ -25,6 +25,7 @@ from situs.bench.machine import describe_machine
 from situs.cli.tables import print_table
 from situs.config import from_dict
 from situs.core.random import uniform
+from situs.core.when import When
 from situs.data.audio_pipeline import AudioPipeline
 from situs.data.batch import Batch
 from situs.data.loader import Loader, make_loader
@@ -33,7 +34,7 @@ from situs.data.sources.base import Source
 from situs.presets import load_preset
 from situs.results import Table, percent
 from situs.train.run import RunConfig, make_method, settled
-from situs.train.step import Moment, Stepper
+from situs.train.step import Stepper
 
 PRESETS = ("speech-supervised", "speech-mp3", "speech-droppos")
 LEAST = 0.8
@@ -110,7 +111,7 @@ def measure(preset: str, args: argparse.Namespace, device: torch.device) -> Row:
 
     def update(batch: Batch) -> None:
         nonlocal done
-        stepper.update(batch, Moment(done, done, 0.5), 1e-4, ragged=False)
+        stepper.update(batch, When(step=done, epoch=done, progress=0.5), 1e-4, ragged=False)
         done += 1
 
     def seconds(step: Callable[[], Any]) -> float:

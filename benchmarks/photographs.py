@@ -1,4 +1,4 @@
-"""Images a second of the loader alone on photographs: where they lie × how they are decoded, beside the step's own.
+"""Images a second of the loader alone on photographs: where they lie, beside the step's own.
 
     python benchmarks/photographs.py --photos ../shared/data/imagenet-samples --workers 16
     python benchmarks/photographs.py --photos DIR --sides 500 --forms folder packed --cases mae --seconds 10
@@ -34,7 +34,6 @@ from situs.bench.step import read_steps
 from situs.data.augment.recipes import recipe
 from situs.data.batch import Batch
 from situs.data.config import DataConfig
-from situs.data.late import decode_on
 from situs.data.loader import Loader, make_loader
 from situs.data.pack import PackConfig, pack
 from situs.data.sources import open_source
@@ -45,7 +44,6 @@ from situs.errors import SitusError
 from situs.results import Table
 
 FORMS = ("folder", "parquet", "webdataset", "packed", "on the device")
-DECODERS = ("cpu", "cpu, resized on the device", "scaled", "gpu")
 CASES = ("supervised", "mp3:mask_ratio=.75", "droppos:affinity=visible")
 PACKED = PackConfig()
 
@@ -128,14 +126,12 @@ def without_end(loader: Loader) -> Iterator[Batch]:
         epoch += 1
 
 
-def speed(source: Source, args: argparse.Namespace, decoder: str, resident: str) -> float:
+def speed(source: Source, args: argparse.Namespace, resident: str) -> float:
     """Images a second after a warm-up: of two batches a worker, or of half the limit where that comes first."""
     config = DataConfig(
         img_size=args.size,
         batch=args.batch,
         workers=args.workers,
-        decode=decoder.partition(",")[0],
-        resize="device" if "," in decoder else "worker",
         resident=resident,
         resident_gib=64.0,
     )
@@ -165,25 +161,23 @@ def settle(args: argparse.Namespace) -> None:
         torch.cuda.synchronize()
 
 
-def cell(source: EncodedSource, args: argparse.Namespace, form: str, decoder: str) -> str | None:
+def cell(source: EncodedSource, args: argparse.Namespace, form: str) -> str:
     """One figure, or the reason why there is none."""
     held = form == "on the device"
-    if (held and decoder != "cpu") or (decoder == "gpu" and args.device != "cuda"):
-        return None
     if time.perf_counter() > args.end:
         return f"not begun within {args.total:g} s"
     try:
         with within(args.limit):
             taken = source if held else Repeated(source, args.count)
-            return f"{speed(taken, args, decoder, 'always' if held else 'never'):,.0f}"
+            return f"{speed(taken, args, 'always' if held else 'never'):,.0f}"
     except TooLongError:
         return f"stopped after {args.limit:g} s"
     except SitusError as error:
         return str(error)
 
 
-def alone(source: EncodedSource, args: argparse.Namespace, side: int) -> Table:
-    """One thread, and the GPU by batches: decoding and nothing else."""
+def alone(source: EncodedSource, side: int) -> Table:
+    """One thread: decoding and nothing else."""
     files = [source.payload(index) for index in range(min(100, len(source)))]
     rows: list[list[str]] = []
     for part in (1, 2):
@@ -192,15 +186,6 @@ def alone(source: EncodedSource, args: argparse.Namespace, side: int) -> Table:
             decode(data, "x", 3, reduce=part)
         name = f"Pillow, one thread, 1/{part} of the sides"
         rows.append([name, f"{len(files) / (time.perf_counter() - started):,.0f}"])
-    if args.device == "cuda" and "gpu" in args.decoders:
-        held = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in files]
-        decode_on(torch.device("cuda"), held)
-        settle(args)
-        started = time.perf_counter()
-        for _ in range(5):
-            decode_on(torch.device("cuda"), held)
-        settle(args)
-        rows.append([f"nvJPEG, {len(files)} at once", f"{5 * len(files) / (time.perf_counter() - started):,.0f}"])
     kib = sum(map(len, files)) / len(files) / 1024
     return Table(f"Decoding alone, shorter side {side}, {kib:.0f} KiB a file", ["way", "img/s"], rows)
 
@@ -241,7 +226,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="time of each measurement, after its warm-up")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds after which a figure is given up")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
-    parser.add_argument("--decoders", nargs="+", choices=DECODERS, default=DECODERS)
     parser.add_argument("--cases", nargs="*", default=CASES if device == "cuda" else (), help="steps; none: leave out")
     parser.add_argument("--model", default="vit_base_patch16_224", help="of the steps")
     parser.add_argument("--step-limit", type=float, default=140.0, help="seconds for all steps, compiling included")
@@ -268,14 +252,10 @@ def main() -> None:
                 source = open_source(place, channels=3)
                 assert isinstance(source, EncodedSource)
                 if not rows or rows[-1][0] != str(side):
-                    tables.append(alone(source, args, side))
-                row: list[str | None] = [str(side), form]
-                for decoder in args.decoders:
-                    row.append(cell(source, args, form, decoder))
-                    if row[-1] is not None:
-                        print(f"{time.perf_counter() - began:5.0f} s  {side}, {form}, {decoder}: {row[-1]}", flush=True)
-                rows.append(row)
-        tables.append(Table("The loader alone, img/s", ["shorter side", "source", *args.decoders], rows))
+                    tables.append(alone(source, side))
+                rows.append([str(side), form, cell(source, args, form)])
+                print(f"{time.perf_counter() - began:5.0f} s  {side}, {form}: {rows[-1][-1]}", flush=True)
+        tables.append(Table("The loader alone, img/s", ["shorter side", "source", "img/s"], rows))
         for table in filter(None, tables):
             print(table)
     faulthandler.cancel_dump_traceback_later()

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from situs.core.when import When
 from situs.data.batch import Batch
 from situs.locks.features import Defence
 from situs.locks.key import Key
@@ -45,7 +46,7 @@ from situs.split.transport.connect import Connection
 from situs.split.transport.serve import run_server
 from situs.split.view import make_view
 from situs.train.run import RunConfig, make_method
-from situs.train.step import Moment, Stepper
+from situs.train.step import Stepper
 
 CLASSES = tuple(map(str, range(100)))
 MIB = 2**20
@@ -142,14 +143,14 @@ def timed(
     stepper: Stepper, batch: Batch, steps: int, warmup: int, call: Connection | None = None, server: int | None = None
 ) -> dict[str, float]:
     for number in range(warmup):
-        stepper.update(batch, Moment(number, 0, 0.0), 1e-4, False)
+        stepper.update(batch, When(step=number), 1e-4, False)
     if call is not None:
         call.waited = call.served = 0.0
     processes = [os.getpid()] if server is None else [os.getpid(), server]
     before = sum(map(cpu_seconds, processes))
     began = time.perf_counter()
     for number in range(warmup, warmup + steps):
-        done = stepper.update(batch, Moment(number, 0, 0.0), 1e-4, False)
+        done = stepper.update(batch, When(step=number), 1e-4, False)
     float(done.norm)
     spent = time.perf_counter() - began
     wire = 0.0 if call is None else (call.waited - call.served) / spent

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from situs.backbones import create_backbone
+from situs.core.when import When
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.methods import Supervised, SupervisedConfig
 from situs.train.optim import OptimConfig
-from situs.train.step import Moment, Stepper, autocast
+from situs.train.step import Stepper, autocast
 
 CLASSES, RATE = 2, 1e-5
 Given = tuple[Tensor, Tensor]
@@ -76,7 +77,7 @@ def ours(args: argparse.Namespace, given: list[Given]) -> float:
         Batch(ids, torch.arange(len(ids), device=ids.device), {"label": labels}, torch.ones_like(ids, dtype=torch.bool))
         for ids, labels in given
     ]
-    return timed(args, lambda number: stepper.update(rows[number % len(rows)], Moment(number, 0, 0.0), RATE, False))
+    return timed(args, lambda number: stepper.update(rows[number % len(rows)], When(step=number), RATE, False))
 
 
 def loop(args: argparse.Namespace, given: list[Given]) -> float:

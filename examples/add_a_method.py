@@ -13,7 +13,7 @@ from situs.config import Checked
 from situs.core.random import uniform
 from situs.data.sources.samples import load_samples
 from situs.limits import Within
-from situs.methods import Batch, Draws, Method, Output
+from situs.methods import Batch, Draws, Method, Output, When
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Rows(Method):
         self.row_head = nn.Linear(backbone.dim, self.grid[0])
         self.register_buffer("rows", torch.arange(backbone.num_tokens) // self.grid[1])
 
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+    def draw(self, batch: Batch, when: When) -> Draws:
         """All that is random: a hash of the sample's number, the same in any batch."""
-        noise = uniform(seed, epoch, batch.ids, "rows.forget", (self.backbone.num_tokens,))
+        noise = uniform(when.seed, when.epoch, batch.ids, "rows.forget", (self.backbone.num_tokens,))
         return {"forgotten": noise < self.config.share}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
@@ -73,7 +73,7 @@ losses = []
 for step in range(args.steps):
     ids = torch.arange(64 * step, 64 * step + 64) % len(images)
     batch = Batch(images[ids], ids)
-    output = method(batch, method.draw(batch, seed=0, epoch=0))
+    output = method(batch, method.draw(batch, When(seed=0, epoch=0)))
     optimizer.zero_grad()
     output.loss.backward()
     optimizer.step()

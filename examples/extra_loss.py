@@ -4,7 +4,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from situs.backbones import create_backbone
-from situs.methods import MP3, Batch, MP3Config
+from situs.methods import MP3, Batch, MP3Config, When
 
 images, labels = torch.randn(64, 3, 32, 32), torch.randint(10, (64,))  # your data
 
@@ -17,7 +17,7 @@ losses = []
 for epoch in range(5):
     for ids in torch.arange(64).split(16):  # which sample is which: a sample's mask follows from (seed, epoch, id)
         batch = Batch(images[ids], ids)
-        position = mp3(batch, mp3.draw(batch, seed=0, epoch=epoch)).loss
+        position = mp3(batch, mp3.draw(batch, When(seed=0, epoch=epoch))).loss
         loss = cross_entropy(model(images[ids]), labels[ids]) + 0.1 * position
         optimizer.zero_grad()
         loss.backward()

@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from situs.backbones import create_backbone
-from situs.methods import MP3, Batch, MP3Config
+from situs.methods import MP3, Batch, MP3Config, When
 
 SMALL = {"depth": 2, "embed_dim": 48, "num_heads": 3}
 
@@ -24,7 +24,7 @@ class WithPositions(lightning.LightningModule):
         pixels, ids, labels = rows
         self.seen.append((self.current_epoch, ids.tolist()))
         batch = Batch(pixels, ids)  # a sample's mask follows from (seed, epoch, id)
-        position = self.mp3(batch, self.mp3.draw(batch, seed=0, epoch=self.current_epoch)).loss
+        position = self.mp3(batch, self.mp3.draw(batch, When(seed=0, epoch=self.current_epoch))).loss
         return cross_entropy(self.mp3.backbone(pixels), labels) + 0.1 * position
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from situs.backbones import create_backbone
-from situs.methods import MP3, Batch, MP3Config
+from situs.methods import MP3, Batch, MP3Config, When
 
 SMALL = {"depth": 2, "embed_dim": 48, "num_heads": 3}
 
@@ -26,7 +26,7 @@ class WithPositions(nn.Module):
     def forward(self, pixels: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         self.seen.append((self.epoch, ids.tolist()))
         batch = Batch(pixels, ids)  # a sample's mask follows from (seed, epoch, id)
-        position = self.mp3(batch, self.mp3.draw(batch, seed=0, epoch=self.epoch)).loss
+        position = self.mp3(batch, self.mp3.draw(batch, When(seed=0, epoch=self.epoch))).loss
         logits = self.mp3.backbone(pixels)
         return {"loss": cross_entropy(logits, labels) + 0.1 * position, "logits": logits}
 

@@ -10,6 +10,7 @@ import torch
 from builders import small_method, small_vit
 from torch import Tensor
 
+from situs.core.when import When
 from situs.data.batch import Batch
 from situs.data.config import DataConfig
 from situs.methods.base import Method
@@ -31,7 +32,7 @@ class Case(NamedTuple):
 CASES = {
     "mp3": Case("mp3", config={"mask_ratio": 0.5}),
     "mp3 without CLS": Case("mp3", {"class_token": False, "global_pool": "avg"}, channels=1),
-    "mp3, CLS is no key": Case("mp3", {"reg_tokens": 1}, {"cls": "never", "mask_ratio": 0.25}),
+    "mp3 with a register": Case("mp3", {"reg_tokens": 1}, {"mask_ratio": 0.25}),
     "droppos": Case(
         "droppos",
         {"reg_tokens": 2, "init_values": 0.1},
@@ -97,7 +98,7 @@ def _mp3(method: Any, image: Tensor) -> list[Asked]:
     for share in (method.config.mask_ratio, 0.4):
         other = method.at(share)
         batch = Batch(image, torch.zeros(1, dtype=torch.int64))
-        draws = other.draw(batch, seed=3, epoch=0)
+        draws = other.draw(batch, When(seed=3, epoch=0))
         order = draws["order"][0]
         logits = torch.empty(12, 12, dtype=torch.float64)
         logits[order] = other(batch, draws).extras["logits"][0]
@@ -110,7 +111,7 @@ def _droppos(method: Any, image: Tensor) -> list[Asked]:
     for ratios in ((method.config.mask_ratio, method.config.position_mask_ratio), (0.0, 1.0)):
         other = method.at(*ratios)
         batch = Batch(image, torch.zeros(1, dtype=torch.int64))
-        draws = other.draw(batch, seed=5, epoch=0, progress=1.0)
+        draws = other.draw(batch, When(seed=5, epoch=0, progress=1.0))
         seen = draws["visible"][0].tolist()
         found.append(Asked("dropped", [seen, seen, other.anchors], other(batch, draws).extras["logits"][0]))
     return found

@@ -70,8 +70,7 @@ def test_photographs_of_every_form_and_size_are_loaded(
         *(["20", form] for form in forms),
         *(["300", form] for form in [*forms, "packed"]),  # 20 pixels are not shrunk to 256
     ]
-    assert all(float(figure.replace(",", "")) > 0 for row in rows for figure in row[-4:] if figure[0].isdigit())
-    assert [row[-1] for row in rows] == ["–"] * 9 and rows[0][2][0].isdigit() and rows[-1][-4][0].isdigit()
+    assert len(rows) == 9 and all(float(row[-1].replace(",", "")) > 0 for row in rows)
 
 
 def test_a_figure_that_takes_too_long_is_given_up() -> None:

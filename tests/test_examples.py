@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from situs.config import from_dict
+from situs.core.when import When
 from situs.split.serving import make_server
 from situs.split.transport.certificates import make_certificates, read_credentials
 from situs.split.transport.serve import run_server
@@ -79,7 +80,7 @@ def test_the_extra_loss_in_other_trainers_is_that_of_a_plain_loop(engine: str, n
     for epoch, chosen in model.seen:
         ids = torch.tensor(chosen)
         batch = names["Batch"](images[ids], ids)
-        position = plain(batch, plain.draw(batch, seed=0, epoch=epoch)).loss
+        position = plain(batch, plain.draw(batch, When(seed=0, epoch=epoch))).loss
         loss = torch.nn.functional.cross_entropy(plain.backbone(images[ids]), labels[ids]) + 0.1 * position
         optimizer.zero_grad()
         loss.backward()
@@ -147,7 +148,7 @@ def check_method(names: dict[str, Any], said: str) -> None:
     method, ids = names["method"], torch.tensor([5, 90])
     batch = names["Batch"](torch.zeros(2, 1, 28, 28), ids)
     other = names["Batch"](torch.zeros(2, 1, 28, 28), ids.flip(0))
-    draws = [method.draw(each, seed=0, epoch=3)["forgotten"] for each in (batch, other)]
+    draws = [method.draw(each, When(seed=0, epoch=3))["forgotten"] for each in (batch, other)]
     assert torch.equal(draws[0], draws[1].flip(0))  # a sample's draws are its own
     assert method.unknown.grad.abs().sum() > 0
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from builders import small_vit
 
+from situs.core.when import When
 from situs.methods import METHODS, Batch, create_method
 
 SRC = Path(__file__).parents[1] / "src" / "situs"
@@ -18,10 +19,9 @@ WORD = re.compile(r"image(?!net)|pixel|\bheight\b|\bchannels?\b", re.IGNORECASE)
 
 KEPT = {
     "methods/detection.py": "finds objects in images",
-    "methods/droppos.py": "guesses pixels beside places; the names of its parameters and of the metric stand in runs",
     "methods/mae.py": "guesses the numbers of a patch, the paper's pixels",
-    "methods/mjp/config.py": "SPP shuffles pixels, and a network without tokens has a grid of them",
-    "methods/mjp/method.py": "the same",
+    "methods/mjp.py": "SPP shuffles pixels, and a network without tokens has a grid of them",
+    "methods/retired.py": "a setting about pixels that is gone",
     "methods/mp3.py": "what the paper does on images and in speech",
     "train/export/card.py": "the model card of an image model",
     "train/export/write.py": "the files of timm and transformers, whose input is an image",
@@ -66,7 +66,7 @@ def test_only_these_files_speak_of_images() -> None:
 
 SMALL: dict[str, dict[str, Any]] = {
     "mae": {"decoder_width": 16, "decoder_heads": 2, "decoder_depth": 1},
-    "droppos": {"decoder_width": 16, "decoder_heads": 2, "decoder_depth": 1, "mae_weight": 1.0, "mae_depth": 1},
+    "droppos": {"decoder_width": 16, "decoder_heads": 2, "decoder_depth": 1},
 }
 
 
@@ -80,7 +80,7 @@ def test_every_method_learns_from_clips(name: str, patch: tuple[int, int]) -> No
     backbone = small_vit((8, 12), patch_size=patch, in_chans=1, positions=positions, depth=1, num_classes=classes)  # type: ignore[arg-type]
     method = create_method(name, backbone, METHODS[name].Config(**SMALL.get(name, {})))
     batch = Batch(torch.randn(3, 1, 8, 12), torch.arange(3), {"label": torch.arange(3)})
-    loss = method(batch, method.draw(batch, seed=0, epoch=0)).loss
+    loss = method(batch, method.draw(batch, When(seed=0, epoch=0))).loss
     loss.backward()
     assert 0.1 < float(loss.detach()) < 10
     assert float(backbone.model.patch_embed.proj.weight.grad.abs().sum()) > 0

@@ -41,6 +41,10 @@ def test_tests_mirror_the_source() -> None:
 
 
 COVERED = {
+    "situs.core.components": "test_dal",
+    "situs.core.when": "test_droppos",
+    "situs.methods.official": "test_mjp",
+    "situs.methods.offsets": "test_base_texts",
     "situs.audit.attacks": "test_attacks",
     "situs.audit.attacks.adaptive.search": "test_solve",
     "situs.audit.attacks.tokens.descent": "test_search",
@@ -107,7 +111,6 @@ COVERED = {
     "situs.methods": "test_registry",
     "situs.methods.heads": "test_mp3",
     "situs.methods.maps": "test_segmentation",
-    "situs.methods.mjp.config": "test_method",
     "situs.models.beginning": "test_finetune",
     "situs.models.module": "test_open",
     "situs.models.prepared": "test_open_folders",

@@ -27,7 +27,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from situs.errors import SitusError, unknown_name
 from situs.limits import Rule
@@ -39,6 +39,9 @@ T = TypeVar("T")
 
 class Checked:
     """Base of frozen configs: every value has its field's type and keeps to its rules, whoever makes the config."""
+
+    retired: ClassVar[Mapping[str, tuple[Any, str]]] = {}
+    """Fields of earlier versions: the value that a file may still have, and what to do about any other."""
 
     def __post_init__(self) -> None:
         for name, (kind, chosen) in _known(type(self)).items():
@@ -122,7 +125,7 @@ def _table(cls: type[Any], data: Any, path: str) -> Any:
         raise _wrong(path or cls.__name__, data, "a table")
     known = _known(cls)
     for key in data:
-        if key not in known:
+        if key not in known and not _is_retired(cls, key, data[key], path):
             raise unknown_key(f"{path}.{key}" if path else str(key), known)
     values = {}
     for name, (kind, chosen) in known.items():
@@ -137,6 +140,18 @@ def _table(cls: type[Any], data: Any, path: str) -> Any:
         return cls(**values)
     except SitusError as error:
         raise (error.under(path) if path else error) from None
+
+
+def _is_retired(cls: type[Any], key: str, value: Any, path: str) -> bool:
+    """Whether a key is a field of an earlier version with the only value that is left of it; refused with another."""
+    retired = getattr(cls, "retired", {})
+    if key not in retired:
+        return False
+    left, instead = retired[key]
+    if value != left:
+        name = f"{path}.{key}" if path else key
+        raise SitusError(f"{name}={value}: is no longer a setting; {instead}", field=name)
+    return True
 
 
 def _chosen(chosen: Choice, data: Any, path: str) -> Any:

@@ -28,6 +28,7 @@ from situs.analyze.reconstruct import (
     solve_mix,
     study,
 )
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods import Batch
 from situs.methods.base import Puzzle
@@ -172,7 +173,7 @@ def test_a_model_that_knows_solves_all_and_one_that_shifts_none(monkeypatch: pyt
 def test_puzzles_are_those_the_method_itself_sees() -> None:
     method = make(MP3, MP3Config(mask_ratio=0.5))
     whole = method.at(0.25)
-    draws = whole.draw(batch(), seed=7, epoch=0)
+    draws = whole.draw(batch(), When(seed=7, epoch=0))
     with torch.no_grad():
         logits = whole(batch(), draws).extras["logits"]
     puzzle = solve(method, batch(), PuzzleRatios(0.25), seed=7)
@@ -190,7 +191,7 @@ def test_droppos_is_told_its_anchors_and_asked_for_the_rest() -> None:
     assert torch.equal(puzzle.guesses[:, :2], puzzle.places[:, :2])
     assert puzzle.right.shape == (4, 1)
     view = method.at(0.5, 0.5)
-    draws = view.draw(batch(), seed=0, epoch=0)
+    draws = view.draw(batch(), When(seed=0, epoch=0))
     with torch.no_grad():
         logits = view(batch(), draws).extras["logits"]
     assert torch.equal(puzzle.guesses[:, 2:], logits.argmax(dim=-1))

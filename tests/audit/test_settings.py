@@ -18,6 +18,7 @@ from situs.audit.defences import MaskedJigsaw, NoDefence, Step
 from situs.audit.settings import Comparison, Contestant, compare_settings, contestants, verdict, with_informed
 from situs.audit.tables import glance, settings_table
 from situs.core.jigsaw import move_patches
+from situs.core.when import When
 from situs.data.batch import Batch
 from situs.data.sources.samples import load_samples
 from situs.errors import SitusError
@@ -118,7 +119,7 @@ def test_the_shuffle_is_the_one_that_mjp_makes() -> None:
     spy = Spy()
     found = compare([spy])
     method = MJP(model(), replace(MJPConfig(), mask_ratio=0.2))
-    draws = method.draw(Batch(torch.zeros(3), torch.arange(3)), seed=0, epoch=0)
+    draws = method.draw(Batch(torch.zeros(3), torch.arange(3)), When(seed=0, epoch=0))
     real = move_patches(found.images, (4, 4), draws["index"])
     torch.testing.assert_close(found.shuffled, real)
     hidden = (spy.sent[3][1]["model.pos_embed"][0, 1:] == 0).all(dim=1)  # MJP's step on x̃, second image
@@ -165,7 +166,7 @@ def test_parts_by_hand() -> None:
     real = found.images[0].double()
     grid = real.unfold(1, 7, 7).unfold(2, 7, 7).reshape(16, 49)
     draws = MJP(model(), replace(MJPConfig(), mask_ratio=0.2)).draw(
-        Batch(torch.zeros(3), torch.arange(3)), seed=0, epoch=0
+        Batch(torch.zeros(3), torch.arange(3)), When(seed=0, epoch=0)
     )
     shown = grid[~draws["mask"][0]]
     assert only.scores["shown_psnr"][0] == pytest.approx(-10 * float((shown - 0.5).square().mean().log10()))
@@ -297,7 +298,7 @@ def test_a_step_that_hides_nothing_leaves_the_other_images_their_numbers() -> No
     """A run may play its puzzle in some steps alone: hidden patches are then measured of no image, not of the wrong."""
     run = MJP(model(), replace(MJPConfig(), mask_ratio=0.2, chance=0.5))
     found = compare_settings({"run": Contestant(run, mjp=True)}, TEST, [Spy()], settings=("c",), ratio=0.2, step=Step())
-    masks = run.draw(Batch(torch.zeros(3), torch.arange(3)), seed=0, epoch=0)["mask"].sum(dim=1)
+    masks = run.draw(Batch(torch.zeros(3), torch.arange(3)), When(seed=0, epoch=0))["mask"].sum(dim=1)
     assert 0 < int((masks == 0).sum()) < 3 and found.hidden == round(float(masks.double().mean()))
     [only] = json.loads(json.dumps(found.numbers(), allow_nan=False))["rows"]
     assert [image["hidden_psnr"] for image in only["images"]] == [None] * 3

@@ -34,7 +34,7 @@ def test_a_quarter_of_the_image_is_a_half_size_image(positions: str | None) -> N
     units = torch.tensor([[19, 0, 3, 12, 7, 24, 21, 31], [16, 18, 20, 22, 9, 11, 13, 15]])
     forgotten = torch.tensor([True, False, False, True, False, False, False, True])
     unknown = torch.randn(24, dtype=torch.float64)
-    ours = encode_cells(whole, whole.embed(images), units, forgotten, unknown)
+    ours = encode_cells(whole, whole.embed(images), units, whole.table, forgotten, unknown)
     for b in range(2):
         small = torch.zeros(1, 3, 64, 128, dtype=torch.float64)
         table = torch.zeros(16, 32, 24, dtype=torch.float64)
@@ -77,4 +77,4 @@ def test_sizes_that_break_windows_are_refused() -> None:
     with torch.device("meta"):
         enable_cells(create_backbone(SWIN, img_size=448))
     with pytest.raises(SitusError, match="no tokens"):
-        enable_cells(create_backbone("test_resnet"))
+        create_backbone("test_resnet").ready_to_select(4)

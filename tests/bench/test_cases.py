@@ -30,9 +30,9 @@ def test_a_word_says_more_than_the_flags_and_is_measured_once() -> None:
 
 
 def test_an_empty_value_is_none_and_comes_back_in_the_label() -> None:
-    [case] = make_cases(["droppos:affinity=,floor_counts=true"], StepConfig())
-    assert case.settings == {"affinity": None, "floor_counts": True}
-    assert case.label == "droppos:affinity=,floor_counts=true"
+    [case] = make_cases(["droppos:affinity=,tau=0.5"], StepConfig())
+    assert case.settings == {"affinity": None, "tau": 0.5}
+    assert case.label == "droppos:affinity=,tau=0.5"
     assert make_cases([case.label], StepConfig()) == [case]
 
 

@@ -7,6 +7,7 @@ import torch
 
 from situs.bench.cases import StepCase, Timing
 from situs.bench.measure import OBJECTS, StepRow, make_batch, make_method, make_update, measure_case
+from situs.core.when import When
 from situs.data.objects import objects_of
 from situs.errors import SitusError
 
@@ -32,7 +33,7 @@ def test_every_update_moves_the_weights_with_draws_of_its_own() -> None:
     method = make_method(case)
     seen = []
     plain = method.draw
-    method.draw = lambda batch, **told: seen.append(plain(batch, **told)) or seen[-1]  # type: ignore[method-assign]
+    method.draw = lambda batch, when: seen.append(plain(batch, when)) or seen[-1]  # type: ignore[method-assign]
     update = make_update(method, case, CPU, print)
     before = method.position_head.weight.detach().clone()
     update()
@@ -61,7 +62,7 @@ def test_objects_of_chance_are_whole_boxes_inside_the_image() -> None:
         areas = (each.boxes[:, 2:] - each.boxes[:, :2]).prod(1)
         sides = (each.boxes[:, 2:] - each.boxes[:, :2]).sum(1)
         assert bool(((each.masks.sum((1, 2)) - areas).abs() <= sides + 1).all())
-    assert float(method(batch, method.draw(batch, seed=0, epoch=0)).metrics["loss_mask"]) > 0
+    assert float(method(batch, method.draw(batch, When(seed=0, epoch=0))).metrics["loss_mask"]) > 0
 
 
 def test_the_model_alone_is_measured_like_any_step() -> None:

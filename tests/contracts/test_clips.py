@@ -259,7 +259,7 @@ def test_what_is_for_images_is_one_sentence(
     clips: Path, tuned: Path, small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["pretrain", "--preset", "speech-mp3", *small, "--steps", "1", "--out", str(tmp_path / "run")]
-    assert "decode=scaled: is for images" in refused([*words, "--data.decode", "scaled"], capsys)
+    assert "crop_share=0.5: is for images" in refused([*words, "--data.crop-share", "0.5"], capsys)
     said = refused([*words, "--augment.mixup", "0.8"], capsys)
     assert "mixup=0.8: is for images; clips take label_smoothing" in said and "(--augment.mixup)" in said
     assert "must be 12,18" in refused([*words, "--data.img-size", "40,98"], capsys)

@@ -212,7 +212,7 @@ def photographs(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"resize": "device"}, {"decode": "gpu"}, {"decode": "gpu", "workers": 2}])
+@pytest.mark.parametrize("options", [{}, {"workers": 2}])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_on_a_gpu_they_are_the_same_while_steps_run(photographs, options, compiled):
     """Each step reads its batch behind long products, when later ones are made; with TF32, as a training allows it."""

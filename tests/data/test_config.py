@@ -26,8 +26,7 @@ def test_the_size_of_clips_follows_from_their_features() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"decode": "scaled"}, "decode=scaled: is for images, and words holds clips"),
-        ({"resize": "device"}, "resize=device: is for images"),
+        ({"crop_share": 0.5}, "crop_share=0.5: is for images, and words holds clips"),
         ({"crop_share": 0.9}, r"crop_share=0\.9: is for images"),
         ({"multi_label": True}, "multi_label=True: is for images"),
         ({"img_size": (98, 40)}, r"must be 40,98, which the clips' features have"),

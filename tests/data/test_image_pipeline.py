@@ -12,10 +12,9 @@ from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.image_pipeline import ImagePipeline, centre_crop, random_cuts
 from situs.data.resize import resized
-from situs.data.sampler import BatchPlan, draw_ids, sample_of
+from situs.data.sampler import BatchPlan, draw_ids
 from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
-from situs.data.sources.images import decode
 from situs.data.streaming import WorkerStream
 from situs.errors import BrokenSampleError, SitusError
 
@@ -93,38 +92,6 @@ def photographs(tmp_path):
         waves = [127 + 120 * np.sin(y / height * (3 + c) + x / width * (5 - c) + number) for c in range(3)]
         Image.fromarray(np.stack(waves, -1).astype(np.uint8)).save(tmp_path / f"{number}.jpg", quality=95)
     return open_source(tmp_path, channels=3)
-
-
-def test_scaled_decoding_keeps_a_crop_s_pixels_and_nearly_its_look(photographs, monkeypatch):
-    asked = []
-
-    def spy(data, name, channels=None, *, reduce=1):
-        asked.append(reduce)
-        image = decode(data, name, channels, reduce=reduce)
-        assert reduce == 1 or image.shape[1] == -(-sides[len(asked) - 1][0] // reduce)
-        return image
-
-    monkeypatch.setattr("situs.data.image_pipeline.decode", spy)
-    draws = [int(draw_ids(torch.tensor(row), torch.tensor(copy))) for copy in range(6) for row in range(5)]
-    sides = [tuple(photographs.read(sample_of(draw))["image"].shape[1:]) for draw in draws]
-    whole = ImagePipeline(photographs, (32, 32), 3, CROP).read(1, draws).values["image"]
-    assert asked == []
-    scaled = ImagePipeline(photographs, (32, 32), 3, CROP, decoder="scaled").read(1, draws).values["image"]
-    assert (whole.int() - scaled.int()).abs().float().mean() < 1.5
-    noise = uniform(3, 1, torch.tensor(draws), "augment.crop", (CROP_NOISE,))
-    heights, widths = torch.tensor(sides).unbind(1)
-    boxes = resized_crop_boxes(noise, heights, widths, CROP.scale, CROP.ratio)[:, 2:]
-    # The largest part that leaves the crop at least the pixels it is brought to.
-    wanted = [max(part for part in (1, 2, 4, 8) if part == 1 or (box / part).min() >= 32) for box in boxes]
-    assert asked == wanted and {1, 2, 4, 8} == {*asked}
-    same = [row for row, part in enumerate(asked) if part == 1]
-    assert torch.equal(whole[same], scaled[same])
-
-
-def test_scaled_decoding_is_for_random_crops_alone(photographs):
-    for augment in (None, AugmentConfig(crop="none")):
-        plain, scaled = (ImagePipeline(photographs, (8, 8), 0, augment, decoder=how) for how in ("cpu", "scaled"))
-        assert torch.equal(plain.read(0, [4]).values["image"], scaled.read(0, [4]).values["image"])
 
 
 def test_collate():

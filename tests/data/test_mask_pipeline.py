@@ -170,7 +170,7 @@ def test_what_is_for_a_class_an_image_is_refused(tmp_path: Path) -> None:
     for name, value in (("mixup", 0.8), ("cutmix", 1.0), ("label_smoothing", 0.1)):
         with pytest.raises(SitusError, match=f"{name}={value}: is for a class an image, and not for masks"):
             loader(tmp_path, replace(AUGMENT, **{name: value}))
-    for fields in ({"multi_label": True}, {"decode": "gpu"}, {"per_class": 3}):
+    for fields in ({"multi_label": True}, {"balanced": True}, {"per_class": 3}):
         with pytest.raises(SitusError, match="is for a class an image, and masks are asked for"):
             loader(tmp_path, AUGMENT, **fields)
     with pytest.raises(SitusError, match=r"augment\.crop='scaled': must be none, resized or pad"):

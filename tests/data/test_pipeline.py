@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from situs.backbones.base import Backbone, Features, InputSpec, Stream, Taps
 from situs.core.position import Positions, sincos
 from situs.core.random import uniform
+from situs.core.when import When
 from situs.data.batch import Batch
 from situs.data.loader import StreamLoader
 from situs.data.pipeline import Noise, Pipeline
@@ -199,7 +200,7 @@ def test_padding_takes_no_part_in_mp3() -> None:
     assert isinstance(model, MP3)
     batch = next(loader(Melodies()).iterate(0))
     assert batch.mask is not None and not batch.mask.all()
-    draws = model.draw(batch, seed=1, epoch=0)
+    draws = model.draw(batch, When(seed=1, epoch=0))
     output = model(batch, draws)
     total, right, count = 0.0, 0, 0
     for notes, mask, order in zip(batch.inputs, batch.mask, draws["order"], strict=True):
@@ -226,8 +227,8 @@ def test_padding_is_no_token_to_droppos_and_pixels_are_needed_by_mae() -> None:
     drop = DropPos(backbone, DropPosConfig(mask_ratio=0.0, decoder_width=16, decoder_heads=2))
     batch = next(loader(Melodies()).iterate(0))
     assert batch.mask is not None
-    draws = drop.draw(batch, seed=0, epoch=0)
+    draws = drop.draw(batch, When(seed=0, epoch=0))
     garbage = batch._replace(inputs=torch.where(batch.mask, batch.inputs, NOTES - 1))
     assert torch.equal(drop(garbage, draws).loss, drop(batch, draws).loss)
     whole = batch._replace(mask=None)
-    assert drop(whole, drop.draw(whole, seed=0, epoch=0)).loss.isfinite()
+    assert drop(whole, drop.draw(whole, When(seed=0, epoch=0))).loss.isfinite()

@@ -7,6 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
+from situs.data.augment.recipes import AugmentConfig
+from situs.data.config import DataConfig
+from situs.data.loader import ResidentLoader, make_loader
 from situs.data.resident import load_resident
 from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
@@ -117,3 +120,26 @@ def test_the_whole_of_cifar100(shared_data):
     # The published channel means of the training set.
     mean = held.samples.double().mean((0, 2, 3)) / 255
     assert torch.allclose(mean, torch.tensor([0.5071, 0.4865, 0.4409]).double(), atol=1e-4)
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_the_last_steps_of_an_epoch_are_augmented_in_the_shape_of_the_others(start: int, monkeypatch) -> None:
+    """On a GPU another shape is compiled anew, which takes half a minute; the batches are the same."""
+    images = torch.randint(0, 256, (40, 3, 8, 8), dtype=torch.uint8)
+    source = TensorSource(images, torch.arange(40) % 3, ("a", "b", "c"))
+    config = DataConfig(img_size=8, batch=4)
+    alone = [*make_loader(config, AugmentConfig(mixup=0.5), "cpu", source=source).iterate(1, start)]
+    monkeypatch.setattr(ResidentLoader, "_steps_at_once", lambda _: 4)
+    loader = make_loader(config, AugmentConfig(mixup=0.5), "cpu", source=source)
+    assert isinstance(loader, ResidentLoader)
+    view, shapes = loader.pipeline.view, []
+
+    def seen(samples, noise):
+        shapes.append(len(samples))
+        return view(samples, noise)
+
+    monkeypatch.setattr(loader.pipeline, "view", seen)
+    together = [*loader.iterate(1, start)]
+    assert len(together) == len(alone) == 10 - start and set(shapes) == {16}
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one.inputs, other.inputs) and torch.equal(one.targets["label"], other.targets["label"])

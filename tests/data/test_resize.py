@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
-from situs.data.image_pipeline import ImagePipeline, Resizer
+from situs.data.image_pipeline import ImagePipeline
 from situs.data.loader import make_loader
 from situs.data.resize import pack, resize_all, resize_packed, resized
 from situs.data.sampler import draw_ids
@@ -95,7 +95,7 @@ def test_a_gpu_takes_many_sizes_of_every_length() -> None:
 def test_what_travels_is_bounded_and_the_same() -> None:
     source = TensorSource(torch.randint(0, 256, (4, 3, 90, 80), dtype=torch.uint8), None, None)
     augment = AugmentConfig(scale=(0.02, 1.0))
-    ours, plain = (ImagePipeline(source, (24, 20), 1, augment, resizer=who) for who in ("device", "worker"))
+    ours, plain = (ImagePipeline(source, (24, 20), 1, augment, device_resizes=who) for who in (True, False))
     draws = [int(draw_ids(torch.tensor(row), torch.tensor(copy))) for copy in range(8) for row in range(4)]
     part = ours.read(0, draws)
     sides = part.values["sides"].prod(1)
@@ -109,8 +109,8 @@ def test_what_travels_is_bounded_and_the_same() -> None:
 
 def crops_of(*images: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What is joined of images [n, C, H, W] that a worker each has read, and what a worker resizes of them."""
-    kinds = [[ImagePipeline(TensorSource(part, None, None), (9, 7), 1, AugmentConfig(), resizer=who) for part in images]
-             for who in ("device", "worker")]  # fmt: skip
+    kinds = [[ImagePipeline(TensorSource(part, None, None), (9, 7), 1, AugmentConfig(), device_resizes=who)
+              for part in images] for who in (True, False)]  # fmt: skip
     return tuple(
         kind[0].join([own.move(own.read(0, range(len(part))).values, torch.device("cpu"))
                       for own, part in zip(kind, images, strict=True)])["image"]
@@ -128,15 +128,11 @@ def test_parts_of_a_batch_are_joined_as_a_worker_would() -> None:
         crops_of(grey, more.expand(-1, 3, -1, -1))
 
 
-@pytest.mark.parametrize(
-    ("asked", "has", "leaves"), [("auto", True, True), ("auto", False, False), ("worker", True, False)]
-)
-def test_by_default_a_device_with_kernels_resizes(
-    asked: Resizer, has: bool, leaves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("has", [True, False])
+def test_a_device_with_kernels_resizes(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("situs.data.loader.serves", lambda _: has)
     source = TensorSource(torch.randint(0, 256, (4, 3, 9, 8), dtype=torch.uint8), None, None)
-    config = DataConfig(img_size=6, batch=4, workers=0, resident="never", resize=asked)
+    config = DataConfig(img_size=6, batch=4, workers=0, resident="never")
     loader = make_loader(config, AugmentConfig(), "cpu", source=source)
-    assert ("cuts" in loader.pipeline.read(0, [0, 1]).values) == leaves
+    assert ("cuts" in loader.pipeline.read(0, [0, 1]).values) == has
     assert next(iter(loader.iterate())).inputs.shape == (4, 3, 6, 6)

@@ -7,6 +7,7 @@ import torch
 from builders import small_swin, small_vit
 from torch import Tensor, nn
 
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.evaluate.position import position_accuracy, position_curve, position_grid
 from situs.methods import MP3, Batch, DropPos, DropPosConfig, MP3Config
@@ -40,7 +41,7 @@ def test_each_ratio_is_what_a_method_of_that_ratio_says() -> None:
         other.eval()
         right = near = 0
         for batch in batches():
-            extras = other(batch, other.draw(batch, seed=3, epoch=0)).extras
+            extras = other(batch, other.draw(batch, When(seed=3, epoch=0))).extras
             right += int((extras["logits"].argmax(-1) == extras["places"]).sum())
             five = extras["logits"].topk(5).indices
             near += int((five == extras["places"].unsqueeze(-1)).sum())
@@ -121,7 +122,7 @@ def by_hand(method: DropPos, gamma: float, gamma_pos: float, seed: int) -> float
     for batch in batches():
         for image, name in zip(batch.inputs, batch.ids, strict=True):
             one = Batch(image[None], name[None])
-            extras = other(one, other.draw(one, seed=seed, epoch=0)).extras
+            extras = other(one, other.draw(one, When(seed=seed, epoch=0))).extras
             assert extras["places"].shape[1] == int(gamma_pos * (24 - int(gamma * 24)))
             right += int((extras["logits"].argmax(-1) == extras["places"]).sum())
             asked += extras["places"].numel()
@@ -185,7 +186,7 @@ def test_swin_has_one_row_and_says_why() -> None:
     assert {cell.reason is None for cell in grid.cells[:12]} == {False}
     assert "must be 0.75" in str(grid.cells[0].reason)
     assert grid.mean == pytest.approx(sum(cell.accuracy or 0.0 for cell in grid.cells[12:]) / 4)
-    with pytest.raises(SitusError, match=r"nothing can be measured: mask_ratio=0.5: must be 0.75"):
+    with pytest.raises(SitusError, match=r"nothing can be measured: mask_ratio: must be 0.75"):
         position_grid(method, [], (0.5,))
 
 

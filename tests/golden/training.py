@@ -76,9 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
     "droppos unweighted": IMAGES | {"method": DROPPOS | {"affinity": None, "sigma_start": 0.0}, "backbone": TOKENS},
     "droppos rotary": IMAGES | {"method": DROPPOS, "backbone": ROTARY},
     "droppos official": IMAGES | {
-        "method": DROPPOS | {"sigma_schedule": "epoch", "distance": "squared", "target_grid": (5, 5), "epochs": 1,
-                             "target_norm": "columns", "floor_counts": True, "weights_over": "batch"},
-        "backbone": VIT,
+        "method": DROPPOS | {"name": "droppos-official", "target_grid": (5, 5)}, "backbone": VIT,
     },
     "droppos swin": LARGER | {"method": DROPPOS | {"mask_ratio": 0.75}, "backbone": CELLS},
     "mae vit": IMAGES | {"method": MAE, "backbone": VIT},
@@ -95,10 +93,7 @@ CASES: dict[str, dict[str, Any]] = {
         "method": MJP | {"unknown": False, "dal": "none", "pixel_grid": (4, 4)}, "backbone": RESNET,
     },
     "mjp official": IMAGES | {
-        "method": MJP | {"dal_depth": 2, "dal_mean": True, "dal_fit": False, "dal_warmup": 0, "dal_final": 0.005,
-                         "chance": 0.5, "draw_per": "batch", "rule": "official", "unknown_std": 1.0, "epochs": 1,
-                         "table_std": 1.0, "decay_positions": True},
-        "backbone": VIT,
+        "method": MJP | {"name": "mjp-official", "start_epoch": 0, "dal_warmup": 0}, "backbone": VIT,
     },
     "supervised vit": IMAGES | {"method": {"name": "supervised"}, "backbone": VIT},
     "supervised rotary": IMAGES | {"method": {"name": "supervised"}, "backbone": ROTARY},
@@ -129,7 +124,7 @@ CASES: dict[str, dict[str, Any]] = {
     # sentences
     "mp3 bert": SENTENCES | {"method": {"name": "mp3", "mask_ratio": 0.5}, "backbone": {"name": "bert"}},
     "mp3 bert hints": SENTENCES | {"method": {"name": "mp3", "anchor_ratio": 0.3}, "backbone": {"name": "bert"}},
-    "mp3 window": RUNNING | {"method": {"name": "mp3", "window": 4}, "backbone": {"name": "bert"}},
+    "mp3 window": RUNNING | {"method": {"name": "offsets", "window": 4}, "backbone": {"name": "bert"}},
     "droppos bert": SENTENCES | {"method": DROPPOS, "backbone": {"name": "bert"}},
     "mjp bert": SENTENCES | {"method": MJP | {"dal": "none"}, "start": "bert"},
     "supervised bert": SENTENCES | {"method": {"name": "supervised"}, "start": "bert"},
@@ -153,7 +148,7 @@ def write_world(root: Path) -> Path:
     sets.write_clips(root / "clips")
     sets.write_sentences(root / "sentences")
     sets.write_running_text(root / "running")
-    plain = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    plain: dict[str, Any] = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     for kind, more in (("bert", plain | {"num_hidden_layers": 1}), ("llama", {"num_hidden_layers": 1}),
                        ("gpt2", {"n_layer": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})):  # fmt: skip
         write_text_model(root / kind, kind, width=16, **more)
@@ -189,7 +184,7 @@ def train_plainly(case: Mapping[str, Any], world: Path, out: Path) -> Path:
 @contextmanager
 def wide_methods() -> Iterator[None]:
     """Methods are in float64 once they are on their device."""
-    plain = Method.to
+    plain: Any = Method.to
 
     def widened(self: nn.Module, *words: Any, **named: Any) -> nn.Module:
         return plain(nn.Module.double(self), *words, **named)
@@ -226,7 +221,8 @@ def _unrounded(value: Tensor, **named: Any) -> Tensor:
 def record(name: str, world: Path, out: Path) -> Values:
     """Trains a case and gives what is kept of it."""
     kind = METHODS[CASES[name]["method"]["name"]]
-    forward, values, seen = kind.forward, dict[str, Any](), list[nn.Module]()
+    forward: Any = kind.forward
+    values, seen = dict[str, Any](), list[nn.Module]()
 
     def recorded(self: nn.Module, batch: Any, draws: Mapping[str, Tensor]) -> Any:
         step = len(seen)

@@ -7,45 +7,15 @@ from typing import Any
 import pytest
 import torch
 from builders import small_vit
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from situs.backbones import create_backbone
 from situs.backbones.timm.mlp import join_bias_and_gelu
 from situs.core import attention as few_keys
 from situs.core import compiled
-from situs.errors import SitusError
+from situs.core.when import When
 from situs.methods import MAE, MP3, Batch, DropPos
-from situs.methods.base import epoch_share
 from situs.methods.heads import Decoder
-
-
-@given(st.integers(1, 1000), st.data())
-def test_the_share_of_a_run_is_that_of_its_whole_epochs(epochs: int, data: st.DataObject) -> None:
-    steps = data.draw(st.integers(1, 50))
-    epoch = data.draw(st.integers(0, epochs - 1))
-    step = data.draw(st.integers(0, steps - 1))
-    progress = (epoch * steps + step) / (epochs * steps)
-    assert epoch_share(epochs, epoch, progress) == epoch / epochs
-    assert epoch_share(epochs, epoch, 0.0) == epoch / epochs  # not known
-
-
-@pytest.mark.parametrize(
-    ("epochs", "epoch", "progress"),
-    [
-        (10, 10, 0.0),  # a run of 10 epochs has no epoch 10
-        (10, 10, 1.0),
-        (10, 11, 0.0),
-        (10, 2, 0.5),  # half through at epoch 2: a run of 4 or 5
-        (10, 6, 0.5),
-        (100, 3, 3 / 50),
-    ],
-)
-def test_a_run_of_another_length_is_refused(epochs: int, epoch: int, progress: float) -> None:
-    with pytest.raises(SitusError, match=f"method.epochs={epochs}: must be the run's own number; its epoch {epoch} "):
-        epoch_share(epochs, epoch, progress)
-
 
 SMALL = {"decoder_width": 32, "decoder_heads": 2}
 
@@ -56,7 +26,7 @@ def test_attention_over_few_keys_changes_nothing(kind: Any, settings: dict[str, 
     torch.manual_seed(0)
     method = kind(small_vit((16, 12)), kind.Config(**settings)).double()
     batch = Batch(torch.randn(3, 3, 16, 12, dtype=torch.float64), torch.arange(3))
-    draws = method.draw(batch, seed=0, epoch=0)
+    draws = method.draw(batch, When(seed=0, epoch=0))
     seen: list[int] = []
     made = []
     for _ in range(2):
@@ -91,7 +61,7 @@ def test_a_compiled_step_is_one_graph_with_kernels_of_our_own(
     method = kind(backbone, kind.Config(**settings))
     join_bias_and_gelu(method)
     batch = Batch(torch.randn(2, 3, 32, 32), torch.arange(2))
-    draws = method.draw(batch, seed=0, epoch=0)
+    draws = method.draw(batch, When(seed=0, epoch=0))
     plain = method(batch, draws).loss
     with torch.autocast("cpu", torch.bfloat16):
         made = torch.compile(method, backend=backend, fullgraph=True)(batch, draws).loss

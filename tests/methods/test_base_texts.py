@@ -15,9 +15,10 @@ from situs.backbones.base import Backbone
 from situs.core.masking import SPAN_ROUNDS, span_mask
 from situs.core.position import smoothed_targets
 from situs.core.random import uniform
+from situs.core.when import When
 from situs.data.batch import Batch
 from situs.errors import SitusError
-from situs.methods import MJP, MP3, DropPos, DropPosConfig, MJPConfig, MP3Config
+from situs.methods import MJP, MP3, DropPos, DropPosConfig, MJPConfig, MP3Config, Offsets, OffsetsConfig
 from situs.methods.base import Method
 
 pytest.importorskip("transformers")
@@ -47,7 +48,7 @@ def sentences(lengths: tuple[int, ...] = LENGTHS, width: int = 16) -> Batch:
 METHODS: dict[str, Any] = {
     "mp3": lambda b: MP3(b, MP3Config(mask_ratio=0.5)),
     "hints": lambda b: MP3(b, MP3Config(mask_ratio=0.25, anchor_ratio=0.3)),
-    "window": lambda b: MP3(b, MP3Config(mask_ratio=0.25, window=3)),
+    "window": lambda b: Offsets(b, OffsetsConfig(mask_ratio=0.25, window=3)),
     "droppos": lambda b: DropPos(b, droppos("full")),
     "visible": lambda b: DropPos(b, droppos("visible")),
     "mjp": lambda b: MJP(b, MJPConfig(mask_ratio=0.5)),
@@ -68,11 +69,11 @@ def made(name: str, bert: Backbone) -> Method:
 @pytest.mark.parametrize("name", METHODS)
 def test_padding_changes_no_sentence(name: str, bert: Backbone) -> None:
     method, losses = made(name, bert), []
-    together = method(sentences(), method.draw(sentences(), seed=3, epoch=1))
+    together = method(sentences(), method.draw(sentences(), When(seed=3, epoch=1)))
     for row, length in enumerate(LENGTHS):
         alone = sentences((length,), width=length)
         alone = alone._replace(targets={"label": torch.tensor([row % 2])})
-        found = method(alone, method.draw(alone, seed=3, epoch=1))
+        found = method(alone, method.draw(alone, When(seed=3, epoch=1)))
         count = found.extras["logits"].shape[1]
         mine = together.extras["logits"][row] if name[:3] == "mjp" else together.extras["logits"][row, :count]
         assert torch.allclose(mine, found.extras["logits"][0], atol=1e-10, rtol=0)
@@ -86,7 +87,7 @@ def test_padding_changes_no_sentence(name: str, bert: Backbone) -> None:
 def test_sentences_of_one_length_need_no_mask(name: str, bert: Backbone) -> None:
     method, whole = made(name, bert), sentences((9, 9), 9)
     bare = whole._replace(mask=None)
-    one, two = (method(each, method.draw(each, seed=3, epoch=1)) for each in (whole, bare))
+    one, two = (method(each, method.draw(each, When(seed=3, epoch=1))) for each in (whole, bare))
     assert torch.equal(one.loss, two.loss) and torch.equal(one.extras["logits"], two.extras["logits"])
 
 
@@ -94,17 +95,17 @@ def test_a_pair_is_a_sentence_that_tells_its_halves_apart(bert: Backbone) -> Non
     method, one = made("mjp", bert), sentences((9, 9), 9)._replace(mask=None)
     types = torch.zeros_like(one.inputs)
     first, second = (torch.stack([one.inputs, kind], 1) for kind in (types, (types + (torch.arange(9) > 4))))
-    found = [method(each, method.draw(each, seed=3, epoch=1)) for each in (one, one._replace(inputs=first))]
+    found = [method(each, method.draw(each, When(seed=3, epoch=1))) for each in (one, one._replace(inputs=first))]
     assert torch.equal(found[0].loss, found[1].loss)
     other = one._replace(inputs=second)
-    assert not torch.isclose(found[0].loss, method(other, method.draw(other, seed=3, epoch=1)).loss, rtol=1e-6)
+    assert not torch.isclose(found[0].loss, method(other, method.draw(other, When(seed=3, epoch=1))).loss, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["mp3", "hints", "window", "droppos", "visible"])
 def test_a_batch_of_cls_alone_asks_nothing(name: str, bert: Backbone) -> None:
     method = made(name, bert)
     batch = Batch(torch.tensor([[2], [2]]), torch.arange(2), {}, torch.ones(2, 1, dtype=torch.bool))
-    found = method(batch, method.draw(batch, seed=3, epoch=1))
+    found = method(batch, method.draw(batch, When(seed=3, epoch=1)))
     assert float(found.loss.detach()) == 0 and float(found.metrics["position_accuracy"]) == 0
 
 
@@ -114,19 +115,19 @@ def test_one_word_alone_is_not_far_from_itself(bert: Backbone) -> None:
     with torch.no_grad():
         method.position_head.bias[3] = 50.0  # pyright: ignore[reportAttributeAccessIssue,reportIndexIssue]
     batch = sentences((2, 6), 16)
-    found = method(batch, method.draw(batch, seed=3, epoch=1))
+    found = method(batch, method.draw(batch, When(seed=3, epoch=1)))
     assert float(found.metrics["position_accuracy"]) == 0  # two places are never the same
 
 
 def test_puzzles_are_not_solved_over_padding(bert: Backbone) -> None:
     for name in ("mp3", "droppos"):
-        with pytest.raises(SitusError, match="padding"):
+        with pytest.raises(SitusError, match="as sentences do"):
             made(name, bert).solve(sentences(), seed=0)
 
 
 def test_places_are_asked_of_every_word_and_not_of_cls(bert: Backbone) -> None:
     method, batch = made("mp3", bert), sentences()
-    draws = method.draw(batch, seed=0, epoch=0)
+    draws = method.draw(batch, When(seed=0, epoch=0))
     assert torch.equal(draws["order"][:, 0], torch.zeros(4, dtype=torch.int64))
     logits, losses = method(batch, draws).extras["logits"], []
     for row, length in enumerate(LENGTHS):
@@ -139,7 +140,7 @@ def test_places_are_asked_of_every_word_and_not_of_cls(bert: Backbone) -> None:
 def test_the_context_is_what_a_sentence_is_read_by(bert: Backbone) -> None:
     """Words outside of the context change no other token; one inside of it changes all."""
     method, batch = made("mp3", bert), sentences((10,), 16)
-    draws = method.draw(batch, seed=0, epoch=0)
+    draws = method.draw(batch, When(seed=0, epoch=0))
     kept = 10 - 5
     before = method(batch, draws).extras["logits"]
     for slot in (kept - 1, kept):
@@ -153,7 +154,7 @@ def test_the_context_is_what_a_sentence_is_read_by(bert: Backbone) -> None:
 
 def test_how_far_apart_two_words_are(bert: Backbone) -> None:
     method, batch = made("window", bert), sentences()
-    draws = method.draw(batch, seed=0, epoch=0)
+    draws = method.draw(batch, When(seed=0, epoch=0))
     found = method(batch, draws)
     assert found.extras["logits"].shape[-1] == 7
     losses = []
@@ -168,18 +169,18 @@ def test_how_far_apart_two_words_are(bert: Backbone) -> None:
             )
     assert float(found.loss.detach()) == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     with pytest.raises(SitusError, match="names no places"):
-        method.solve(batch, seed=0)
+        method.place_logits(batch.inputs)
 
 
 def test_dropped_places_of_a_sentence(bert: Backbone) -> None:
     torch.manual_seed(1)
     method, batch = DropPos(bert, droppos(None)).double().eval(), sentences()
-    draws = method.draw(batch, seed=0, epoch=0, progress=0.25)
+    draws = method.draw(batch, When(seed=0, epoch=0, progress=0.25))
     found, targets, losses = method(batch, draws), smoothed_targets((16,), 0.75), []
     for row, length in enumerate(LENGTHS):
         seen = length - int(0.25 * length)
         told = seen - int(0.6 * seen)
-        assert draws["seen"][row] == seen and draws["told"][row] == max(1, told) and draws["visible"][row, 0] == 0
+        assert draws["visible"][row, 0] == 0 and max(draws["visible"][row, :seen].tolist()) < length
         each = [
             -float((targets[draws["visible"][row, slot]] * found.extras["logits"][row, slot].log_softmax(0)).sum())
             for slot in range(max(1, told), seen)
@@ -190,13 +191,14 @@ def test_dropped_places_of_a_sentence(bert: Backbone) -> None:
     one, two = draws["visible"][1, -3:-1]
     moved[1, one], moved[1, two] = batch.inputs[1, two], batch.inputs[1, one]
     swapped = method(batch._replace(inputs=moved), draws).extras["logits"][1]
-    slots = [slot for slot in range(int(draws["seen"][1])) if draws["visible"][1, slot] not in (one, two)]
+    seen = LENGTHS[1] - int(0.25 * LENGTHS[1])
+    slots = [slot for slot in range(seen) if draws["visible"][1, slot] not in (one, two)]
     assert torch.allclose(swapped[slots], found.extras["logits"][1, slots], atol=1e-10)
 
 
 def test_spans_of_a_sentence_are_shuffled_without_their_places(bert: Backbone) -> None:
     method, batch = made("mjp", bert), sentences()
-    draws = method.draw(batch, seed=0, epoch=0)
+    draws = method.draw(batch, When(seed=0, epoch=0))
     mask, index = draws["mask"], draws["index"]
     assert mask.sum(1).tolist() == [int(0.5 * (length - 1)) for length in LENGTHS]
     assert not mask[:, 0].any() and not (mask & ~batch.mask).any()  # pyright: ignore[reportOperatorIssue]
@@ -241,7 +243,7 @@ def test_who_cannot_learn_from_order(tmp_path: Path) -> None:
         with pytest.raises(SitusError, match="causal"):
             kind(gpt2, config)  # pyright: ignore[reportArgumentType]
     bert = create_backbone(write_folder(tmp_path / "bert", "bert", width=16), num_classes=2)
-    with pytest.raises(SitusError, match="are for patches"):
+    with pytest.raises(SitusError, match="has no patches of a fixed size"):
         MJP(bert, MJPConfig(shuffle="spp", unknown=False))
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from builders import small_hf, small_method, small_swin, small_vit
 
+from situs.core.when import When
 from situs.data.objects import pack_masks
 from situs.errors import SitusError
 from situs.methods import Batch
@@ -44,7 +45,7 @@ def test_images_one_by_one_come_to_the_batch_and_their_five_losses_to_the_loss()
     method, data = detection(), batch()
 
     def losses(part: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        found = method(part, method.draw(part, seed=3, epoch=1))
+        found = method(part, method.draw(part, When(seed=3, epoch=1)))
         return found.loss, found.metrics
 
     loss, each = losses(data)
@@ -63,7 +64,7 @@ def test_a_crowd_is_left_out_as_if_it_were_not_there() -> None:
     method = detection()
     with_it, without = batch(crowd=True), batch()
     assert not torch.equal(with_it.targets["masks"], without.targets["masks"])
-    draws = method.draw(without, seed=0, epoch=0)
+    draws = method.draw(without, When(seed=0, epoch=0))
     assert torch.equal(method(with_it, draws).loss, method(without, draws).loss)
 
 
@@ -71,14 +72,14 @@ def test_what_is_not_finite_comes_out_as_a_loss_that_is_not() -> None:
     """And not as an error of some part: the run's own check stops it, with the batch saved."""
     method, data = detection(), batch()
     broken = data._replace(inputs=torch.full_like(data.inputs, torch.nan))
-    loss = method(broken, method.draw(data, seed=0, epoch=0)).loss
+    loss = method(broken, method.draw(data, When(seed=0, epoch=0))).loss
     assert bool(loss.isnan())
     loss.backward()
 
 
 def test_other_draws_choose_other_regions() -> None:
     method, data = detection(), batch()
-    first, again, other = (method(data, method.draw(data, seed=seed, epoch=0)).loss for seed in (0, 0, 1))
+    first, again, other = (method(data, method.draw(data, When(seed=seed, epoch=0))).loss for seed in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
@@ -120,7 +121,7 @@ def test_a_model_of_transformers_with_registers_learns_too() -> None:
     data = batch()
     targets = data.targets | {"sides": torch.tensor([(32, 32)] * 3), "masks": data.targets["masks"][..., :32]}
     part = Batch(data.inputs[..., :32], data.ids, targets).part(slice(2, 3))
-    method(part, method.draw(part, seed=0, epoch=0)).loss.backward()
+    method(part, method.draw(part, When(seed=0, epoch=0))).loss.backward()
     used = {name for name, value in method.named_parameters() if value.grad is not None and bool(value.grad.any())}
     assert {"backbone.model.embeddings.register_tokens", "pyramid.scales.0.0.weight"} <= used
 

@@ -13,9 +13,11 @@ from situs.backbones import create_backbone
 from situs.backbones.base import Features
 from situs.config import from_dict
 from situs.core.position import cut_targets
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods import Batch, DropPos, DropPosConfig
-from situs.methods.droppos import attentive_weights, dropped_loss, sigma_at
+from situs.methods.droppos import attentive_weights, dropped_loss
+from situs.methods.official import OfficialDropPos, OfficialDropPosConfig
 from situs.presets import load_preset
 from situs.train.run import RunConfig
 
@@ -133,29 +135,30 @@ def slow_droppos(
         for place in dropped:
             logits = method.decoder.leave(method.decoder.norm(d[1 + seen.index(place)]))
             log_p = [logits[j] - logits.exp().sum().log() for j in range(count)]
-            target = slow_target(count, columns, place, sigma, method.config.distance == "squared")
+            target = slow_target(count, columns, place, sigma, False)
             above.append(shares[place] * -sum(w * p for w, p in zip(target, log_p, strict=True)))
             below.append(shares[place])
-        if method.config.weights_over == "sample":
+        if method.each_alike:
             means.append(torch.stack(above).sum() / sum(below))
             above, below = [], []
     return torch.stack(means).mean() if means else torch.stack(above).sum() / sum(below)
 
 
 @pytest.mark.parametrize(
-    ("affinity", "progress", "distance", "over", "shape"),
+    ("affinity", "progress", "alike", "shape"),
     [
-        ("full", 0.0, "euclidean", "sample", {}),
-        ("full", 0.2, "squared", "batch", FRAMES),
-        ("visible", 0.5, "squared", "sample", {}),
-        (None, 1.0, "euclidean", "batch", FRAMES),
-        (None, 0.3, "squared", "batch", {}),
+        ("full", 0.0, True, {}),
+        ("full", 0.2, False, FRAMES),
+        ("visible", 0.5, True, {}),
+        (None, 1.0, False, FRAMES),
+        (None, 0.3, True, {}),
     ],
 )
-def test_loss_and_gradients_match_an_independent_slow_droppos(affinity, progress, distance, over, shape) -> None:
-    method = make(affinity=affinity, distance=distance, sigma_start=1.2, weights_over=over, **shape)
+def test_loss_and_gradients_match_an_independent_slow_droppos(affinity, progress, alike, shape, monkeypatch) -> None:
+    monkeypatch.setattr(DropPos, "each_alike", alike)
+    method = make(affinity=affinity, sigma_start=1.2, **shape)
     data = batch(method)
-    draws = method.draw(data, seed=3, epoch=7, progress=progress)
+    draws = method.draw(data, When(seed=3, epoch=7, progress=progress))
     assert float(draws["sigma"]) == pytest.approx(1.2 * (1 - progress))
     ours = method(data, draws).loss
     slow = slow_droppos(method, data.inputs, draws["visible"].tolist(), 1.2 * (1 - progress), affinity)
@@ -173,11 +176,11 @@ def test_a_batch_is_the_mean_of_its_parts(affinity) -> None:
     """So gradient accumulation and several ranks train as the whole batch does."""
     method = make(affinity=affinity)
     data = batch(method)
-    draws = method.draw(data, seed=3, epoch=7)
+    draws = method.draw(data, When(seed=3, epoch=7))
     parts = []
     for one in range(len(data.ids)):
         alone = Batch(data.inputs[one : one + 1], data.ids[one : one + 1])
-        parts.append(method(alone, method.draw(alone, seed=3, epoch=7)).loss)
+        parts.append(method(alone, method.draw(alone, When(seed=3, epoch=7))).loss)
     assert len(parts) > 1
     assert method(data, draws).loss.item() == pytest.approx(torch.stack(parts).mean().item(), abs=1e-6)
 
@@ -185,17 +188,16 @@ def test_a_batch_is_the_mean_of_its_parts(affinity) -> None:
 # --- counts and draws -------------------------------------------------------------------------------------------
 
 
-def at_224(config: DropPosConfig) -> DropPos:
+def at_224(kind: type[DropPos]) -> DropPos:
     with torch.device("meta"):
-        backbone = create_backbone("vit_tiny_patch16_224", positions="sincos", model_args={"depth": 1})
-        return DropPos(backbone, config)
+        return kind(create_backbone("vit_tiny_patch16_224", positions="sincos", model_args={"depth": 1}))
 
 
 def test_counts_are_the_papers() -> None:
-    paper, official = at_224(DropPosConfig.paper()), at_224(DropPosConfig.official())
+    paper, official = at_224(DropPos), at_224(OfficialDropPos)
     assert (paper.visible, paper.anchors) == (49, 13)
     assert (official.visible, official.anchors) == (49, 12)
-    draws = paper.draw(Batch(torch.zeros(64), torch.arange(64)), seed=0, epoch=0)
+    draws = paper.draw(Batch(torch.zeros(64), torch.arange(64)), When(seed=0, epoch=0))
     assert draws["visible"].shape == (64, 49)
     assert (paper.at(0.25, 0.95).visible, paper.at(0.25, 0.95).anchors) == (147, 147 - 139)
     assert paper.at(0.0, 1.0).anchors == 0
@@ -207,16 +209,16 @@ def test_counts_are_the_papers() -> None:
 def test_a_view_at_other_ratios_shares_the_weights(name: str) -> None:
     side = 14 if "14" in name else 16
     backbone = create_backbone(name, img_size=(3 * side, 4 * side), model_args={"depth": 1})
-    config = DropPosConfig(decoder_width=8, decoder_heads=2, mae_weight=0.1, mae_depth=1)
+    config = DropPosConfig(decoder_width=8, decoder_heads=2)
     method = DropPos(backbone, config).eval()
     state = torch.get_rng_state()
     view = method.at(0.0, 0.5)
     assert torch.equal(torch.get_rng_state(), state)
     assert view.decoder is method.decoder and view.mask_token is method.mask_token and not view.training
-    fresh = DropPos(backbone, replace(config, mask_ratio=0.0, position_mask_ratio=0.5, mae_weight=0.0)).eval()
+    fresh = DropPos(backbone, replace(config, mask_ratio=0.0, position_mask_ratio=0.5)).eval()
     fresh.decoder, fresh.mask_token = method.decoder, method.mask_token
     data = Batch(torch.randn(2, 3, 3 * side, 4 * side), torch.arange(2))
-    draws = view.draw(data, seed=0, epoch=0)
+    draws = view.draw(data, When(seed=0, epoch=0))
     assert torch.equal(view(data, draws).extras["logits"], fresh(data, draws).extras["logits"])
     assert (method.visible, view.visible, view.anchors) == (3, 12, 6)
 
@@ -225,25 +227,23 @@ def test_visible_and_anchors_are_fair_and_the_samples_own() -> None:
     method = make()
     ids = torch.arange(4000)
     assert (method.visible, method.anchors) == (8, 4)
-    visible = method.draw(Batch(ids, ids), seed=1, epoch=2)["visible"]
+    visible = method.draw(Batch(ids, ids), When(seed=1, epoch=2))["visible"]
     assert all(len(set(row)) == 8 for row in visible.tolist())
     for span, share in ((slice(None), 8 / 12), (slice(0, 4), 4 / 12)):
         seen = torch.nn.functional.one_hot(visible[:, span], 12).sum(1).double().mean(0)
         assert torch.allclose(seen, torch.full((12,), share, dtype=torch.float64), atol=0.04)
     some = ids[[77, 3, 1999]]
-    assert torch.equal(method.draw(Batch(some, some), seed=1, epoch=2)["visible"], visible[some])
-    assert not torch.equal(method.draw(Batch(ids, ids), seed=1, epoch=3)["visible"], visible)
+    assert torch.equal(method.draw(Batch(some, some), When(seed=1, epoch=2))["visible"], visible[some])
+    assert not torch.equal(method.draw(Batch(ids, ids), When(seed=1, epoch=3))["visible"], visible)
 
 
 def test_sigma_falls_by_step_or_by_epoch() -> None:
-    paper = DropPosConfig(sigma_start=2.0, sigma_end=0.5)
-    assert [sigma_at(paper, 3, p) for p in (0.0, 0.4, 1.0)] == pytest.approx([2.0, 1.4, 0.5])
-    official = DropPosConfig(sigma_schedule="epoch", epochs=10)
-    assert [sigma_at(official, 4, p) for p in (0.4, 0.45, 0.499)] == pytest.approx([0.6] * 3)
-    assert sigma_at(official, 4, 0.0) == pytest.approx(0.6)  # progress not given
-    for epoch, progress in ((4, 0.6), (3, 0.45), (12, 0.0)):
-        with pytest.raises(SitusError, match="epochs=10: must be the run's own number"):
-            sigma_at(official, epoch, progress)
+    paper = make(sigma_start=2.0, sigma_end=0.5)
+    assert [paper.sigma(When(epoch=3, progress=p, epochs=10)) for p in (0.0, 0.4, 1.0)] == [2.0, 1.4, 0.5]
+    official = at_224(OfficialDropPos)
+    whens = [When(epoch=4, progress=p, epochs=10) for p in (0.4, 0.45, 0.499)]
+    assert [official.sigma(when) for when in whens] == pytest.approx([0.6] * 3)
+    assert official.sigma(When(epoch=4, progress=0.25)) == 0.75  # outside of a run
 
 
 # --- what is told, and what bears loss ----------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def change(images: Tensor, sample: int, place: int) -> Tensor:
 def test_hidden_patches_are_seen_by_nobody() -> None:
     method = make(affinity="visible")
     data = batch(method)
-    draws = method.draw(data, seed=0, epoch=0)
+    draws = method.draw(data, When(seed=0, epoch=0))
     before = method(data, draws)
     hidden = next(i for i in range(12) if i not in draws["visible"][0])
     after = method(data._replace(inputs=change(data.inputs, 0, hidden)), draws)
@@ -279,7 +279,7 @@ def test_hidden_patches_are_seen_by_nobody() -> None:
 def test_only_anchors_and_cls_know_their_place() -> None:
     method = make(positions="learned", affinity="visible")
     data = batch(method)
-    draws = method.draw(data._replace(ids=data.ids[:1].expand(3)), seed=0, epoch=0)
+    draws = method.draw(data._replace(ids=data.ids[:1].expand(3)), When(seed=0, epoch=0))
     before = method(data, draws).extras["logits"]
     table = method.backbone.positions().table
     assert table is not None
@@ -296,7 +296,7 @@ def test_only_anchors_and_cls_know_their_place() -> None:
 def test_gradients_reach_the_mask_token_and_only_the_anchors_rows() -> None:
     method = make(positions="learned", affinity=None)
     data = batch(method)
-    draws = method.draw(data._replace(ids=data.ids[:1].expand(3)), seed=0, epoch=0)
+    draws = method.draw(data._replace(ids=data.ids[:1].expand(3)), When(seed=0, epoch=0))
     method(data, draws).loss.backward()
     grad = method.backbone.model.pos_embed.grad[0, 1:]
     anchors = draws["visible"][0, : method.anchors]
@@ -308,7 +308,7 @@ def test_places_and_logits_belong_together() -> None:
     """A decoder whose class is always the true place of the first dropped patch of sample 0."""
     method = make(affinity=None, sigma_start=0.0)
     data = batch(method)
-    draws = method.draw(data, seed=0, epoch=0)
+    draws = method.draw(data, When(seed=0, epoch=0))
     places = draws["visible"][:, method.anchors :]
     with torch.no_grad():
         method.decoder.leave.weight.zero_()
@@ -362,9 +362,9 @@ def test_the_official_map_has_the_published_numbers() -> None:
     assert ours.sum(1).min().item() == pytest.approx(0.66, abs=5e-3)
     assert ours.sum(1).max().item() == pytest.approx(1.11, abs=5e-3)
     assert torch.equal(cut_targets(196, (16, 16), 0.0), torch.eye(196))
-    official = at_224(DropPosConfig.official())
+    official = at_224(OfficialDropPos)
     assert torch.equal(official.targets(torch.tensor(1.0)), cut_targets(196, (16, 16), 1.0))
-    paper = at_224(DropPosConfig.paper()).targets(torch.tensor(1.0))
+    paper = at_224(DropPos).targets(torch.tensor(1.0))
     assert torch.allclose(paper.sum(1), torch.ones(196), atol=1e-5)
 
 
@@ -390,7 +390,7 @@ def test_prefix_tokens_and_every_kind_of_position(name: str, fields: dict[str, A
     method = DropPos(backbone, config).double().eval()
     images = torch.randn(2, 3, 3 * side, 4 * side, dtype=torch.float64)
     data = Batch(images, torch.arange(2))
-    draws = method.draw(data, seed=0, epoch=0)
+    draws = method.draw(data, When(seed=0, epoch=0))
     a = method.anchors
     before = method(data, draws)
     order = torch.cat([torch.arange(a).flip(0), torch.arange(a, method.visible)])
@@ -406,26 +406,6 @@ def test_prefix_tokens_and_every_kind_of_position(name: str, fields: dict[str, A
     assert torch.allclose(swapped, again, atol=1e-10)
 
 
-def test_the_second_task_adds_maes_loss_on_the_hidden_patches() -> None:
-    plain, both = make(affinity="visible"), make(affinity="visible", mae_weight=0.5, mae_depth=1)
-    both.load_state_dict(plain.state_dict(), strict=False)
-    data = batch(both)
-    draws = both.draw(data, seed=0, epoch=0)
-    whole = torch.cat([draws["visible"], draws["hidden"]], dim=1)
-    assert torch.equal(whole.sort(dim=1).values, torch.arange(12).expand(3, -1))
-    output = both(data, draws)
-    assert output.loss.item() == pytest.approx(
-        plain(data, draws).loss.item() + 0.5 * float(output.metrics["pixel_loss"]), rel=1e-6
-    )
-    output.loss.backward()
-    assert both.pixel_token.grad is not None and both.pixel_token.grad.abs().max() > 0
-    assert both.no_decay() == {"mask_token", "pixel_token"} and plain.no_decay() == {"mask_token"}
-    hidden = int(draws["hidden"][0, 0])
-    changed = both(data._replace(inputs=change(data.inputs, 0, hidden)), draws)
-    assert torch.equal(changed.extras["logits"], output.extras["logits"])
-    assert float(changed.metrics["pixel_loss"]) != pytest.approx(float(output.metrics["pixel_loss"]), rel=1e-4)
-
-
 def swin_method(**config: Any) -> DropPos:
     torch.manual_seed(0)
     shape: dict[str, Any] = dict(depths=(2, 2, 1, 1), width=24, heads=(2, 2, 2, 2), model_args={"window_size": 2})
@@ -434,31 +414,30 @@ def swin_method(**config: Any) -> DropPos:
 
 
 def test_swin_sees_one_patch_of_each_cell() -> None:
-    method = swin_method(mae_weight=0.1, mae_depth=1).eval()  # timm gives this Swin a drop path
+    method = swin_method().eval()  # timm gives this Swin a drop path
     assert (method.grid, method.count, method.visible, method.anchors) == ((4, 8), 32, 8, 2)
     torch.manual_seed(1)
     data = Batch(torch.randn(3, 3, 128, 256, dtype=torch.float64), torch.tensor([5, 900, 31]))
-    draws = method.draw(data, seed=0, epoch=0)
-    for row, hidden in zip(draws["visible"].tolist(), draws["hidden"].tolist(), strict=True):
+    draws = method.draw(data, When(seed=0, epoch=0))
+    for row in draws["visible"].tolist():
         assert sorted((place // 16, place % 8 // 2) for place in row) == [(r, c) for r in range(2) for c in range(4)]
-        assert sorted(row + hidden) == list(range(32))
     output = method(data, draws)
     assert output.extras["logits"].shape == (3, 6, 32)
     output.loss.backward()
     assert method.mask_token.grad is not None and method.mask_token.grad.abs().max() > 0
     images = data.inputs.clone()
-    place = int(draws["hidden"][0, 0])
+    place = next(iter({*range(32)} - {*draws["visible"][0].tolist()}))
     top, left = 32 * (place // 8), 32 * (place % 8)
     images[0, :, top : top + 32, left : left + 32].normal_()
     assert torch.equal(method(data._replace(inputs=images), draws).extras["logits"], output.extras["logits"])
-    with pytest.raises(SitusError, match=r"mask_ratio=0\.5: must be 0\.75 on swin"):
+    with pytest.raises(SitusError, match=r"mask_ratio: must be 0\.75 on swin"):
         swin_method(mask_ratio=0.5)
 
 
 def test_swin_learns_places_of_a_few_samples() -> None:
     method = swin_method(affinity="visible", sigma_start=0.0).float()
     data = Batch(torch.randn(4, 3, 128, 256), torch.arange(4))
-    draws = method.draw(data, seed=0, epoch=0)
+    draws = method.draw(data, When(seed=0, epoch=0))
     optimiser = torch.optim.Adam(method.parameters(), lr=3e-3)
     losses = []
     while len(losses) < 25 and not (losses and losses[-1] < 0.8 * losses[0]):
@@ -477,19 +456,18 @@ def test_another_sigma_does_not_compile_again() -> None:
     torch.compiler.reset()  # what other tests compiled would make shapes dynamic, which takes longer
     compiled = torch.compile(method, fullgraph=True, backend="eager")
     for epoch, progress in enumerate((0.1, 0.5, 1.0)):
-        draws = method.draw(data, seed=0, epoch=epoch, progress=progress)
+        draws = method.draw(data, When(seed=0, epoch=epoch, progress=progress))
         with torch.compiler.set_stance("fail_on_recompile" if epoch else "default"):
             assert compiled(data, draws).loss.item() == pytest.approx(method(data, draws).loss.item(), abs=1e-5)
 
 
-def test_presets_are_the_constructors() -> None:
+def test_presets_are_the_methods() -> None:
     for name, config in (
-        ("imagenet-droppos", DropPosConfig.paper()),
-        ("imagenet-droppos-official", DropPosConfig.official()),
+        ("imagenet-droppos", DropPosConfig()),
+        ("imagenet-droppos-official", OfficialDropPosConfig()),
     ):
         run = from_dict(RunConfig, load_preset(name), name)
         assert run.method == config and run.backbone.positions == "sincos"
-        assert config.sigma_schedule == "step" or run.train.epochs == config.epochs
 
 
 def test_mistakes_are_sentences() -> None:
@@ -497,11 +475,10 @@ def test_mistakes_are_sentences() -> None:
         DropPosConfig(mask_ratio=1.0)
     with pytest.raises(SitusError, match=r"tau=0: must be > 0$"):
         DropPosConfig(tau=0)
-    with pytest.raises(SitusError, match="mask_ratio=0: must be above 0 where mae_weight is"):
-        DropPosConfig(mask_ratio=0, mae_weight=1.0)
     with pytest.raises(SitusError, match=r"position_mask_ratio=0\.1: must drop a place; of 12 patches 8 are visible"):
         make(position_mask_ratio=0.1)
+    small = OfficialDropPosConfig(target_grid=(3, 3), decoder_width=8, decoder_heads=2)
     with pytest.raises(SitusError, match=r"target_grid=\(3, 3\): must have at least 12 places"):
-        make(target_grid=(3, 3))
+        OfficialDropPos(small_vit((12, 16)), small)
     with pytest.raises(SitusError, match="no positions to drop: choose sincos"):
         make(positions="none")

@@ -12,6 +12,7 @@ from situs.backbones.base import Stream
 from situs.backbones.timm import attention
 from situs.backbones.timm.attention import run_blocks
 from situs.core.tokens import take
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods import MP3, Batch, MP3Config
 from situs.methods.heads import place_ranks, position_accuracy, position_loss
@@ -73,7 +74,7 @@ def slow_mp3(
 @pytest.mark.parametrize("eta", [0.0, 0.5, 0.8])
 def test_loss_and_gradients_match_an_independent_slow_mp3(eta: float) -> None:
     method = make(eta)
-    draws = method.draw(batch(), seed=3, epoch=7)
+    draws = method.draw(batch(), When(seed=3, epoch=7))
     context = draws["order"][:, : method.context].tolist()
     parameters = {n: p for n, p in method.named_parameters() if "head" not in n or "position" in n}
     ours = method(batch(), draws).loss
@@ -86,79 +87,6 @@ def test_loss_and_gradients_match_an_independent_slow_mp3(eta: float) -> None:
         if a is not None:
             assert torch.allclose(a, b, atol=1e-7), name
     assert method.context == 6 - int(eta * 6)
-
-
-@pytest.mark.parametrize("eta", [0.0, 0.5, 0.8])
-def test_cls_is_a_key_never_or_as_it_is_drawn(eta: float) -> None:
-    never = make(eta, cls="never")
-    draws = never.draw(batch(), seed=3, epoch=7)
-    chosen = [row[: never.context] for row in draws["order"].tolist()]
-    slow = slow_mp3(never, batch().inputs, chosen, cls=(False,) * 3)
-    assert float(never(batch(), draws).loss.detach()) == pytest.approx(float(slow.detach()), abs=1e-6)
-    assert torch.equal(draws["order"], make(eta).draw(batch(), seed=3, epoch=7)["order"])
-    drawn, keys = make(eta, cls="drawn"), 7 - int(eta * 7)
-    draws = drawn.draw(batch(), seed=3, epoch=7)
-    draws["prefix"] = torch.tensor([[True], [False], [True]]) if eta else draws["prefix"]
-    assert eta or draws["prefix"].all()
-    shown = (*(bool(each) for each in draws["prefix"]),)
-    rows = zip(draws["order"].tolist(), shown, strict=True)
-    slow = slow_mp3(drawn, batch().inputs, [row[: keys - own] for row, own in rows], cls=shown)
-    assert float(drawn(batch(), draws).loss.detach()) == pytest.approx(float(slow.detach()), abs=1e-6)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "name", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "vit_small_patch16_rope_224"]
-)
-def test_prefix_tokens_that_are_never_keys_change_no_patch(name: str) -> None:
-    """Whatever they hold, and by slices as by masks; rotary models go by masks where places are told."""
-    torch.manual_seed(0)
-    backbone = small_vit((8, 12), name=name).double().eval()
-    method = MP3(backbone, MP3Config(mask_ratio=0.5, cls="never", anchor_ratio=0.4)).double()
-    draws = method.draw(batch(), seed=3, epoch=7)
-    one = method(batch(), draws).extras["logits"]
-    told = batch()._replace(mask=torch.ones(3, 6, dtype=torch.bool))  # by masks
-    assert torch.allclose(method(told, draws).extras["logits"], one, atol=1e-12)
-    backbone.model.cls_token.normal_()
-    assert torch.allclose(method(batch(), draws).extras["logits"], one, atol=1e-12)
-
-
-@torch.no_grad()
-def test_cls_is_drawn_as_often_as_a_patch() -> None:
-    """Of the 7 tokens 4 are keys, each as often as the others, over many samples."""
-    method = make(0.5, cls="drawn")
-    ids = torch.arange(6000)
-    draws = method.draw(Batch(ids, ids), seed=1, epoch=2)
-    own = draws["prefix"].long()
-    kept = (torch.arange(6) < 4 - own).double()
-    share = torch.zeros(6000, 6, dtype=torch.float64).scatter(1, draws["order"], kept).mean(0)
-    everyone = torch.cat([own.double().mean(0), share])
-    assert torch.allclose(everyone, torch.full((7,), 4 / 7, dtype=torch.float64), atol=4.5 * math.sqrt(12 / 49 / 6000))
-    # A patch is a key less often where CLS is one: the sum is fixed.
-    assert torch.equal(kept.sum(1) + own[:, 0], torch.full((6000,), 4.0, dtype=torch.float64))
-
-
-@torch.no_grad()
-def test_of_padded_samples_cls_is_drawn_among_their_own_tokens() -> None:
-    method = make(0.5, cls="drawn")
-    real = torch.arange(6) < torch.tensor([[6], [3], [2]])
-    padded = batch()._replace(mask=real)
-    draws = method.draw(padded, seed=3, epoch=7)
-    wild = padded.inputs.clone()
-    wild[1, :, 4:] = 9.0  # the second row of patches: all padding
-    logits = [method(padded._replace(inputs=x), draws).extras["logits"][1, :3] for x in (padded.inputs, wild)]
-    assert torch.allclose(logits[0], logits[1], atol=1e-12)
-    ids = torch.arange(3000)
-    own = method.draw(Batch(ids, ids, mask=real[[1]].expand(3000, -1)), seed=0, epoch=0)["prefix"]
-    assert float(own.double().mean()) == pytest.approx(0.5, abs=4.5 * math.sqrt(0.25 / 3000))  # 2 of its 4 tokens
-
-
-@torch.no_grad()
-def test_places_are_asked_for_without_a_cls_that_was_never_a_key() -> None:
-    method = make(0.0, cls="never")
-    draws = {"order": torch.arange(6).expand(3, -1)}
-    assert torch.allclose(method.place_logits(batch().inputs), method(batch(), draws).extras["logits"], atol=1e-12)
-    assert not torch.allclose(method.place_logits(batch().inputs), make(0.0).place_logits(batch().inputs), atol=1e-4)
 
 
 def test_swapping_class_axis_and_token_axis_is_another_loss() -> None:
@@ -178,7 +106,7 @@ def test_the_head_learns_its_class_axis() -> None:
         method.position_head.weight.zero_()
         method.position_head.bias.zero_()
         method.position_head.bias[4] = 50.0
-    draws = method.draw(batch(), seed=0, epoch=0)
+    draws = method.draw(batch(), When(seed=0, epoch=0))
     output = method(batch(), draws)
     assert (output.extras["logits"].argmax(-1) == 4).all()
     assert float(output.metrics["position_accuracy"]) == pytest.approx(1 / 6)
@@ -188,18 +116,18 @@ def test_the_head_learns_its_class_axis() -> None:
 def test_the_context_is_a_fair_subset_and_depends_on_the_sample_alone() -> None:
     method = make(0.5)
     ids = torch.arange(4000)
-    order = method.draw(Batch(ids, ids), seed=1, epoch=2)["order"]
+    order = method.draw(Batch(ids, ids), When(seed=1, epoch=2))["order"]
     assert torch.equal(order.sort(dim=1).values, torch.arange(6).expand(4000, -1))
     share = torch.nn.functional.one_hot(order[:, :3], 6).sum(1).double().mean(0)
     assert torch.allclose(share, torch.full((6,), 0.5, dtype=torch.float64), atol=0.04)
     some = ids[[77, 3, 1999]]
-    assert torch.equal(method.draw(Batch(some, some), seed=1, epoch=2)["order"], order[some])
-    assert not torch.equal(method.draw(Batch(ids, ids), seed=1, epoch=3)["order"], order)
+    assert torch.equal(method.draw(Batch(some, some), When(seed=1, epoch=2))["order"], order[some])
+    assert not torch.equal(method.draw(Batch(ids, ids), When(seed=1, epoch=3))["order"], order)
 
 
 def test_positions_are_gone_and_masked_patches_are_seen_by_nobody() -> None:
     method = make(0.5)
-    draws = method.draw(batch(), seed=0, epoch=0)
+    draws = method.draw(batch(), When(seed=0, epoch=0))
     before = method(batch(), draws).extras["logits"]
     with torch.no_grad():
         method.backbone.model.pos_embed[:, 1:].normal_()
@@ -217,7 +145,7 @@ def test_anchors_are_told_their_own_place_and_no_other(eta: float) -> None:
     method = make(eta, anchor_ratio=0.4)
     with torch.no_grad():
         method.backbone.model.pos_embed[:, 1:].normal_()
-    draws = method.draw(batch(), seed=0, epoch=0)
+    draws = method.draw(batch(), When(seed=0, epoch=0))
     assert draws["anchors"].sum(1).tolist() == [2, 2, 2]
     order = draws["order"].tolist()
     told = tuple(
@@ -231,7 +159,7 @@ def test_anchors_are_told_their_own_place_and_no_other(eta: float) -> None:
 
 def test_anchors_are_any_places_and_know_nothing_of_the_context() -> None:
     method = make(0.5, anchor_ratio=0.34)
-    draws = method.draw(Batch(torch.zeros(6000), torch.arange(6000)), seed=0, epoch=0)
+    draws = method.draw(Batch(torch.zeros(6000), torch.arange(6000)), When(seed=0, epoch=0))
     told = torch.zeros(6000, 6).scatter(1, draws["order"], draws["anchors"].float())
     shown = torch.zeros(6000, 6).scatter(1, draws["order"][:, : method.context], 1.0)
     error = math.sqrt(2 / 9 / 6000)
@@ -251,7 +179,7 @@ def test_rotary_backbones_leave_the_rotation_out() -> None:
     backbone = create_backbone("vit_small_patch16_rope_224", img_size=64, model_args={"depth": 1})
     method = MP3(backbone, MP3Config(mask_ratio=0.5))
     images = torch.randn(2, 3, 64, 64)
-    draws = method.draw(Batch(torch.zeros(2), torch.arange(2)), seed=0, epoch=0)
+    draws = method.draw(Batch(torch.zeros(2), torch.arange(2)), When(seed=0, epoch=0))
     logits = method(Batch(images, torch.arange(2)), draws).extras["logits"]
     moved = {"order": draws["order"].clone()}
     moved["order"][:, :4] = moved["order"][:, [1, 0, 3, 2]]  # the same context in another order
@@ -270,7 +198,7 @@ def test_mistakes_are_sentences() -> None:
 def test_patches_are_ordered_before_they_are_embedded() -> None:
     """Pixels need no gradient, so nothing is scattered back; the loss is that of embedded tokens put in order."""
     method = make()
-    draws = method.draw(batch(), seed=3, epoch=7)
+    draws = method.draw(batch(), When(seed=3, epoch=7))
     loss = method(batch(), draws).loss
     seen, names = [loss.grad_fn], set()
     while seen:
@@ -339,7 +267,7 @@ def test_hinted_frames_alone_keep_their_position_vector() -> None:
     backbone = small_vit((98, 5), patch_size=(1, 5), in_chans=1, positions="learned_sincos")
     method = MP3(backbone, MP3Config(mask_ratio=0.0, anchor_ratio=0.05)).double().eval()
     data = Batch(torch.randn(2, 1, 98, 5, dtype=torch.float64), torch.tensor([3, 8]))
-    draws = method.draw(data, seed=1, epoch=0)
+    draws = method.draw(data, When(seed=1, epoch=0))
     assert draws["anchors"].sum(dim=1).tolist() == [4, 4]
     told = {int(place) for place in draws["order"][0][draws["anchors"][0]]}
     whole, rows = method(data, draws).extras["logits"][0], backbone.model.pos_embed

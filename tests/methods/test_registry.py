@@ -18,6 +18,7 @@ import situs
 from situs.backbones import create_backbone
 from situs.cli.main import main
 from situs.config import Choice
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.files import load_code
 from situs.methods import METHODS, Batch, MAEConfig, Output, create_method, method_class
@@ -52,7 +53,7 @@ class Shade(Method):
         self.config = config
         self.guess = nn.Linear(backbone.out_dim, 1)
 
-    def draw(self, batch, *, seed, epoch, progress=0.0):
+    def draw(self, batch, when):
         return {}
 
     def forward(self, batch, draws):
@@ -118,7 +119,8 @@ def test_another_package_s_method_goes_through_every_verb(tmp_path: Path, capsys
     assert (
         "method 'broken' (broken_method:Broken of broken-method) cannot be imported: RuntimeError: built" in complaints
     )
-    known = "broken, detection, droppos, language, mae, mjp, mp3, segmentation, shade, supervised"
+    known = "broken, detection, droppos, droppos-official, language, mae, mjp, mjp-official, mp3, offsets, "
+    known += "segmentation, shade, supervised"
     assert f"unknown method 'nosuch'; choose one of: {known}\n" in complaints
     assert not (tmp_path / "no").exists()
 
@@ -202,7 +204,7 @@ from situs.methods import MP3, Method, Output
 class Calm(Method):
     """Nothing but a forward: no settings, one loss."""
 
-    def draw(self, batch, *, seed, epoch, progress=0.0):
+    def draw(self, batch, when):
         return {{}}
 
     def forward(self, batch, draws):
@@ -310,7 +312,7 @@ def test_a_module_of_timm_is_taken_as_it_is(name: str) -> None:
     assert {*module.parameters()} <= {*made[0].parameters()}
     assert made[0].config == kind.Config()
     batch = Batch(torch.randn(4, 3, 16, 16), torch.arange(4), {"label": torch.tensor([0, 1, 2, 0])})
-    losses = [method(batch, method.draw(batch, seed=0, epoch=0)).loss for method in made]
+    losses = [method(batch, method.draw(batch, When(seed=0, epoch=0))).loss for method in made]
     assert torch.equal(*losses)
     losses[0].backward()
     assert module.patch_embed.proj.weight.grad is not None

@@ -7,6 +7,7 @@ import torch
 from builders import small_method, small_vit
 
 from situs.backbones import create_backbone
+from situs.core.when import When
 from situs.data.augment.mix import soft_multi_labels
 from situs.errors import SitusError
 from situs.methods import Batch, Supervised, SupervisedConfig, create_method
@@ -90,7 +91,7 @@ def test_an_unknown_label_moves_nothing_and_parts_come_to_the_whole() -> None:
 def test_mjp_learns_any_number_of_classes_too() -> None:
     method = small_method("mjp", small_vit(8, num_classes=5), label_smoothing=0.1)
     batch = Batch(images().float(), torch.arange(4), {"labels": MANY})
-    output = method(batch, method.draw(batch, seed=0, epoch=0))
+    output = method(batch, method.draw(batch, When(seed=0, epoch=0)))
     _, accuracy = binary_cross_entropy(output.extras["logits"], MANY, 0.1)
     assert float(output.metrics["accuracy"]) == pytest.approx(accuracy, abs=1e-6)
     output.loss.backward()
@@ -106,5 +107,5 @@ def test_convolutional_backbones_work() -> None:
 def test_mistakes_are_sentences() -> None:
     with pytest.raises(SitusError, match="needs labels"):
         make()(Batch(images(), torch.arange(4)), {})
-    with pytest.raises(SitusError, match="unknown method 'mp4'; choose one of: detection, droppos, language, mae, "):
+    with pytest.raises(SitusError, match="unknown method 'mp4'; choose one of: detection, droppos, "):
         create_method("mp4", make().backbone)

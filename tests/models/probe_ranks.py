@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from situs.backbones import create_backbone
+from situs.core.when import When
 from situs.evaluate.hooks import OnlineProbe
 from situs.methods import MP3, Batch, MP3Config
 from situs.train import distributed
@@ -31,7 +32,7 @@ def batches(seed: int) -> list[Batch]:
 def gradients(subject: MP3) -> dict[str, torch.Tensor]:
     subject.train()
     batch = batches(3)[0]
-    subject(batch, subject.draw(batch, seed=0, epoch=0)).loss.backward()
+    subject(batch, subject.draw(batch, When(seed=0, epoch=0))).loss.backward()
     found = {name: p.grad.full_tensor().clone() for name, p in subject.named_parameters() if p.grad is not None}
     subject.zero_grad()
     return found

@@ -15,7 +15,7 @@ from transformers import BertConfig
 from situs.backbones import create_backbone
 from situs.backbones.shapes import shapes_alone
 from situs.errors import SitusError
-from situs.methods import create_method
+from situs.methods import METHODS, create_method
 from situs.models import describe
 from situs.results import show
 
@@ -25,11 +25,11 @@ SMALL = {"vit": {"depth": 1, "embed_dim": 24, "num_heads": 2}, "swin": {"depths"
 @pytest.mark.parametrize(
     ("name", "refused"),
     [
-        ("bert", {"detection", "language", "mae", "segmentation"}),
-        ("test_resnet", {"detection", "droppos", "language", "mae", "mjp", "mp3", "segmentation"}),
+        ("bert", {"detection", "droppos-official", "language", "mae", "mjp-official", "segmentation"}),
+        ("test_resnet", {*METHODS} - {"supervised"}),
         ("vit_tiny_patch16_224", {"language"}),
-        ("swin_tiny_patch4_window7_224", {"droppos", "language", "mae", "mjp", "mp3"}),
-        ("vit_small_patch16_rope_224", {"language", "mjp"}),
+        ("swin_tiny_patch4_window7_224", {*METHODS} - {"detection", "segmentation", "supervised"}),
+        ("vit_small_patch16_rope_224", {"language", "mjp", "mjp-official"}),
     ],
 )
 def test_a_method_applies_where_it_can_be_made_with_its_defaults(name: str, refused: set[str]) -> None:
@@ -47,7 +47,11 @@ def test_a_method_applies_where_it_can_be_made_with_its_defaults(name: str, refu
                 made = create_method(method, create_backbone(name, model_args=small), classes=2)
             assert made.backbone.name == name
             continue
-        if name == "bert" and method != "language":  # from Python a method may learn from words
+        if name == "bert" and method not in (
+            "language",
+            "droppos-official",
+            "mjp-official",
+        ):  # from Python a method may learn from words
             assert verdict.reason == backbone.refusals["images"]
             continue
         with pytest.raises(SitusError) as caught, torch.device("meta"):
@@ -61,7 +65,9 @@ def test_what_cannot_be_built_over_one_patch_says_why() -> None:
     with shapes_alone():
         backbone = create_backbone("vit_tiny_patch16_224", img_size=16)
     verdicts = {each.name: each for each in describe.describe(backbone).methods}
-    assert {name for name, each in verdicts.items() if not each.holds} == {"droppos", "language", "mae"}
+    assert {name for name, each in verdicts.items() if not each.holds} == {
+        *("droppos", "droppos-official", "language", "mae", "mjp-official")
+    }
     assert verdicts["mae"].reason == "mask_ratio=0.75: must hide at least one of 1 patch and show one"
     assert verdicts["droppos"].reason == "position_mask_ratio=0.75: must drop a place; of 1 patch 1 is visible"
 

@@ -12,6 +12,7 @@ import torch
 from served import CONFIG, steps
 from wired import TRAIN, Loader, Pair, farthest, train_locally, vit
 
+from situs.core.when import When
 from situs.data.audio import AudioConfig
 from situs.errors import SitusError
 from situs.evaluate.accuracy import evaluate_accuracy
@@ -87,7 +88,7 @@ def test_permuted_rows_train_to_the_same_weights(tmp_path, text) -> None:
 def test_draws_are_new_in_every_epoch_and_for_every_sample() -> None:
     batch = next(Loader().iterate(0, 0))
     method = Defended(vit(), SupervisedConfig(), parse_defence("noise=1"), 1.0)
-    one, again, later = (method.draw(batch, seed=0, epoch=epoch)["defence"] for epoch in (0, 0, 1))
+    one, again, later = (method.draw(batch, When(seed=0, epoch=epoch))["defence"] for epoch in (0, 0, 1))
     assert one.shape == (8, method.backbone.num_tokens, method.backbone.dim)
     assert torch.equal(one, again)
     for other in (later, one.roll(1, 0)):

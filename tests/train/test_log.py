@@ -299,3 +299,19 @@ def test_trackio_itself_keeps_the_numbers(run: RunFolder, tmp_path: Path) -> Non
     with sqlite3.connect(file) as base:
         rows = base.execute("select step, metrics from metrics order by step").fetchall()
     assert [(step, json.loads(metrics)["loss"]) for step, metrics in rows] == [(50, 2.5), (60, 1.25)]
+
+
+def test_the_time_left_forgets_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first step of 100 s, which compiles, and 1 s a step from then on."""
+    now = [0.0]
+    monkeypatch.setattr("situs.train.log.time.perf_counter", lambda: now[0])
+    log = Log(RunFolder.create(tmp_path / "run", {"a": 1}), 0, 1000, console=Console(quiet=True))
+    left = {}
+    for step in range(1, 301):
+        now[0] += 100.0 if step == 1 else 1.0
+        if step % 10 == 0:
+            log.spoke = now[0]
+            left[step] = log._left(step)
+    assert left[10] == pytest.approx(109 / 10 * 990)
+    assert {step: left[step] for step in (20, 100, 300)} == pytest.approx({20: 980, 100: 900, 300: 700})
+    assert len(log.marks) < 20

@@ -9,6 +9,7 @@ import pytest
 import torch
 from toy import ToyLoader, toy
 
+from situs.core.when import When
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.train.checkpoint import RunFolder
@@ -17,7 +18,7 @@ from situs.train.config import TrainConfig
 from situs.train.loop import fit
 from situs.train.nan import NotFiniteError, _pack, _unpack, replay
 from situs.train.optim import OptimConfig
-from situs.train.step import MicroBatch, Moment, Update
+from situs.train.step import MicroBatch, Update
 
 TRAIN = TrainConfig(epochs=4, precision="fp32", log_every=100, save_every=2, keep=2)
 OPTIM = OptimConfig(lr=1e-2, warmup_epochs=1, weight_decay=0.1, ema=0.9, clip=1.0)
@@ -121,7 +122,7 @@ def test_a_step_comes_back_whole_and_one_of_before_too() -> None:
     mask = torch.arange(count)[:, None] > torch.arange(2)
     part = MicroBatch(Batch(torch.randn(count, 2), torch.arange(count), {"label": torch.arange(count)}, mask),
                 {"order": torch.randn(count)}, 0.5)  # fmt: skip
-    step = Update(Moment(0, 0, 0.0), [part, part], state, torch.zeros(1), torch.zeros(()), torch.zeros(2))
+    step = Update(When(), [part, part], state, torch.zeros(1), torch.zeros(()), torch.zeros(2))
     packed = _pack(step)
     earlier = {k.replace("inputs", "images").replace("targets/label", "labels"): v for k, v in packed.items()}
     for held in (packed, earlier):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from situs.backbones import BackboneConfig, create_backbone
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods import create_method
 from situs.methods.base import Batch, Draws, Method, Output
@@ -40,7 +41,7 @@ class Plain(Method):
         self.decoder = nn.Module()
         self.decoder.blocks = nn.ModuleList([nn.Linear(4, 4)])
 
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+    def draw(self, batch: Batch, when: When) -> Draws:
         return {}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:

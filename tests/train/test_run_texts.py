@@ -16,6 +16,7 @@ from tiny_texts import WORDS, write_folder
 from situs import api
 from situs.audit.text.victim import open_text_victim
 from situs.backbones import create_backbone
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.evaluate.accuracy import evaluate_accuracy
 from situs.evaluate.finetune import FinetuneConfig, data_as_seen, finetune_config
@@ -407,7 +408,7 @@ def test_authorised_fine_tuning_of_a_locked_bert_is_the_normal_one(world: Path) 
     from situs.locks.owner import with_key
     from situs.methods import Supervised
     from situs.train.run import make_method, settled
-    from situs.train.step import Moment, Stepper
+    from situs.train.step import Stepper
 
     still = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     config = settled(config_of(world, backbone={"model_args": still}))
@@ -425,7 +426,9 @@ def test_authorised_fine_tuning_of_a_locked_bert_is_the_normal_one(world: Path) 
         for step in range(50):
             batch = next(loader.iterate(*divmod(step, loader.steps_per_epoch)))
             losses.append(float(method(batch, {}).loss))
-            stepper.update(batch, Moment(step, step // loader.steps_per_epoch, step / 50), 5e-3, ragged=False)
+            stepper.update(
+                batch, When(step=step, epoch=step // loader.steps_per_epoch, progress=step / 50), 5e-3, ragged=False
+            )
         return losses
 
     normal, authorised = train(locked=False), train(locked=True)

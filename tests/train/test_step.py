@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy import ToyLoader, toy
 
+from situs.core.when import When
 from situs.methods.base import Batch
 from situs.train.optim import OptimConfig
-from situs.train.step import Moment, Stepper, split
+from situs.train.step import Stepper, split
 
 OPTIM = OptimConfig(lr=1e-2, warmup_epochs=0, weight_decay=0.1)
 
@@ -33,9 +34,7 @@ def stepped(accumulate: int, count: int, steps: int = 3, *, compiled: bool = Fal
     method = toy(dtype=torch.float64)
     stepper = Stepper(method, OPTIM, seed=0, precision="fp32", accumulate=accumulate, parallel="ddp", compiled=compiled)
     loader = ToyLoader(count=count * steps, batch=count, dtype=torch.float64)
-    done = [
-        stepper.update(batch, Moment(i, 0, 0.0), 1e-2, ragged=False) for i, batch in enumerate(loader.iterate(0, 0))
-    ]
+    done = [stepper.update(batch, When(step=i), 1e-2, ragged=False) for i, batch in enumerate(loader.iterate(0, 0))]
     gradients = {n: p.grad for n, p in method.named_parameters() if p.grad is not None}
     return method, gradients, torch.stack([step.values for step in done])
 
@@ -64,9 +63,9 @@ def test_an_update_is_adamw_by_hand() -> None:
     groups = [{"params": bare, "weight_decay": 0.0}, {"params": decayed, "weight_decay": 0.1}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=False, fused=False)
     for i, batch in enumerate(ToyLoader(dtype=torch.float64).iterate(0, 0)):
-        stepper.update(batch, Moment(i, 0, 0.0), 1e-2, ragged=False)
+        stepper.update(batch, When(step=i), 1e-2, ragged=False)
         optimizer.zero_grad()
-        peer(batch, peer.draw(batch, seed=0, epoch=0)).loss.backward()
+        peer(batch, peer.draw(batch, When(seed=0, epoch=0))).loss.backward()
         optimizer.step()
     for p, q in zip(method.parameters(), peer.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
@@ -83,7 +82,7 @@ def test_in_fp16_the_scale_follows_the_overflows() -> None:
         if number == 2:
             stepper.scaler.update(2.0**60)
         before, scale = method.backbone.model.head.weight.detach().clone(), stepper.scaler.get_scale()
-        stepper.update(batch, Moment(number, 0, 0.0), 1e-2, ragged=False)
+        stepper.update(batch, When(step=number), 1e-2, ragged=False)
         moved = not torch.equal(before, method.backbone.model.head.weight)
         assert stepper.scaler.get_scale() == scale * (2.0 if moved else 0.5)
         seen.append(moved)
@@ -98,9 +97,7 @@ def test_in_fp16_gradients_are_clipped_without_their_scale(accumulate: int) -> N
     for precision in ("fp32", "fp16"):
         method, batch = toy(), next(ToyLoader(batch=32).iterate(0, 0))
         asked = {"precision": precision, "accumulate": accumulate, "parallel": "ddp", "compiled": False}
-        norms[precision] = float(
-            Stepper(method, clipped, seed=0, **asked).update(batch, Moment(0, 0, 0.0), 1e-2, False).norm
-        )
+        norms[precision] = float(Stepper(method, clipped, seed=0, **asked).update(batch, When(), 1e-2, False).norm)
         gradients = torch.stack([p.grad.norm() for p in method.parameters() if p.grad is not None])
         assert float(gradients.norm()) == pytest.approx(0.1, rel=1e-3)
     assert norms["fp32"] > 0.2  # else nothing was clipped
@@ -128,7 +125,7 @@ def test_of_a_method_that_decides_on_the_host_its_part_alone_is_compiled(monkeyp
     stepper = Stepper(method, OPTIM, **asked, say=said.append)
     assert given == [method.encode] and stepper.spread.forward is method
     for step in range(2):
-        stepper.update(next(ToyLoader(count=4, batch=4).iterate(0, 0)), Moment(step, 0, 0.0), 1e-2, ragged=False)
+        stepper.update(next(ToyLoader(count=4, batch=4).iterate(0, 0)), When(step=step), 1e-2, ragged=False)
     wanted = "decides on the host what it computes: encode alone is compiled, and no CUDA graph is recorded"
     assert said == [f"{type(method).__name__} {wanted}"]  # once
 

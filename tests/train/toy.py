@@ -12,6 +12,7 @@ from situs.backbones.base import Backbone, Features, Stream, Taps
 from situs.backbones.layout import Names, Role, roles_of
 from situs.core.position import Positions
 from situs.core.random import normal, uniform
+from situs.core.when import When
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.train import distributed
 
@@ -93,10 +94,10 @@ class ToyMethod(Method):
         self.spare = nn.Parameter(torch.ones(3, 3))
         self.tied = backbone.model.head.weight
 
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
-        self.progress.append(progress)
-        dim = 1 - 0.5 * uniform(seed, epoch, batch.ids, "toy.dim", (4, 1))
-        return {"dim": dim, "ids": batch.ids, "progress": torch.tensor(progress)}
+    def draw(self, batch: Batch, when: When) -> Draws:
+        self.progress.append(when.progress)
+        dim = 1 - 0.5 * uniform(when.seed, when.epoch, batch.ids, "toy.dim", (4, 1))
+        return {"dim": dim, "ids": batch.ids, "progress": torch.tensor(when.progress)}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
         tokens = self.backbone.embed(batch.inputs) * draws["dim"].to(batch.inputs.dtype)

@@ -16,6 +16,7 @@ from situs.audit.defences.trained import drop_paths
 from situs.audit.stem import Stem, table_rows
 from situs.backbones.base import Backbone
 from situs.core.precision import full_float32
+from situs.core.when import When
 from situs.errors import SitusError, counted, verb
 from situs.methods.base import Batch, Method
 
@@ -160,7 +161,7 @@ def known_gradient(method: Method, stem: Stem, gradients: Gradients, seed: int =
     """
     hidden = hidden_places(table_rows(gradients[stem.table], stem))
     with torch.enable_grad():
-        loss = method.table_loss(hidden[None], seed=seed, epoch=epoch)
+        loss = method.table_loss(hidden[None], When(seed=seed, epoch=epoch))
         if loss is None:
             return None
         [found] = torch.autograd.grad(loss, [dict(method.backbone.named_parameters())[stem.table]])
@@ -229,7 +230,7 @@ def _step(
         with torch.enable_grad(), full_float32(), _by_chance(training, part, seed, step):
             # full_float32: what a GPU rounds off would count as protection
             with _mixed(training, part):
-                loss = method(part, method.draw(part, seed=seed, epoch=epoch)).loss
+                loss = method(part, method.draw(part, When(seed=seed, epoch=epoch))).loss
             named = parameter_names(method)
             made = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         held = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), made, strict=True)}

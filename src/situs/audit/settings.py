@@ -29,6 +29,7 @@ from situs.audit.tables import settings_table
 from situs.backbones.base import Backbone
 from situs.core.jigsaw import draw_puzzle, move_patches, puzzle_noise_shape
 from situs.core.random import uniform
+from situs.core.when import When
 from situs.errors import SitusError, counted, unknown_name
 from situs.limits import check_value
 from situs.methods.base import Batch, Method
@@ -167,7 +168,7 @@ def _puzzle(models: Mapping[str, Contestant], count: int, ratio: float, step: St
         if method.hidden_share is None:
             continue
         # One by one, as the victim's steps are: a run with one puzzle a batch then has one for each image.
-        draws = [method.draw(Batch(one, one), seed=seed, epoch=epoch) for one in ids.split(1)]
+        draws = [method.draw(Batch(one, one), When(seed=seed, epoch=epoch)) for one in ids.split(1)]
         if method.backbone.grid != grid or any("index" not in draw or "mask" not in draw for draw in draws):
             raise SitusError(f"{name}: shuffles no patches of the grid {grid}, so it has no x̃", field="method.shuffle")
         mine = tuple(torch.cat([draw[part] for draw in draws]) for part in ("mask", "index"))

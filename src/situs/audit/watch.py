@@ -55,6 +55,7 @@ from situs.audit.scores.metrics import denormalise
 from situs.audit.scores.scoring import Scores, measure, pictures_of
 from situs.audit.victim import open_victim
 from situs.core.tokens import Size
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.limits import check_value
 from situs.methods.base import Batch
@@ -482,7 +483,7 @@ class Guard:
             clean = victim_gradients(self.backbone, images, asked)
             noisy = {n: clean[n] + (g - match.clean[n]) for n, g in one.upload.items() if n in match.clean}
             numbers = torch.arange(len(images), device=images.device)
-            drawn = method.draw(Batch(images, numbers, {"label": asked}), seed=0, epoch=0)
+            drawn = method.draw(Batch(images, numbers, {"label": asked}), When(seed=0, epoch=0))
             result = estimate(
                 method, noisy, images, asked, drawn, known, lambda found: bool(above(found)), deadline.over
             )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from situs.backbones.layout import Group, LayoutBuilder, Names, Role, roles_of
 from situs.core.position import PairBias, Positions
+from situs.core.selection import Context, Selection, Tokens
 from situs.core.tokens import Grid, fill, mask_of, take
 from situs.errors import SitusError
 
@@ -107,7 +108,7 @@ class Backbone(nn.Module, ABC):
     entry: ClassVar[Literal["run_layers", "run_grid"]] = "run_layers"
     """The method through which every stream goes into the blocks; `run_grid(z, grid, taps)` where they know a grid."""
 
-    lead: ClassVar[int] = 0
+    special: ClassVar[int] = 0
     """Patch tokens at the front that are the model's own ([CLS] of BERT): they keep their place and are not asked."""
 
     def __init__(self, model: nn.Module, name: str, grid: Grid, dim: int, prefix: int, depth: int) -> None:
@@ -349,9 +350,57 @@ class Backbone(nn.Module, ABC):
         """finish(blocks(assemble(tokens, positions), context)): tokens [B, N, D] -> Features."""
         return self.finish(self.blocks(self.assemble(tokens, positions, mask), context))
 
+    def tokens(self, inputs: Tensor, mask: Tensor | None = None) -> Tokens:  # noqa: ARG002  (of words)
+        """The tokens of a batch that may be selected one by one: the places of `out_grid`. mask: see `forward`."""
+        if mask is not None:
+            raise SitusError(f"{self.name}: takes no batches with padding, as sentences have")
+        return Tokens(math.prod(self.out_grid))
+
+    def positions_of(self, tokens: Tokens) -> Positions:  # noqa: ARG002  (of words)
+        """The positions of a batch's tokens."""
+        return self.positions()
+
+    def ready_to_select(self, kept: int) -> None:  # noqa: ARG002  (Swin does)
+        """Refuses `encode_at` with `kept` tokens of each sample where this model cannot run on them."""
+        self.require("take")
+
+    def ready_to_shuffle(self) -> None:
+        """Refuses to train on inputs whose patches are moved where this model cannot."""
+        self.require("images")
+
+    def shuffle(self, noise: Tensor, tokens: Tokens) -> Tensor:
+        """A random order of the tokens, [B, N], of which any beginning may be selected."""
+        return tokens.shuffled(noise)
+
+    def encode_at(
+        self,
+        inputs: Tensor,
+        selected: Selection,
+        context: Context | None = None,
+        *,
+        positions: bool = True,
+        forgotten: Tensor | None = None,
+        unknown: Tensor | None = None,
+    ) -> Features:
+        """Features of the selected tokens alone, in their order.
+
+        context: those that serve as keys and values; by default all. positions: whether they know their places;
+        forgotten: [K] or [B, K] bool, those that do not, and get `unknown` [D] instead.
+        """
+        places = self.positions().take(selected.order) if positions else None
+        if places is not None and forgotten is not None:
+            places = places.forget(forgotten, unknown)
+        tokens = self.embed_at(inputs, selected.order)
+        if context is None:
+            return self.encode(tokens, places, mask=selected.real)
+        return self.encode(tokens, places, context.size, context.keys)
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The wrapped model's own forward: inputs -> logits. mask: [B, N] bool, False for padding."""
-        features = self.encode(self.embed(x), self.positions(), mask=mask)
+        return self.classify(self.encode(self.embed(x), self.positions(), mask=mask), mask)
+
+    def classify(self, features: Features, mask: Tensor | None = None) -> Tensor:
+        """`head` of samples that may be filled up, mask [B, N]."""
         return self.head(features if mask is None else self.before_head(features, mask))
 
     def before_head(self, features: Features, mask: Tensor) -> Features:

@@ -19,11 +19,7 @@ from situs.errors import SitusError
 
 
 def enable_cells(backbone: Backbone) -> None:
-    """Readies a Swin for `encode_cells`; refuses another model, and sizes at which a window would not be whole."""
-    from situs.backbones.timm.backbone import SwinBackbone
-
-    if not isinstance(backbone, SwinBackbone):
-        backbone.require("take")
+    """Readies a Swin for `encode_cells`; refuses sizes at which a window would not be whole."""
     unit, (rows, columns) = _unit(backbone), backbone.out_grid
     fits = (rows * unit, columns * unit) == backbone.grid and rows % 2 == 0 and columns % 2 == 0
     for depth, stage in enumerate(backbone.model.layers):
@@ -44,11 +40,18 @@ def enable_cells(backbone: Backbone) -> None:
             block.dynamic_mask = True  # the mask of shifted windows follows the grid that comes in
 
 
-def encode_cells(backbone: Backbone, tokens: Tensor, units: Tensor, forgotten: Tensor, unknown: Tensor) -> Features:
+def encode_cells(
+    backbone: Backbone,
+    tokens: Tensor,
+    units: Tensor,
+    table: Tensor | None,
+    forgotten: Tensor | None,
+    unknown: Tensor | None,
+) -> Features:
     """Features of one unit of each 2x2 cell: patches [B, V, D], in the order of `units`.
 
-    tokens: [B, N, D] of the whole image. units: [B, V] places on `out_grid`, one of each cell, in any order.
-    forgotten: [V] or [B, V] bool, units whose tokens get `unknown` [D] instead of their rows of the table.
+    tokens: [B, N, D] of the whole image. units: [B, V] places on `out_grid`, one of each cell, in any order. table:
+    [N, D]. forgotten: [V] or [B, V] bool, units whose tokens get `unknown` [D] instead of their rows of the table.
     """
     columns, unit = backbone.out_grid[1], _unit(backbone)
     # The model needs the units laid out cell by cell; they are put back into the caller's order afterwards.
@@ -57,12 +60,12 @@ def encode_cells(backbone: Backbone, tokens: Tensor, units: Tensor, forgotten: T
     cell, inner = _compact(backbone, tokens.device)
     there = laid[:, cell]
     index = (there // columns * unit + inner // unit) * backbone.grid[1] + there % columns * unit + inner % unit
-    where = forgotten.expand_as(units).gather(1, layout)[:, cell]
-    table = backbone.positions().table
-    places = Positions(None if table is None else take(table[None], index)).forget(where, unknown)
+    places = Positions(None if table is None else take(table[None], index))
+    if forgotten is not None:
+        places = places.forget(forgotten.expand_as(units).gather(1, layout)[:, cell], unknown)
     z = backbone.assemble(take(tokens, index), places).z
     half = (backbone.grid[0] // 2, backbone.grid[1] // 2)
-    swin: Any = backbone  # `enable_cells` has refused the others
+    swin: Any = backbone
     features = backbone.finish(Stream(swin.run_grid(z, half), 0))
     return Features(features.prefix, take(features.patches, layout.argsort(dim=1)))
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from situs.backbones.base import Backbone
 from situs.config import Checked
+from situs.core.when import When
 from situs.methods import Batch, Draws, Method, Output, method_class
 
 BARE = "backbone"
@@ -27,7 +28,7 @@ class Bare(Method):
         super().__init__(backbone)
         self.config = config
 
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:  # noqa: ARG002
+    def draw(self, batch: Batch, when: When) -> Draws:  # noqa: ARG002
         return {}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:  # noqa: ARG002

@@ -17,10 +17,11 @@ from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times, Turn, time_steps
 from situs.bench.flops import step_flops
 from situs.config import from_dict, to_dict
+from situs.core.when import When
 from situs.data.objects import pack_masks
 from situs.methods import Batch, Method, classifies
 from situs.train.optim import OptimConfig
-from situs.train.step import Moment, Stepper, autocast
+from situs.train.step import Stepper, autocast
 
 OBJECTS = 8
 """Of an image of noise: COCO has 7.3 in an image."""
@@ -146,7 +147,7 @@ def method_flops(method: Method, case: StepCase, device: torch.device) -> int:
 
     def loss_of(size: int) -> torch.Tensor:
         batch = make_batch(method, case, size, device)
-        draws = method.draw(batch, seed=0, epoch=0, progress=0.5)
+        draws = method.draw(batch, When(seed=0, epoch=0, progress=0.5))
         with autocast(device, precision_on(case, device)):
             return method(batch, draws).loss
 
@@ -165,7 +166,7 @@ def make_update(method: Method, case: StepCase, device: torch.device, say: Calla
 
     def update() -> None:
         nonlocal done
-        stepper.update(batch, Moment(done, done, 0.5), 1e-4, ragged=False)
+        stepper.update(batch, When(step=done, epoch=done, progress=0.5), 1e-4, ragged=False)
         done += 1
 
     return update

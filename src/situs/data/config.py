@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from situs.config import Checked, from_dict, to_dict
 from situs.data.audio import AudioConfig
-from situs.data.image_pipeline import Decoder, Resizer
 from situs.data.masks import MaskConfig
 from situs.data.objects import ObjectConfig
 from situs.data.sources.base import Kind
@@ -21,9 +20,9 @@ Target = Literal["class", "mask", "objects", "words"]
 """What is known of a sample."""
 
 BATCH = 256
-_OF_IMAGES = ("multi_label", "decode", "resize", "crop_share", "target")
+_OF_IMAGES = ("multi_label", "crop_share", "target")
 _NOT_OF_TEXT = (*_OF_IMAGES[:-1], "img_size", "channels", "mean", "std")
-_OF_CLASSES = ("multi_label", "decode", "resize", "per_class", "balanced")
+_OF_CLASSES = ("multi_label", "per_class", "balanced")
 DENSE = {"mask": "masks", "objects": "objects"}
 """Targets that say more of an image than its class, and the field that says how each is read."""
 NO_DATA = "give the images, or samples for the embedded set of 9,000 pictures of clothes"
@@ -32,6 +31,14 @@ NO_DATA = "give the images, or samples for the embedded set of 9,000 pictures of
 @dataclass(frozen=True)
 class DataConfig(Checked):
     """Where the samples are and how they come to the model."""
+
+    retired: ClassVar = {
+        "decode": ("auto", "the workers read JPEGs whole"),
+        "resize": (
+            "auto",
+            "a CUDA device with Triton resizes random crops, the workers do elsewhere",
+        ),
+    }
 
     path: str = ""
     """Images, clips or sentences: a folder, parquet, tar, CIFAR batches, csv, txt, or "samples" (embedded images);
@@ -77,15 +84,6 @@ class DataConfig(Checked):
 
     workers: Natural = 4
     """Processes that decode a streamed set, at most one a core; 0 decodes in the main process."""
-
-    decode: Decoder = "auto"
-    """How a streamed JPEG is read for training. cpu: whole. scaled: at 1/2, 1/4 or 1/8 of its sides where its crop asks
-    for no more, which saves time on large photographs and changes their pixels a little. gpu: by nvJPEG on the device,
-    whose pixels differ from libjpeg's by a level or two; for hosts with few cores. auto: cpu."""
-
-    resize: Resizer = "auto"
-    """Who brings the random crops of a streamed set to their size, to the same bits: the workers, or the device, all
-    crops of a batch at once. auto: a CUDA device, where Triton is installed; else the workers."""
 
     resident: Literal["auto", "always", "never"] = "auto"
     """Whether the set is decoded once and kept on the device; auto: small images of one size that fit, and none with

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -135,20 +136,23 @@ class ResidentLoader(Loader):
 
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
         waiting: list[Tensor] = []
+        at_once = self._steps_at_once()
         for ids in batches_for(self.plan, epoch, start_step, self.device):
             if len(ids):
                 waiting.append(ids)
-            if len(waiting) >= self._steps_at_once():
+            if len(waiting) >= at_once:
                 yield from self._augmented(waiting, epoch)
                 waiting = []
-        if waiting:
-            yield from self._augmented(waiting, epoch)
+        if waiting:  # fewer would be another shape, for which the compiler takes half a minute
+            filled = waiting + [waiting[-1]] * (at_once - len(waiting))
+            yield from islice(self._augmented(filled, epoch), len(waiting))
 
     def _steps_at_once(self) -> int:
+        """Batches that are augmented together."""
         if self.device.type == "cpu" or not self.pipeline.training:
             return 1
         share = self.plan.batch // self.plan.world
-        return max(1, _AT_ONCE // (share * self.pipeline.row_bytes))
+        return max(1, min(self.steps_per_epoch, _AT_ONCE // (share * self.pipeline.row_bytes)))
 
     def _augmented(self, steps: list[Tensor], epoch: int) -> Iterator[Batch]:
         ids, pipeline = torch.cat(steps), self.pipeline
@@ -292,8 +296,6 @@ def make_loader(
     pipeline = (_clips if clips else _images)(source, config, augment, device, held=held is not None)
     if held is not None:
         return ResidentLoader(pipeline, plan, held)
-    if config.decode == "gpu" and device.type != "cuda":
-        raise SitusError(field="decode", value="gpu", allowed="auto, cpu or scaled without a CUDA device")
     if training and config.resident == "always":  # of images with masks; an evaluation looks at each once
         if source.target == "mask":
             return StreamLoader(pipeline, plan, device, held=int(config.resident_gib * 2**30))
@@ -387,8 +389,7 @@ def _images(
         crop_share=config.crop_share,
         normalisation=config.normalisation,
         held=held,
-        decoder=config.decode,
-        resizer="device" if config.resize == "auto" and serves(device) else config.resize,
+        device_resizes=serves(device),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from situs.backbones.base import Backbone
+from situs.core.when import When
 from situs.errors import unknown_name
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.methods.detection import Detection, DetectionConfig
@@ -13,6 +14,8 @@ from situs.methods.language import Language, LanguageConfig
 from situs.methods.mae import MAE, MAEConfig
 from situs.methods.mjp import MJP, MJPConfig
 from situs.methods.mp3 import MP3, MP3Config
+from situs.methods.official import OfficialDropPos, OfficialDropPosConfig, OfficialMJP, OfficialMJPConfig
+from situs.methods.offsets import Offsets, OffsetsConfig
 from situs.methods.registry import Registry
 from situs.methods.segmentation import Segmentation, SegmentationConfig
 from situs.methods.supervised import Supervised, SupervisedConfig
@@ -21,10 +24,13 @@ METHODS = Registry(
     {
         "detection": Detection,
         "droppos": DropPos,
+        "droppos-official": OfficialDropPos,
         "language": Language,
         "mae": MAE,
         "mjp": MJP,
+        "mjp-official": OfficialMJP,
         "mp3": MP3,
+        "offsets": Offsets,
         "segmentation": Segmentation,
         "supervised": Supervised,
     },
@@ -72,11 +78,18 @@ __all__ = [
     "MJPConfig",
     "MP3Config",
     "Method",
+    "OfficialDropPos",
+    "OfficialDropPosConfig",
+    "OfficialMJP",
+    "OfficialMJPConfig",
+    "Offsets",
+    "OffsetsConfig",
     "Output",
     "Segmentation",
     "SegmentationConfig",
     "Supervised",
     "SupervisedConfig",
+    "When",
     "classifies",
     "create_method",
     "method_class",

@@ -8,15 +8,17 @@ counter-based hash, so a sample's draws are the same whatever batch it stands in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
-import torch
 from torch import Tensor, nn
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone, Features
 from situs.core.jigsaw import move_patches
+from situs.core.selection import Tokens
+from situs.core.when import When
 from situs.data.batch import Batch
 from situs.errors import SitusError
 
@@ -97,27 +99,31 @@ class Method(nn.Module, ABC):
         """backbone: or a module of timm or transformers, which is wrapped and trained as it is. config: its own
         defaults where None."""
         super().__init__()
-        self.backbone: Backbone = backbone if isinstance(backbone, Backbone) else create_backbone(backbone)
+        self.backbone: Backbone = self.wrapped(backbone)
         for capability in self.needs:
             self.backbone.require(capability)
         self.grid: tuple[int, ...] = self.backbone.grid
         self.config: Any = type(self).Config() if config is None else config
 
+    @staticmethod
+    def wrapped(backbone: Backbone | nn.Module) -> Backbone:
+        """A module of timm or transformers as a backbone."""
+        return backbone if isinstance(backbone, Backbone) else create_backbone(backbone)
+
     @abstractmethod
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
-        """A batch's draws, on its device. progress: share of the training done, in [0, 1], for schedules."""
+    def draw(self, batch: Batch, when: When) -> Draws:
+        """A batch's draws, on its device."""
 
-    def with_mask(self, batch: Batch) -> Batch:
-        """A batch of sentences with its mask: where it brings none, every token is real. Others are left alone."""
-        if batch.mask is not None or not self.backbone.input.words:
-            return batch
-        ids = batch.inputs[:, 0] if batch.inputs.dim() == 3 else batch.inputs  # of pairs
-        return batch._replace(mask=torch.ones_like(ids, dtype=torch.bool))
+    def tokens(self, batch: Batch) -> Tokens:
+        """The tokens of a batch that may be selected one by one."""
+        return self.backbone.tokens(batch.inputs, batch.mask)
 
-    def refuse_padding(self, batch: Batch) -> None:
-        """For a method that would take padding for tokens."""
-        if batch.mask is not None:
-            raise SitusError(f"{type(self).__name__} takes no batches with padding, as sentences have")
+    def puzzling(self, batch: Batch) -> Batch:
+        """The batch, refused where its samples differ in length, so that their puzzles have no common form."""
+        if self.tokens(batch).real is not None:
+            said = "samples differ in length, as sentences do, so that their puzzles have no common form"
+            raise SitusError(f"{type(self).__name__}: {said}")
+        return batch
 
     @abstractmethod
     def forward(self, batch: Batch, draws: Draws) -> Output:
@@ -133,9 +139,21 @@ class Method(nn.Module, ABC):
         """Whether the backbone's own positions take part; where not, they mean nothing after training."""
         return self.uses_positions(self.config)
 
+    def under(self, **changes: Any) -> Self:
+        """The same weights with other values in the config, to be looked at."""
+        other = copy(self)
+        other.config = replace(self.config, **changes)
+        other.check()
+        return other
+
+    def check(self) -> None:
+        """Refuses a config that does not fit the backbone."""
+
     def at(self, *ratios: float) -> Self:
         """The same weights with other values of `puzzle_ratios`, to be looked at."""
-        raise SitusError(f"{type(self).__name__} has no position head")
+        if not self.puzzle_ratios:
+            raise SitusError(f"{type(self).__name__} has no position head")
+        return self.under(**dict(zip(self.puzzle_ratios, ratios, strict=True)))
 
     @property
     def told(self) -> float:
@@ -179,7 +197,7 @@ class Method(nn.Module, ABC):
         """The same parameters in a step that hides another share; None where it hides none."""
         return None
 
-    def table_loss(self, hidden: Tensor, *, seed: int, epoch: int) -> Tensor | None:
+    def table_loss(self, hidden: Tensor, when: When) -> Tensor | None:
         """What it adds to the loss that no sample decides, but the position table alone; None where there is nothing.
 
         hidden: [B, N] bool, the places that are hidden.
@@ -217,18 +235,3 @@ def encode_moved(
     if places is not None and hidden is not None:
         places = places.forget(hidden, vector)
     return backbone.encode(tokens, places)
-
-
-def epoch_share(epochs: int, epoch: int, progress: float) -> float:
-    """epoch / epochs, the share of a run of `epochs` done when this epoch began.
-
-    A step of epoch e lies in [e, e + 1] / epochs of its run: where `progress` (0: not known) does not, the run has
-    another length than the config says, which would bend the schedule in silence.
-    """
-    if epoch >= epochs or (progress > 0 and not epoch - 1e-6 <= progress * epochs <= epoch + 1 + 1e-6):
-        raise SitusError(
-            field="method.epochs",
-            value=epochs,
-            allowed=f"the run's own number; its epoch {epoch} is {progress:.4f} through the run",
-        )
-    return epoch / epochs

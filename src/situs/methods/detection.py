@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from situs.backbones.base import Backbone
 from situs.config import Checked
 from situs.core.random import bits
+from situs.core.when import When
 from situs.data.objects import objects_of
 from situs.errors import SitusError
 from situs.limits import Count, Positive, Within
@@ -86,8 +87,8 @@ class Detection(Method):
         found = (config.regions, config.score, config.detections)
         self.roi_heads = Regions(strides, width, config.hidden, classes + 1, *found)
 
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
-        return {"regions": bits(seed, epoch, batch.ids, "detection", ())}
+    def draw(self, batch: Batch, when: When) -> Draws:
+        return {"regions": bits(when.seed, when.epoch, batch.ids, "detection", ())}
 
     def maps(self, inputs: Tensor) -> list[Tensor]:
         """The pyramid of inputs [B, C, H, W], from fine to coarse, [B, width, h_i, w_i]."""

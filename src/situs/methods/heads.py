@@ -31,6 +31,20 @@ def position_loss(logits: Tensor, places: Tensor, real: Tensor | None = None) ->
     return F.cross_entropy(logits.flatten(0, 1).float(), places.flatten())
 
 
+def asked_weights(weights: Tensor | None, start: int, asked: Tensor | None, *, each: bool) -> Tensor | None:
+    """Weights of the tokens from `start` on, 0 where `asked` [B, K] says no; None: all count alike.
+
+    weights: [B, V], or None. each: every sample's are brought to 1, so that it counts as much as any other.
+    """
+    if weights is not None:
+        weights = weights[:, start:]
+    if asked is not None:
+        weights = asked.float() if weights is None else weights * asked
+    if weights is None:
+        return None
+    return weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-12) if each else weights
+
+
 @torch.no_grad()
 def position_accuracy(logits: Tensor, places: Tensor, real: Tensor | None = None) -> Tensor:
     """Share of (real) tokens whose place is guessed right, 0 of none. logits: [B, K, N]; places, real: [B, K]."""
@@ -47,6 +61,13 @@ def place_ranks(logits: Tensor, places: Tensor) -> Tensor:
     own = logits.gather(-1, places.unsqueeze(-1))
     earlier = torch.arange(logits.shape[-1], device=logits.device) < places.unsqueeze(-1)
     return ((logits > own) | ((logits == own) & earlier)).sum(dim=-1)
+
+
+def init_classifier(head: nn.Linear) -> nn.Linear:
+    """A fresh head that holds every answer nearly equally likely."""
+    nn.init.trunc_normal_(head.weight, std=0.02)
+    nn.init.zeros_(head.bias)
+    return head
 
 
 def check_decoder(width: int, heads: int) -> None:

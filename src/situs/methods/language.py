@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
 from situs.config import Checked
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods.base import Batch, Draws, Method, Output
 
@@ -43,7 +44,7 @@ class Language(Method):
                 f"{backbone.name} has no head for the next word, as GPT2LMHeadModel and LlamaForCausalLM have"
             )
 
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+    def draw(self, batch: Batch, when: When) -> Draws:
         return {}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:

@@ -18,16 +18,21 @@ from situs.core.jigsaw import patch_size_of
 from situs.core.masking import kept_of, random_subset
 from situs.core.position import sincos
 from situs.core.random import uniform
+from situs.core.selection import Selection
 from situs.core.tokens import patchify, take
+from situs.core.when import When
 from situs.errors import SitusError, counted
 from situs.limits import Count, Natural, Within
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.methods.heads import Decoder, check_decoder
+from situs.methods.retired import RETIRED
 
 
 @dataclass(frozen=True)
 class MAEConfig(Checked):
     """MAE's own settings, its published defaults."""
+
+    retired: ClassVar = RETIRED["mae"]
 
     mask_ratio: Annotated[float, Within("(0, 1)")] = 0.75
     """Share of patches hidden from the encoder."""
@@ -43,9 +48,6 @@ class MAEConfig(Checked):
 
     normalise: bool = True
     """Whether each target patch is normalised by its own mean and variance."""
-
-    floor_counts: bool = False
-    """Keep int((1-γ)N) instead of N - int(γN), as the published code rounds: at .6 of 196 patches 78, not 79."""
 
     def check(self) -> None:
         check_decoder(self.decoder_width, self.decoder_heads)
@@ -63,7 +65,7 @@ class MAE(Method):
         super().__init__(backbone, config)
         backbone = self.backbone
         count = backbone.num_tokens
-        if not 0 < kept_of(config.mask_ratio, count, floor=config.floor_counts) < count:
+        if not 0 < kept_of(config.mask_ratio, count) < count:
             raise SitusError(
                 f"mask_ratio={config.mask_ratio}: must hide at least one of {counted(count, 'patches')} and show one",
                 field="mask_ratio",
@@ -75,16 +77,14 @@ class MAE(Method):
         self.mask_token = nn.Parameter(torch.empty(width).normal_(std=0.02))
         self.register_buffer("places", sincos(backbone.grid, width), persistent=False)
 
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
-        self.refuse_padding(batch)
-        noise = uniform(seed, epoch, batch.ids, "mae.mask", (self.backbone.num_tokens,))
-        subset = random_subset(noise, self.config.mask_ratio, floor=self.config.floor_counts)
+    def draw(self, batch: Batch, when: When) -> Draws:
+        noise = uniform(when.seed, when.epoch, batch.ids, "mae.mask", (self.backbone.num_tokens,))
+        subset = random_subset(noise, self.config.mask_ratio)
         return {"kept": subset.kept, "dropped": subset.dropped}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
         kept, dropped = draws["kept"], draws["dropped"]
-        tokens = self.backbone.embed_at(batch.inputs, kept)
-        features = self.backbone.encode(tokens, self.backbone.positions().take(kept))
+        features = self.backbone.encode_at(batch.inputs, Selection(kept))
         guesses = decode_hidden(self.decoder, features, self.mask_token, self.places, kept, dropped)
         target = patchify(batch.inputs, patch_size_of(batch.inputs, self.backbone.grid))
         loss = reconstruction_loss(guesses, take(target, dropped), normalise=self.config.normalise)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
 from situs.config import Checked
+from situs.core.when import When
 from situs.data.masks import VOID
 from situs.errors import SitusError
 from situs.limits import Count, NotNegative, Within
@@ -74,7 +75,7 @@ class Segmentation(Method):
             self.auxiliary = nn.Sequential(*head)
         self.dropout = nn.Dropout2d(config.dropout)
 
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+    def draw(self, batch: Batch, when: When) -> Draws:
         return {}
 
     def maps(self, inputs: Tensor) -> list[Tensor]:

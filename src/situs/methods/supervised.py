@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
 from situs.config import Checked
+from situs.core.when import When
 from situs.data.augment.mix import soft_multi_labels
 from situs.errors import SitusError
 from situs.limits import Within
@@ -41,7 +42,7 @@ class Supervised(Method):
     def __init__(self, backbone: Backbone | nn.Module, config: SupervisedConfig | None = None) -> None:
         super().__init__(backbone, config)
 
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+    def draw(self, batch: Batch, when: When) -> Draws:
         return {}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:

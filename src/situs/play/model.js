@@ -198,8 +198,8 @@ class Vit {
 
   /** Tokens [n, D] through the transformer, prefix in front: [prefix + n, D].
    * places: for each token the place it is told, -1 for the learned unknown one; null where none is told any.
-   * keys: which of the tokens are attended to (null: all); prefixed: whether prefix tokens are. */
-  encode(tokens, count, { places = null, keys = null, prefixed = true, watch = null }) {
+   * keys: which of the tokens are attended to (null: all); prefix tokens always are. */
+  encode(tokens, count, { places = null, keys = null, watch = null }) {
     const { dim, prefix, depth, heads } = this.about;
     const rows = prefix + count;
     let z = new Float32Array(rows * dim);
@@ -215,7 +215,7 @@ class Vit {
       });
     }
     const chosen = keys ?? Array.from({ length: count }, (_, n) => n);
-    const own = prefixed ? Array.from({ length: prefix }, (_, n) => n) : [];
+    const own = Array.from({ length: prefix }, (_, n) => n);
     const rowsOfKeys = Int32Array.from([...own, ...chosen.map((n) => prefix + n)]);
     z = this.turned(this.norm(z, "enter"), this.key?.order);
     for (let n = 0; n < depth; n++) {
@@ -236,9 +236,9 @@ class Vit {
 
   /** MP3: where each of all patches was, by content alone, [count, count]. context: the patches that all attend to. */
   places(pixels, context) {
-    const { dim, prefix, prefixed } = this.about;
+    const { dim, prefix } = this.about;
     const every = Array.from({ length: this.count }, (_, n) => n);
-    const z = this.encode(this.embed(pixels, every), this.count, { keys: context, prefixed });
+    const z = this.encode(this.embed(pixels, every), this.count, { keys: context });
     return this.linear(z.subarray(prefix * dim), this.count, "place");
   }
 

@@ -66,7 +66,7 @@ def described(model: Model, trained: Method | nn.Module | None = None) -> tuple[
     }
     about["mean"], about["std"] = (list(each) for each in model.data.normalisation)
     if isinstance(method, MP3):
-        about |= {"hidden": method.config.mask_ratio, "prefixed": method.config.cls != "never"}
+        about["hidden"] = method.config.mask_ratio
         tensors |= _linear("place", method.position_head)
     elif isinstance(method, DropPos):
         about |= {"hidden": method.config.mask_ratio, "dropped": method.config.position_mask_ratio}

@@ -12,6 +12,7 @@ import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from torch import Tensor
 
+from situs.core.when import When
 from situs.data.batch import Batch
 from situs.data.loader import Loader
 from situs.data.sources import addressed
@@ -118,7 +119,7 @@ def _logits(trained: Any, inputs: Tensor) -> Tensor:
     if isinstance(trained, Method) and trained.puzzle_ratios:
         ids = torch.arange(len(inputs), device=inputs.device)
         batch = Batch(inputs, ids)
-        return trained(batch, trained.draw(batch, seed=0, epoch=0, progress=1.0)).extras["logits"]
+        return trained(batch, trained.draw(batch, When(seed=0, epoch=0, progress=1.0))).extras["logits"]
     if isinstance(trained, Method):
         return trained.backbone.head(trained.encode(inputs))
     return trained(inputs)

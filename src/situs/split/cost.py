@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from situs.backbones.config import BackboneConfig
 from situs.config import Checked
+from situs.core.when import When
 from situs.data.batch import Batch
 from situs.data.config import DataConfig
 from situs.errors import counted
@@ -43,7 +44,7 @@ from situs.split.view import make_view
 from situs.train.config import TrainConfig
 from situs.train.optim import OptimConfig
 from situs.train.run import RunConfig, make_method
-from situs.train.step import Moment, Stepper
+from situs.train.step import Stepper
 
 MIB = 2**20
 CASES: Mapping[str, tuple[str, ...] | None] = {
@@ -156,9 +157,9 @@ def measure(asked: CostConfig, permute: tuple[str, ...] | None, device: str) -> 
             stepper = stepper_of(Stepper, new_method(config, device), config, device)
         else:
             stepper, client = both_sides(config, permute, Path(out), device)
-        stepper.update(batch, Moment(0, 0, 0.0), 1e-4, False)
+        stepper.update(batch, When(), 1e-4, False)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            stepper.update(batch, Moment(1, 0, 0.0), 1e-4, False)
+            stepper.update(batch, When(step=1), 1e-4, False)
         for weight in (each for each in gc.get_objects() if type(each) is torch.nn.Parameter):
             kept.pop(weight.untyped_storage().data_ptr(), None)  # is there without a step
         here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
@@ -166,7 +167,7 @@ def measure(asked: CostConfig, permute: tuple[str, ...] | None, device: str) -> 
         before = 0 if client is None else client.sent
         # The counter does not know every fused attention; as plain products it knows it everywhere.
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
-            stepper.update(batch, Moment(2, 0, 0.0), 1e-4, False)
+            stepper.update(batch, When(step=2), 1e-4, False)
         sent = 0 if client is None else client.sent - before
     return StepCost(counted.get_total_flops() / 1e9, sent / MIB, sum(kept.values()) / MIB, held / MIB)
 

@@ -23,6 +23,7 @@ from situs.backbones.base import Backbone, Features, Stream, Taps
 from situs.core.permutation import invert
 from situs.core.random import bits
 from situs.core.tokens import take
+from situs.core.when import When
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.evaluate.accuracy import ClassAccuracy, evaluate_accuracy, hard, labels_of
@@ -56,10 +57,10 @@ class Defended(Supervised):
         super().__init__(backbone, config)
         self.defence, self.scale, self.rows = defence, scale, rows
 
-    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:  # noqa: ARG002
-        self.refuse_padding(batch)
+    def draw(self, batch: Batch, when: When) -> Draws:
+        self.tokens(batch)  # refuses padding
         shape = len(batch.ids), self.backbone.num_tokens, self.backbone.dim
-        words = self.words(batch, seed, epoch)
+        words = self.words(batch, when.seed, when.epoch)
         given = draw_defence(self.defence, words, shape, self.backbone.grid)
         draws = {} if given is None else {"defence": given.to(batch.ids.device)}
         if self.rows:
@@ -221,7 +222,7 @@ def _features(method: Defended, batches: Iterable[Batch]) -> tuple[Tensor, Tenso
     parts = []
     with evaluating(method):
         for batch in batches:
-            features = method.defended(batch.inputs, method.draw(batch, seed=0, epoch=0))
+            features = method.defended(batch.inputs, method.draw(batch, When(seed=0, epoch=0)))
             parts.append((method.backbone.pooled(features), method.backbone.head(features), hard(labels_of(batch))))
     pooled, logits, labels = (torch.cat(each) for each in zip(*parts, strict=True))
     return pooled, logits, labels

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from situs.backbones.base import Backbone, Stream, Taps
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods.base import Batch, Output
 from situs.split.client import Client, Flight
@@ -30,7 +31,7 @@ from situs.split.view import View
 from situs.train.checkpoint.state import generators, set_generators
 from situs.train.ema import Ema
 from situs.train.optim import BACKBONE, clip_by, clip_share, gradient_norms
-from situs.train.step import MicroBatch, Moment, Stepper, Update, autocast
+from situs.train.step import MicroBatch, Stepper, Update, autocast
 
 AHEAD = 2
 """Micro-batches at the server at once; it takes no more."""
@@ -152,7 +153,7 @@ class SplitStepper(Stepper):
         self._parts: deque[MicroBatch] = deque()
         self._flights: deque[Flight] = deque()
 
-    def update(self, batch: Batch, moment: Moment, rate: float, ragged: bool) -> Update:
+    def update(self, batch: Batch, moment: When, rate: float, ragged: bool) -> Update:
         self.client.begin(moment.step, rate)
         return super().update(batch, moment, rate, ragged)
 

@@ -102,7 +102,9 @@ class Log:
         self.run, self.total, self.start = run, total, start
         self.loud = run.writer
         self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
-        self.began = self.spoke = time.perf_counter()
+        self.spoke = time.perf_counter()
+        self.marks = [(start, self.spoke)]
+        """Steps that were shown and when, of the later half of what is done: the beginning compiles and warms up."""
         self.patience = FIRST
         self.trackers: list[Tracker] = []
         for name in trackers if self.loud else ():
@@ -151,7 +153,7 @@ class Log:
     def _show(self, record: Mapping[str, Any]) -> None:
         step = record["step"]
         self.spoke = time.perf_counter()
-        left = (self.spoke - self.began) / max(1, step - self.start) * (self.total - step)
+        left = self._left(step)
         if self.live is None:
             self.patience = PATIENCE
             self.say(f"step {step}/{self.total} · {describe(record, skip=('step',))} · {clock(left)} left")
@@ -165,6 +167,14 @@ class Log:
                 facts=describe(record, skip=("step",)),
             )
             self.live.refresh()
+
+    def _left(self, step: int) -> float:
+        """Seconds to the end, at the pace of the later half of what is done."""
+        while len(self.marks) > 1 and self.marks[1][0] <= (self.start + step) / 2:
+            self.marks.pop(0)
+        first, then = self.marks[0]
+        self.marks.append((step, self.spoke))
+        return (self.spoke - then) / max(1, step - first) * (self.total - step)
 
     def keep(self, record: Mapping[str, Any]) -> None:
         """A record for the file and the trackers alone. JSON has no NaN: such a value is null."""

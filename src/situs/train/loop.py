@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from situs.core.when import When
 from situs.errors import SitusError, counted, verb
 from situs.methods.base import Batch, Method
 from situs.progress import clock, hearing, task
@@ -30,7 +31,7 @@ from situs.train.interrupt import Interrupt
 from situs.train.log import Log, machine, memory_gib
 from situs.train.nan import FiniteCheck, save_bad_step
 from situs.train.optim import OptimConfig, asked_warmup, peak_rate, rate_at, trains_few, warmup_steps
-from situs.train.step import Moment, Stepper, Update
+from situs.train.step import Stepper, Update
 
 BEST_BY = ("val_top1", "val_map", "val_miou", "val_ap", "val_accuracy")
 """Numbers of a validation by which one model is better than another; the first that there is decides."""
@@ -145,6 +146,11 @@ class _Loop:
         self.waited = loader.data_wait
         method.train()
 
+    def moment(self, epoch: int) -> When:
+        """What the draws of the next update may depend on."""
+        epochs = -(-self.total // self.per_epoch)
+        return When(self.config.seed, epoch, self.step / self.total, self.step, epochs)
+
     def rate(self, step: int, total: int) -> float:
         """The schedule's rate for update number `step`."""
         return rate_at(step, total, warmup_steps(self.optim, self.per_epoch, total), self.peak, self.optim)
@@ -194,7 +200,7 @@ class _Loop:
     def advance(self, batch: Batch, epoch: int) -> None:
         """One update and what is due after it."""
         rate = self.rate(self.step, self.total)
-        moment = Moment(self.step, epoch, self.step / self.total)
+        moment = self.moment(epoch)
         ragged = (self.step + 1) % self.per_epoch == 0
         done = self._compiled(lambda: self.stepper.update(batch, moment, rate, ragged))
         self.step += 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from situs.core.when import When
 from situs.data.loader import Loader
 from situs.data.sources.remote.cache import cache_folder
 from situs.data.sources.remote.names import is_remote
@@ -126,7 +127,7 @@ def _try_out(method: Method, loader: Loader, seed: int) -> tuple[tuple[int, ...]
     few = batch.part(slice(0, FEW))
     method.train()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        loss = float(method(few, method.draw(few, seed=seed, epoch=0, progress=0.0)).loss)
+        loss = float(method(few, method.draw(few, When(seed=seed, epoch=0, progress=0.0))).loss)
     return tuple(batch.inputs.shape), loss
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.train import distributed
@@ -29,18 +30,10 @@ class MicroBatch(NamedTuple):
     share: float
 
 
-class Moment(NamedTuple):
-    """Where a step stands: how many updates came before it, its epoch, the share of the run done."""
-
-    step: int
-    epoch: int
-    progress: float
-
-
 class Update(NamedTuple):
     """What one update used and gave; kept for a moment, so that a step that was not finite can be saved."""
 
-    moment: Moment
+    moment: When
     parts: list[MicroBatch]
     generators: Mapping[str, Tensor]
     values: Tensor
@@ -108,7 +101,7 @@ class Stepper:
             self.notes.append(told)
         self.compute = Graphed(self._compute, self.device, say) if graph else self._compute
 
-    def update(self, batch: Batch, moment: Moment, rate: float, ragged: bool) -> Update:
+    def update(self, batch: Batch, moment: When, rate: float, ragged: bool) -> Update:
         """Moves the weights once. ragged: the ranks' parts of this batch may differ in size."""
         while self.notes:
             self.say(self.notes.pop(0))
@@ -117,7 +110,7 @@ class Stepper:
         weight, count = self._agree(batch) if ragged and distributed.world() > 1 else (1.0, self.accumulate)
         parts = []
         for piece, share in split(batch, count):
-            draws = self.method.draw(piece, seed=self.seed, epoch=moment.epoch, progress=moment.progress)
+            draws = self.method.draw(piece, moment._replace(seed=self.seed))
             parts.append(MicroBatch(piece, draws, share * weight))
         measured = self.compute(parts)
         if self.ema is not None:

@@ -15,6 +15,7 @@ from situs.audit.text.encoder import encoder_sentences
 from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.victim import TextVictim, text_gradients
 from situs.backbones.hf.encoders import TextEncoder
+from situs.core.when import When
 from situs.data.batch import Batch
 from situs.methods import MJP, MJPConfig
 
@@ -43,7 +44,7 @@ def hidden_of(made: TextVictim, *texts: str) -> list[list[int]]:
     ids = torch.zeros(len(truth), max(map(len, truth)), dtype=torch.int64)
     mask = torch.arange(ids.shape[1]) < torch.tensor([len(each) for each in truth])[:, None]
     assert made.method is not None
-    draws = made.method.draw(Batch(ids, torch.arange(len(truth)), {}, mask), seed=0, epoch=0)
+    draws = made.method.draw(Batch(ids, torch.arange(len(truth)), {}, mask), When(seed=0, epoch=0))
     return [row.nonzero()[:, 0].tolist() for row in draws["mask"]]
 
 
@@ -66,7 +67,7 @@ def test_all_that_is_trained_is_sent(hiding: TextVictim) -> None:
     assert sent.keys() - backbone == {name for name, _ in method.named_parameters() if not name.startswith("backbone.")}
     ids = torch.tensor(truth)
     batch = Batch(ids, torch.arange(1), {"label": torch.tensor([1])}, torch.ones_like(ids, dtype=torch.bool))
-    draws, step = method.draw(batch, seed=0, epoch=0), torch.randn(64, dtype=torch.float64) * 1e-5
+    draws, step = method.draw(batch, When(seed=0, epoch=0)), torch.randn(64, dtype=torch.float64) * 1e-5
     losses = []
     for sign in (1, -1):
         with torch.no_grad():

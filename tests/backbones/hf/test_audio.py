@@ -14,6 +14,7 @@ from situs.backbones.base import InputSpec
 from situs.backbones.hf.audio import UNPLACED
 from situs.core.position import sincos
 from situs.core.tokens import patchify
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods import MP3, Batch, DropPos, DropPosConfig, MP3Config
 
@@ -70,7 +71,11 @@ def test_it_learns_by_both_puzzles() -> None:
     decoder = DropPosConfig(mask_ratio=0.0, decoder_width=16, decoder_heads=2)
     for kind, config in ((MP3, MP3Config(mask_ratio=0.5)), (DropPos, decoder)):
         method = kind(create_backbone(ast(hidden_dropout_prob=0.0), positions="sincos"), config)
-        draws, optimiser, losses = method.draw(data, seed=0, epoch=0), torch.optim.Adam(method.parameters(), 5e-3), []
+        draws, optimiser, losses = (
+            method.draw(data, When(seed=0, epoch=0)),
+            torch.optim.Adam(method.parameters(), 5e-3),
+            [],
+        )
         for _ in range(30):
             losses.append(method(data, draws).loss)
             optimiser.zero_grad()

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from situs.audit.judge.gate import SCOPE
 from situs.cli.main import main
+from situs.core.when import When
 from situs.data.batch import Batch
 
 NAME = "test_vit"  # timm's own tiny model for tests: 160 pixels in patches of 16, 64 channels
@@ -567,7 +568,7 @@ def test_a_run_of_mjp_is_audited_with_its_own_method(
     assert method.unknown.std() > 0.3
     x, y = torch.randn(1, 3, 8, 8), torch.tensor([1])
     sent = victim_gradients(method, x, y, epoch=victim.epoch)
-    mask = method.draw(Batch(torch.zeros(1), torch.tensor([0])), seed=0, epoch=1)["mask"][0]
+    mask = method.draw(Batch(torch.zeros(1), torch.tensor([0])), When(seed=0, epoch=1))["mask"][0]
     assert mask.any()
     assert torch.equal(hidden_places(sent["model.pos_embed"][0, 1:]), mask)
     assert float(sent["unknown"].abs().sum()) > 0

@@ -4,10 +4,11 @@ import pytest
 import torch
 from toy import ToyLoader, toy
 
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.train.checkpoint.state import check_fit, generators, moments, seed_generators, set_generators
 from situs.train.optim import OptimConfig
-from situs.train.step import Moment, Stepper
+from situs.train.step import Stepper
 
 CPU = torch.device("cpu")
 
@@ -32,7 +33,7 @@ def test_another_seed_or_step_is_another_stream() -> None:
 def test_moments_are_named_by_parameter_and_none_is_made_up() -> None:
     method = toy()
     stepper = Stepper(method, OptimConfig(), seed=0, precision="fp32", accumulate=1, parallel="ddp", compiled=False)
-    stepper.update(next(iter(ToyLoader().iterate(0, 0))), Moment(0, 0, 0.0), 1e-3, ragged=False)
+    stepper.update(next(iter(ToyLoader().iterate(0, 0))), When(), 1e-3, ragged=False)
     used = {name for name, p in method.named_parameters() if p.grad is not None}
     assert set(moments(stepper.optimizer)) == {f"{n}/{k}" for n in used for k in ("step", "exp_avg", "exp_avg_sq")}
     assert "spare" not in used

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from situs.backbones import create_backbone
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods.base import Batch, Method
 from situs.methods.supervised import Supervised, SupervisedConfig
@@ -18,7 +19,6 @@ from situs.train.optim import OptimConfig
 from situs.train.private import step as private_step
 from situs.train.private.secret import SIZE, Secret
 from situs.train.private.step import Mechanism, PrivateStepper
-from situs.train.step import Moment
 from situs.train.tuning import TuningConfig, attach, freeze
 
 pytest.importorskip("cryptography")
@@ -83,7 +83,7 @@ def test_the_gradient_is_the_noisy_sum_of_clipped_ones(
         return move(loss)
 
     monkeypatch.setattr(stepper, "_move", look)
-    done = stepper.update(batch(), Moment(3, 0, 0.0), 1e-2, ragged=False)
+    done = stepper.update(batch(), When(step=3), 1e-2, ragged=False)
     for name, value in expected.items():
         torch.testing.assert_close(seen[name].double(), value, rtol=1e-4, atol=1e-6)
     whole = method.eval()(batch(), {})
@@ -99,7 +99,7 @@ def test_the_same_step_again_has_the_same_noise_and_the_next_another() -> None:
     for step in (1, 1, 2):
         method = made("head")
         PrivateStepper(method, OptimConfig(), mechanism=mechanism, **asked).update(
-            batch(), Moment(step, 0, 0.0), 1e-2, ragged=False
+            batch(), When(step=step), 1e-2, ragged=False
         )
         found.append(method.backbone.model.head.weight.detach())
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
@@ -137,7 +137,7 @@ def step_of(precision: str, device: str) -> tuple[dict[str, torch.Tensor], list[
     given, seen = batch(), Softmaxes()
     moved = Batch(given.inputs.to(device), given.ids.to(device), {n: t.to(device) for n, t in given.targets.items()})
     with seen:
-        stepper.update(moved, Moment(1, 0, 0.0), 0.0, ragged=False)
+        stepper.update(moved, When(step=1), 0.0, ragged=False)
     return {name: p.grad.cpu() for name, p in stepper.trained.items()}, seen.types
 
 
@@ -156,5 +156,5 @@ def test_fp16_is_refused_and_nothing_is_left_of_single_gradients() -> None:
     with pytest.raises(SitusError, match="bf16 or fp32"):
         PrivateStepper(method, OptimConfig(), mechanism=mechanism, **PLAIN, precision="fp16")
     stepper = PrivateStepper(method, OptimConfig(), mechanism=mechanism, **PLAIN, precision="fp32")
-    stepper.update(batch(), Moment(0, 0, 0.0), 1e-2, ragged=False)
+    stepper.update(batch(), When(), 1e-2, ragged=False)
     assert all(p.grad_sample is None for p in method.parameters() if isinstance(p, nn.Parameter) and p.requires_grad)

@@ -13,8 +13,8 @@ from situs.audit.defences.base import Defence, NoDefence, Step, check_setting
 from situs.backbones.base import Backbone
 from situs.errors import SitusError, counted
 from situs.methods.base import Method
+from situs.methods.dal import require_table
 from situs.methods.mjp import MJP, MJPConfig
-from situs.methods.mjp.dal import require_table
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from situs.audit.victim import other_loss
 from situs.backbones.hf.encoders import TextEncoder
 from situs.backbones.hf.text import TextBackbone, open_tokeniser
 from situs.core.precision import full_float32
+from situs.core.when import When
 from situs.data.tokeniser import tokeniser_files
 from situs.errors import SitusError, counted
 from situs.methods.base import Batch, Method
@@ -190,7 +191,7 @@ def _loss(victim: TextVictim, sentences: Sequence[Sentence], labels: Sequence[in
     if victim.method is not None:
         rows = seed + torch.arange(len(sentences), device=device)
         batch = Batch(ids, rows, {"label": torch.tensor(list(labels), device=device)}, mask)
-        return victim.method(batch, victim.method.draw(batch, seed=seed, epoch=victim.epoch)).loss
+        return victim.method(batch, victim.method.draw(batch, When(seed=seed, epoch=victim.epoch))).loss
     if victim.task == "classes":
         return F.cross_entropy(victim.backbone(ids, mask), torch.tensor(list(labels), device=device))
     if victim.task == "next words":

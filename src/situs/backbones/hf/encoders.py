@@ -26,7 +26,7 @@ from situs.errors import SitusError
 class TextEncoder(TextBackbone, EncoderBackbone):
     """BERT, and ELECTRA, whose words and places may have fewer channels than its layers."""
 
-    lead = 1
+    special = 1
     segments: ClassVar[bool] = True
     """Whether the words of two sentences have vectors that tell which is which; else what stands between them does."""
 

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from situs.backbones.base import Features, InputSpec
 from situs.backbones.hf.layers import Head, HFBackbone, fit
 from situs.backbones.hf.names import own_state
 from situs.core.position import Positions
+from situs.core.selection import Tokens
 from situs.core.tokens import Grid
 from situs.errors import SitusError
 from situs.files import said_missing
@@ -83,13 +85,28 @@ class TextBackbone(HFBackbone):
             )
         return self.inner.get_input_embeddings()(x)
 
+    def tokens(self, inputs: Tensor, mask: Tensor | None = None) -> Tokens:
+        """Every word of ids as for `embed`, where no mask says which of them are real."""
+        ids = inputs[:, 0] if inputs.dim() == 3 else inputs
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+        return Tokens(real.shape[1], real, self.special)
+
+    def positions_of(self, tokens: Tokens) -> Positions:
+        return self.positions((tokens.total,))
+
+    def ready_to_select(self, kept: int) -> None:
+        super().ready_to_select(kept)
+        self.require("rows")  # selected tokens stand in random order, which a causal mask would take for theirs
+
+    def ready_to_shuffle(self) -> None:
+        self.require("rows")  # a causal mask would give the order away
+
     def fitted(self, positions: Positions | None, count: int) -> Positions:
         return fit(positions, count, self.num_tokens, self.kinds, self.name)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The wrapped model's own forward: ids as for `embed` -> logits. mask: [B, N] bool, False for padding."""
-        features = self.encode(self.embed(x), self.positions((x.shape[-1],)), mask=mask)
-        return self.head(features if mask is None else self.before_head(features, mask))
+        return self.classify(self.encode(self.embed(x), self.positions((x.shape[-1],)), mask=mask), mask)
 
     def before_head(self, features: Features, mask: Tensor) -> Features:  # noqa: ARG002  (a decoder uses it)
         """What the head reads of sentences that are filled up behind their ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -13,11 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.backbones.base import Backbone, Features, InputSpec, Level, Stream, Taps, WholeBackbone, join, refuses_tokens
+from situs.backbones.cells import enable_cells, encode_cells
 from situs.backbones.layout import LayoutBuilder, Role, roles_of
 from situs.backbones.timm.attention import check_blocks, run_blocks
 from situs.backbones.timm.layout import NAMES, write_flat, write_swin
+from situs.core.masking import one_of_cells
+from situs.core.permutation import random_permutation
 from situs.core.position import PairBias, Positions, resample_table
-from situs.core.tokens import Grid, grid_of, patchify, take
+from situs.core.selection import Context, Selection, Tokens
+from situs.core.tokens import Grid, grid_of, mask_of, patchify, take
 from situs.errors import SitusError
 
 
@@ -239,6 +244,33 @@ class SwinBackbone(TimmBackbone):
         if mask is not None:
             raise SitusError(f"{self.name}: images have no padding mask")
         return super().assemble(tokens, positions)
+
+    def ready_to_select(self, kept: int) -> None:
+        enable_cells(self)
+        if 4 * kept != math.prod(self.out_grid):
+            said = f"mask_ratio: must be 0.75 on {self.name}, which sees one patch of each 2x2 cell"
+            raise SitusError(said, field="mask_ratio")
+
+    def shuffle(self, noise: Tensor, tokens: Tokens) -> Tensor:
+        """One of each 2x2 cell first."""
+        chosen = mask_of(one_of_cells(noise, self.out_grid), tokens.total)
+        return random_permutation(torch.where(chosen, noise, noise + 1.0))
+
+    def encode_at(
+        self,
+        inputs: Tensor,
+        selected: Selection,
+        context: Context | None = None,
+        *,
+        positions: bool = True,
+        forgotten: Tensor | None = None,
+        unknown: Tensor | None = None,
+    ) -> Features:
+        """Of one place of `out_grid` in each 2x2 cell, see `cells`."""
+        if context is not None:
+            self.require("context")
+        table = self.positions().table if positions else None
+        return encode_cells(self, self.embed(inputs), selected.order, table, forgotten, unknown)
 
     def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
         assert keys is None  # `blocks` has refused a context

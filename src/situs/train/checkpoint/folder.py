@@ -230,11 +230,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _as_recorded(new: Mapping[str, Any], old: Mapping[str, Any], was: Mapping[str, Any]) -> dict[str, Any]:
-    """`new` without the fields that `old`, a config of an earlier version, lacks and that are as they `was` then.
+    """`new` without the fields that `old`, a config of an earlier version, lacks and that are as they `was` then, and
+    with those that it has alone.
 
     So its checkpoints, which hold a hash of the config they belong to, still belong to it.
     """
-    return {
+    return {name: value for name, value in old.items() if name not in new} | {
         name: _as_recorded(value, old[name], was[name]) if isinstance(old.get(name), Mapping) else value
         for name, value in new.items()
         if name in old or value != was.get(name)

@@ -17,13 +17,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from situs.backbones.attention_maps import attention_weights
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods.base import Batch, Method
 from situs.train import distributed
 from situs.train.optim import OptimConfig
 from situs.train.private.accounting import opacus
 from situs.train.private.secret import Secret
-from situs.train.step import MicroBatch, Moment, Stepper, Update, autocast
+from situs.train.step import MicroBatch, Stepper, Update, autocast
 
 HELD = 2**31
 """Bytes of single samples' gradients that are held at a time."""
@@ -79,7 +80,7 @@ class PrivateStepper(Stepper):
         if distributed.world() > 1:
             raise SitusError("dp: trains on one rank, and there are more", field="dp")
         super().__init__(method, optim, **{**given, "compiled": False, "graph": False})
-        self.mechanism, self.moment = mechanism, Moment(0, 0, 0.0)
+        self.mechanism, self.moment = mechanism, When()
         names = {id(p): name for name, p in method.named_parameters()}
         self.trained = {names[id(p)]: p for p in self.parameters}
         self.private = opacus("optimizers").DPOptimizer(
@@ -91,7 +92,7 @@ class PrivateStepper(Stepper):
         numbers = sum(p.numel() for p in self.parameters)
         self.at_once = max(1, HELD // (4 * numbers))
 
-    def update(self, batch: Batch, moment: Moment, rate: float, ragged: bool) -> Update:
+    def update(self, batch: Batch, moment: When, rate: float, ragged: bool) -> Update:
         self.moment = moment
         return super().update(batch, moment, rate, ragged)
 

@@ -27,6 +27,7 @@ from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, NoDefence
 from situs.core.tokens import patchify
+from situs.core.when import When
 from situs.data.batch import Batch
 from situs.data.sources.samples import load_samples
 from situs.methods.mjp import MJP, VARIANTS
@@ -53,7 +54,7 @@ def attacked(backbone: Any, x: torch.Tensor, ratio: float, number: int = 0, **st
     ids = torch.tensor([number])
     upload = victim_gradients(backbone, x, torch.tensor([3]), defence=defence, ids=ids, **step)
     method: Any = defence.method(backbone)
-    mask = method.draw(Batch(ids, ids), seed=0, epoch=0)["mask"][0]
+    mask = method.draw(Batch(ids, ids), When(seed=0, epoch=0))["mask"][0]
     return AdaptiveMJP().recover(backbone, [upload], Knowledge(defence)), patchify(x, 7)[0], mask
 
 
@@ -117,7 +118,7 @@ def test_the_order_inside_the_mask_is_not_in_the_gradients() -> None:
     """Why order is a matter of borders alone: two shuffles of the same patches send the same."""
     backbone, x = victim(), pictures()
     method: Any = MaskedJigsaw(0.3).method(backbone)
-    draws = method.draw(Batch(torch.zeros(1), torch.tensor([0])), seed=0, epoch=0)
+    draws = method.draw(Batch(torch.zeros(1), torch.tensor([0])), When(seed=0, epoch=0))
     mask, index = draws["mask"], draws["index"].clone()
     places = mask[0].nonzero()[:, 0]
     index[0, places] = index[0, places.flip(0)]

@@ -16,6 +16,7 @@ from situs.audit.defences import MaskedJigsaw
 from situs.audit.stem import require_stem
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
+from situs.core.when import When
 from situs.data.batch import Batch
 
 
@@ -49,7 +50,7 @@ def scene(backbone: Any, ratio: float = 0.3) -> tuple[Any, torch.Tensor, torch.T
     x = torch.randn(1, backbone.input.channels, *backbone.input.shape, dtype=torch.float64)
     upload = victim_gradients(backbone, x, torch.tensor([1]), defence=defence, dtype=torch.float64)
     method: Any = defence.method(backbone)
-    draws = method.draw(Batch(torch.zeros(1), torch.tensor([0])), seed=0, epoch=0)
+    draws = method.draw(Batch(torch.zeros(1), torch.tensor([0])), When(seed=0, epoch=0))
     patches = patchify(x, stem.patch_size)[0][draws["index"][0]]
     mask = draws["mask"][0]
     return method, patches, mask, FirstBlock(read_block(backbone), stem, upload, mask, method.unknown.detach())

@@ -23,6 +23,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import MaskedJigsaw
 from situs.audit.stem import flat_weight, require_stem, table_rows
 from situs.core.tokens import patchify
+from situs.core.when import When
 from situs.data.batch import Batch
 from situs.data.sources.samples import load_samples
 
@@ -49,7 +50,7 @@ def scene(dim: int = 64, ratio: float = 0.3, number: int = 0, change: Any = None
     x = x + 0.1 * torch.randn_like(x)  # no two patches are equal
     defence, ids, stem = MaskedJigsaw(ratio), torch.tensor([number]), require_stem(backbone)
     method: Any = defence.method(backbone)
-    draws = method.draw(Batch(ids, ids), seed=0, epoch=0)
+    draws = method.draw(Batch(ids, ids), When(seed=0, epoch=0))
     mask = draws["mask"][0]
     if change is not None:
         change(x, mask)

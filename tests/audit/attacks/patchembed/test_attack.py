@@ -16,6 +16,7 @@ from situs.audit.client import hidden_places, victim_gradients
 from situs.audit.defences import NoDefence, Training
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
+from situs.core.when import When
 from situs.data.batch import Batch
 
 
@@ -155,7 +156,7 @@ def test_rows_without_gradient_are_the_mask_of_mjp() -> None:
     defence = MaskedJigsaw(0.3)
     method: Any = defence.method(backbone)
     upload = victim_gradients(backbone, images(), torch.tensor([1]), defence=defence)
-    mask = method.draw(Batch(torch.zeros(1), torch.tensor([0])), seed=0, epoch=0)["mask"][0]
+    mask = method.draw(Batch(torch.zeros(1), torch.tensor([0])), When(seed=0, epoch=0))["mask"][0]
     assert mask.any()
     assert torch.equal(hidden_places(upload["model.pos_embed"][0, 1:]), mask)
 

@@ -17,6 +17,7 @@ from situs.audit.client import Walk, hidden_places
 from situs.audit.defences import Gradients
 from situs.audit.stem import find_stem, table_rows
 from situs.backbones.base import Backbone
+from situs.core.when import When
 from situs.methods.base import Batch, Draws, Method
 
 Simulation = Callable[[Tensor, Tensor, Draws], Gradients]
@@ -66,7 +67,7 @@ def guessed_draws(method: Method, upload: Gradients, known: Knowledge) -> Draws:
     no gradient, so that any will do. A batch has a mask an image, which the sum hides: none is assumed.
     """
     ids = torch.zeros(known.batch, dtype=torch.int64)
-    draws = method.draw(Batch(ids, ids), seed=known.seed, epoch=known.epoch)
+    draws = method.draw(Batch(ids, ids), When(seed=known.seed, epoch=known.epoch))
     for name in {"index", "pixels"} & draws.keys():
         draws[name] = torch.arange(draws[name].shape[1]).expand_as(draws[name]).contiguous()
     if "mask" in draws:

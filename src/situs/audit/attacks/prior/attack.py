@@ -37,6 +37,7 @@ from situs.audit.stem.inverse import View
 from situs.backbones.base import Backbone
 from situs.core.precision import full_float32
 from situs.core.tokens import pair, patchify, unpatchify
+from situs.core.when import When
 from situs.methods.base import Batch, Method
 
 GRADIENTS = 40
@@ -158,7 +159,7 @@ def _table_gradient(method: Method, stem: Stem, image: Tensor, number: int, chan
     label = logits.argmax(dim=-1) if number % 2 else anything
     batch = Batch(image, torch.zeros(1, dtype=torch.int64, device=image.device), {"label": label})
     with torch.enable_grad(), full_float32():
-        loss = method(batch, method.draw(batch, seed=0, epoch=0)).loss
+        loss = method(batch, method.draw(batch, When(seed=0, epoch=0))).loss
         [found] = torch.autograd.grad(loss, [dict(method.backbone.named_parameters())[stem.table]])
     return table_rows(found, stem).double()
 

@@ -15,9 +15,11 @@ from situs.backbones.base import Backbone
 from situs.config import from_dict
 from situs.core.jigsaw import move_patches
 from situs.core.tokens import take
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods import MJP, Batch, MJPConfig
 from situs.methods.mjp import VARIANTS
+from situs.methods.official import OfficialMJP, OfficialMJPConfig
 from situs.presets import load_preset
 from situs.train.optim import OptimConfig, groups
 from situs.train.run import RunConfig
@@ -80,7 +82,7 @@ def slow_mjp(method: MJP, data: Batch, mask: Tensor, index: Tensor, weight: floa
 def test_loss_and_gradients_match_an_independent_slow_mjp() -> None:
     method = make(dal_weight=0.7)
     data = batch()
-    draws = method.draw(data, seed=3, epoch=7)
+    draws = method.draw(data, When(seed=3, epoch=7))
     assert draws["mask"].sum(1).tolist() == [6] * 4
     ours = method(data, draws).loss
     slow = slow_mjp(method, data, draws["mask"], draws["index"], 0.7)
@@ -99,9 +101,12 @@ def test_unknown_stands_at_masked_places_and_nowhere_else() -> None:
         backbone = vit(name)
         method = make(backbone)
         mask = torch.tensor([[i in (1, 5, 6) for i in range(12)], [i == 11 for i in range(12)]])
-        tokens = torch.zeros(2, 12, WIDTH, dtype=torch.float64)
-        stream = backbone.assemble(tokens, method._positions(mask))
-        table = backbone.model.pos_embed[0]
+        streams = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backbone, "embed", lambda _: torch.zeros(2, 12, WIDTH, dtype=torch.float64))
+            patch.setattr(backbone, "blocks", lambda stream, _, seen=streams: seen.append(stream) or stream)
+            method.encode(torch.zeros(2, 3, 1, 1), mask)
+        (stream,), table = streams, backbone.model.pos_embed[0]
         for b in range(2):
             assert torch.equal(stream.z[b, 0], backbone.model.cls_token[0, 0] + table[0])  # prefix untouched
             for place in range(12):
@@ -142,7 +147,7 @@ def test_the_variants_are_the_papers_rows() -> None:
     assert parts["F"] == (True, "jigsaw", True, False, "none")
     assert parts["G"] == (True, "jigsaw", False, True, "none")
     assert [parts[name] for name in "HIJ"] == [(True, "jigsaw", False, True, k) for k in ("pca", "linear", "nonlinear")]
-    assert VARIANTS["J"] == MJPConfig.paper() == MJPConfig()
+    assert VARIANTS["J"] == MJPConfig()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -150,7 +155,7 @@ def test_each_variant_trains_what_it_adds(name: str) -> None:
     config = replace(VARIANTS[name], mask_ratio=0.5)
     method = MJP(vit(), config).double()
     data = batch()
-    draws = method.draw(data, seed=0, epoch=0)
+    draws = method.draw(data, When(seed=0, epoch=0))
     output = method(data, draws)
     output.loss.backward()
     own = {n for n, p in method.named_parameters() if not n.startswith("backbone.")}
@@ -165,7 +170,7 @@ def test_each_variant_trains_what_it_adds(name: str) -> None:
 @torch.no_grad()
 def test_row_a_is_supervised_training() -> None:
     method = make(**vars(VARIANTS["A"]))
-    assert method.draw(batch(), seed=0, epoch=0) == {}
+    assert method.draw(batch(), When(seed=0, epoch=0)) == {}
     logits = method(batch(), {}).extras["logits"]
     assert torch.allclose(logits, method.backbone.model(batch().inputs), atol=1e-12)
 
@@ -178,7 +183,7 @@ def test_row_b_does_not_see_the_order_and_row_g_not_inside_a_told_mask() -> None
     a, b = none(data, {}).extras["logits"], none(data._replace(inputs=moved), {}).extras["logits"]
     assert torch.allclose(a, b, atol=1e-10)
     told = make(dal="none")
-    draws = told.draw(data, seed=0, epoch=0)
+    draws = told.draw(data, When(seed=0, epoch=0))
     same = draws | {"index": torch.arange(12).expand(4, -1)}
     assert not torch.equal(draws["index"], same["index"])
     assert torch.allclose(told(data, draws).extras["logits"], told(data, same).extras["logits"], atol=1e-10)
@@ -190,7 +195,7 @@ def test_row_b_does_not_see_the_order_and_row_g_not_inside_a_told_mask() -> None
 def test_spp_moves_every_patch_and_the_pixels_in_it() -> None:
     method = make(**vars(VARIANTS["C"]))
     data = batch()
-    draws = method.draw(data, seed=0, epoch=0)
+    draws = method.draw(data, When(seed=0, epoch=0))
     assert draws["index"].shape == (4, 12) and draws["pixels"].shape == (4, 16)
     assert len({tuple(row) for row in draws["index"].tolist()}) == 4
     seen = torch.zeros_like(data.inputs)
@@ -210,7 +215,7 @@ def test_the_index_table_goes_by_place_or_by_origin() -> None:
     for kind in ("place", "origin"):
         method = make(dal="none", unknown=False, index=kind)
         method.index_table.normal_()
-        draws = method.draw(data, seed=0, epoch=0)
+        draws = method.draw(data, When(seed=0, epoch=0))
         logits = method(data, draws).extras["logits"]
         for b in range(4):
             index = draws["index"][b]
@@ -226,7 +231,7 @@ def test_the_index_table_goes_by_place_or_by_origin() -> None:
 def test_without_e_unk_every_place_keeps_its_vector_and_dal_counts_it() -> None:
     method = make(unknown=False, dal="linear")
     data = batch()
-    draws = method.draw(data, seed=0, epoch=0)
+    draws = method.draw(data, When(seed=0, epoch=0))
     assert draws["mask"].any()
     [linear] = method.dal.layers  # type: ignore[union-attr]
     errors = []
@@ -243,58 +248,39 @@ def test_without_e_unk_every_place_keeps_its_vector_and_dal_counts_it() -> None:
 def test_paper_draws_are_the_samples_own_and_in_every_epoch() -> None:
     method = make()
     ids = torch.arange(200)
-    whole = method.draw(Batch(ids, ids), seed=0, epoch=0)
+    whole = method.draw(Batch(ids, ids), When(seed=0, epoch=0))
     assert whole["mask"].sum(1).tolist() == [6] * 200
     assert len({tuple(row) for row in whole["mask"].tolist()}) > 10
-    alone = method.draw(Batch(ids[[150, 3]], ids[[150, 3]]), seed=0, epoch=0)
+    alone = method.draw(Batch(ids[[150, 3]], ids[[150, 3]]), When(seed=0, epoch=0))
     assert torch.equal(alone["mask"], whole["mask"][[150, 3]]) and torch.equal(alone["index"], whole["index"][[150, 3]])
     assert torch.equal(whole["index"][~whole["mask"]], torch.arange(12).expand(200, -1)[~whole["mask"]])
 
 
-def test_the_coin_the_mask_and_the_order_know_nothing_of_each_other() -> None:
+def test_the_mask_and_the_order_know_nothing_of_each_other() -> None:
     ids, error = torch.arange(8000), 1 / math.sqrt(8000)
-    whole = make(mask_ratio=0.3).draw(Batch(ids, ids), seed=0, epoch=0)
-    tossed = make(mask_ratio=0.3, chance=0.5).draw(Batch(ids, ids), seed=0, epoch=0)
+    whole = make(mask_ratio=0.3).draw(Batch(ids, ids), When(seed=0, epoch=0))
     mask = whole["mask"]
-    fires = tossed["mask"].any(1)
-    assert mask.sum(1).tolist() == [3] * 8000 and abs(float(fires.double().mean()) - 0.5) < 4.5 * 0.5 * error
-    for name in ("mask", "index"):  # the coin decides whether, and nothing else
-        assert torch.equal(tossed[name][fires], whole[name][fires])
-    assert torch.equal(tossed["index"][~fires], torch.arange(12).expand(8000, -1)[~fires])
+    assert mask.sum(1).tolist() == [3] * 8000
     places = mask.nonzero()[:, 1].view(8000, 3)
     ranks = (whole["index"].gather(1, places)[:, :, None] > places[:, None]).sum(-1)
     both = torch.corrcoef(torch.cat([mask, ranks], dim=1).T.double())[:12, 12:]
     assert float(both.abs().max()) < 5 * error
 
 
-def test_the_coin_says_nothing_of_the_blocks() -> None:
-    ids = torch.arange(2000)
-    fires = on_meta(MJPConfig(mask_ratio=0.15, chance=0.5)).draw(Batch(ids, ids), seed=0, epoch=0)["mask"].any(1)
-    mask = on_meta(MJPConfig(mask_ratio=0.15)).draw(Batch(ids, ids), seed=0, epoch=0)["mask"].view(-1, 14, 14)
-    # How the mask is cut tells how large its first blocks were: the more borders, the smaller.
-    borders = (mask.diff(dim=1)).sum((1, 2)) + (mask.diff(dim=2)).sum((1, 2))
-    for what, feature in (("borders", borders), ("rows", mask.any(2).sum(1)), ("columns", mask.any(1).sum(1))):
-        likeness = float(torch.corrcoef(torch.stack([fires, feature]).double())[0, 1])
-        assert abs(likeness) < 4.5 / math.sqrt(2000), what
-
-
-def on_meta(config: MJPConfig) -> MJP:
+def official(**fields: Any) -> MJP:
     """On 14x14 patches, without values: draws need none."""
     with torch.device("meta"):
-        return MJP(create_backbone("vit_tiny_patch16_224", num_classes=5, model_args={"depth": 1}), config)
-
-
-def official(**fields: Any) -> MJP:
-    return on_meta(replace(MJPConfig.official(), mask_ratio=0.15, **fields))
+        backbone = create_backbone("vit_tiny_patch16_224", num_classes=5, model_args={"depth": 1})
+        return OfficialMJP(backbone, OfficialMJPConfig(mask_ratio=0.15, **fields))
 
 
 def test_official_draws_one_puzzle_a_batch_on_half_of_them_after_the_warmup() -> None:
     method = official()
     ids = torch.arange(8)
-    assert not method.draw(Batch(ids, ids), seed=0, epoch=19)["mask"].any()
+    assert not method.draw(Batch(ids, ids), When(seed=0, epoch=19))["mask"].any()
     fired = 0
     for first in range(200):
-        draws = method.draw(Batch(ids, ids + 8 * first), seed=0, epoch=20)
+        draws = method.draw(Batch(ids, ids + 8 * first), When(seed=0, epoch=20))
         assert (draws["mask"] == draws["mask"][0]).all() and (draws["index"] == draws["index"][0]).all()
         fires = bool(draws["mask"].any())
         fired += fires
@@ -307,23 +293,23 @@ def test_official_draws_one_puzzle_a_batch_on_half_of_them_after_the_warmup() ->
 def test_official_weight_rises_and_then_falls_to_half() -> None:
     method = official()
     weights = [
-        float(method.draw(Batch(torch.zeros(1), torch.arange(1)), seed=0, epoch=e)["dal_weight"]) for e in range(300)
+        float(method.draw(Batch(torch.zeros(1), torch.arange(1)), When(epoch=e, epochs=300))["dal_weight"])
+        for e in range(300)
     ]
     assert weights[0] == 0 and weights[19] == pytest.approx(0.01) and weights[10] == pytest.approx(0.01 * 10 / 19)
     for epoch in (20, 100, 299):
         slow = 0.005 + 0.5 * 0.005 * (1 + math.cos(math.pi * (epoch - 20) / 280))
         assert weights[epoch] == pytest.approx(slow, rel=1e-6)
-    with pytest.raises(SitusError, match="epochs=300: must be the run's own number"):
-        method.draw(Batch(torch.zeros(1), torch.arange(1)), seed=0, epoch=30, progress=0.3)
+    assert method.dal_weight(When(epoch=30)) == 0.01  # outside of a run, where its length is not known
     paper = make()
     constant = [
-        float(paper.draw(Batch(torch.zeros(1), torch.arange(1)), seed=0, epoch=e)["dal_weight"]) for e in (0, 7, 1000)
+        float(paper.draw(Batch(torch.zeros(1), torch.arange(1)), When(epoch=e))["dal_weight"]) for e in (0, 7, 1000)
     ]
     assert constant == pytest.approx([0.01] * 3)
 
 
 def test_official_starts_from_wide_tables() -> None:
-    method = MJP(vit(), MJPConfig.official())
+    method = OfficialMJP(vit())
     table = method.backbone.positions().table
     assert (
         table is not None
@@ -332,7 +318,7 @@ def test_official_starts_from_wide_tables() -> None:
     )
     assert 0.5 < float(method.backbone.model.pos_embed.detach()[0, 0].std()) < 1.6  # CLS's own row
     assert float(method.backbone.model.cls_token.detach().std()) < 0.1  # and nothing that is no place
-    paper = MJP(vit(), MJPConfig.paper())
+    paper = MJP(vit())
     assert torch.equal(paper.backbone.model.pos_embed, vit().model.pos_embed)
     before = vit().positions().table
     after = paper.backbone.positions().table
@@ -348,14 +334,14 @@ def test_official_starts_from_wide_tables() -> None:
 
 
 def test_firing_or_not_is_one_graph() -> None:
-    method = MJP(vit(), MJPConfig(mask_ratio=0.5, chance=0.5, draw_per="batch")).eval()
+    method = OfficialMJP(vit(), OfficialMJPConfig(mask_ratio=0.8, start_epoch=0)).eval()
     data = batch()
     data = data._replace(inputs=data.inputs.float())
     torch.compiler.reset()  # what other tests compiled would make shapes dynamic, which takes longer
     compiled = torch.compile(method, fullgraph=True, backend="eager")
     fired = set()
-    for first in range(6):
-        draws = method.draw(data._replace(ids=data.ids + first), seed=0, epoch=0)
+    for first in range(9):
+        draws = method.draw(data._replace(ids=data.ids + first), When(seed=0, epoch=0))
         fired.add(bool(draws["mask"].any()))
         with torch.compiler.set_stance("fail_on_recompile" if first else "default"):
             assert compiled(data, draws).loss.item() == pytest.approx(method(data, draws).loss.item(), abs=1e-5)
@@ -373,7 +359,7 @@ def test_swin_with_a_table_of_its_own() -> None:
     )
     method = MJP(backbone, MJPConfig(mask_ratio=0.25)).double()
     data = batch((32, 64))
-    draws = method.draw(data, seed=0, epoch=0)
+    draws = method.draw(data, When(seed=0, epoch=0))
     assert draws["mask"].shape == (4, 8 * 16) and draws["mask"].sum(1).tolist() == [32] * 4
     method(data, draws).loss.backward()
     assert method.unknown.grad is not None and method.unknown.grad.abs().max() > 0
@@ -398,7 +384,7 @@ def test_dal_needs_a_table(name: str, reason: str) -> None:
         MJP(backbone, MJPConfig())
     method = MJP(backbone, MJPConfig(dal="none", mask_ratio=0.5)).double().eval()
     data = batch((64, 64))
-    draws = method.draw(data, seed=0, epoch=0)
+    draws = method.draw(data, When(seed=0, epoch=0))
     method(data, draws).loss.backward()
     assert method.unknown.grad is not None and method.unknown.grad.abs().max() > 0
 
@@ -407,7 +393,7 @@ def test_resnet_gets_its_pixels_moved() -> None:
     backbone = create_backbone("test_resnet", num_classes=5)
     method = MJP(backbone, replace(VARIANTS["E"], mask_ratio=0.5, pixel_grid=(4, 8))).double().eval()
     data = batch((32, 64))
-    draws = method.draw(data, seed=0, epoch=0)
+    draws = method.draw(data, When(seed=0, epoch=0))
     assert draws["mask"].sum(1).tolist() == [16] * 4
     logits = method(data, draws).extras["logits"]
     with torch.no_grad():
@@ -417,12 +403,11 @@ def test_resnet_gets_its_pixels_moved() -> None:
         MJP(backbone, MJPConfig())
 
 
-def test_presets_are_the_constructors() -> None:
-    for name, config in (("imagenet-mjp", MJPConfig.paper()), ("imagenet-mjp-official", MJPConfig.official())):
+def test_presets_are_the_methods() -> None:
+    for name, config in (("imagenet-mjp", MJPConfig()), ("imagenet-mjp-official", OfficialMJPConfig())):
         run = from_dict(RunConfig, load_preset(name), name)
         assert run.method == config
-        assert run.train.epochs == config.epochs
-        assert (run.backbone.drop_path == 0) == (config == MJPConfig.official())
+        assert (run.backbone.drop_path == 0) == isinstance(config, OfficialMJPConfig)
 
 
 def test_mistakes_are_sentences() -> None:
@@ -436,14 +421,16 @@ def test_mistakes_are_sentences() -> None:
         make(vit(positions="sincos"))
     with pytest.raises(SitusError, match="needs labels"):
         make()(batch()._replace(targets={}), {})
-    with pytest.raises(SitusError, match=r"dal_warmup=300: must be in \[0, 300\)"):
-        MJPConfig(dal_warmup=300, dal_final=0.005)
+    with pytest.raises(SitusError, match="shuffle='spp': must be 'jigsaw' or 'none'; the method mjp has 'spp'"):
+        OfficialMJPConfig(shuffle="spp", unknown=False)
 
 
 def test_a_line_of_frames_is_masked_exactly_by_the_papers_rule_and_refused_by_the_published_one() -> None:
     """No block is smaller than a line both ways: the published rule would train without a puzzle and say nothing."""
     fields: dict[str, Any] = dict(width=WIDTH, num_classes=5, patch_size=(1, 5), in_chans=1)
-    mask = make(small_vit((98, 5), **fields)).draw(Batch(torch.zeros(6), torch.arange(6)), seed=0, epoch=0)["mask"]
+    mask = make(small_vit((98, 5), **fields)).draw(Batch(torch.zeros(6), torch.arange(6)), When(seed=0, epoch=0))[
+        "mask"
+    ]
     assert mask.sum(dim=1).tolist() == [49] * 6 and len({tuple(row) for row in mask.tolist()}) == 6
-    with pytest.raises(SitusError, match=r"rule='official': a single line of 98 places holds no smaller block"):
-        make(small_vit((98, 5), **fields), rule="official")
+    with pytest.raises(SitusError, match=r"a single line of 98 places holds no smaller block"):
+        OfficialMJP(small_vit((98, 5), **fields))

@@ -10,7 +10,9 @@ from sklearn.linear_model import LinearRegression
 from torch import Tensor
 
 from situs.backbones import create_backbone
-from situs.methods.mjp.dal import Dal, dal_loss, dal_targets, principal_axes, principal_guesses
+from situs.core.components import principal_axes, principal_guesses
+from situs.core.position import coordinates
+from situs.methods.dal import Dal, Regressor, dal_loss
 
 GRID = (5, 7)
 
@@ -23,7 +25,7 @@ def backbone() -> Any:
 def table() -> Tensor:
     """35 vectors in which the grid shows through noise, so that their spectrum falls steeply."""
     torch.manual_seed(2)
-    places = dal_targets(GRID, False, torch.device("cpu")).double()
+    places = coordinates(GRID).double()
     return places @ torch.randn(2, 24, dtype=torch.float64) + 0.3 * torch.randn(35, 24, dtype=torch.float64) + 5.0
 
 
@@ -31,12 +33,11 @@ def masks() -> Tensor:
     return torch.rand(3, 35, generator=torch.Generator().manual_seed(3)) < 0.4
 
 
-@pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("mean_axes", [False, True])
-def test_loss_is_the_papers_expectation(normalise: bool, mean_axes: bool) -> None:
+def test_loss_is_the_papers_expectation(mean_axes: bool) -> None:
     torch.manual_seed(0)
     guesses = torch.randn(35, 2, dtype=torch.float64)
-    targets = dal_targets(GRID, normalise, guesses.device)
+    targets = coordinates(GRID).float()
     samples = []
     for mask in masks():
         errors = []
@@ -44,8 +45,6 @@ def test_loss_is_the_papers_expectation(normalise: bool, mean_axes: bool) -> Non
             if mask[place]:
                 continue
             row, column = place // 7, place % 7
-            if normalise:
-                row, column = row / 4, column / 6
             total = abs(float(guesses[place, 0]) - row) + abs(float(guesses[place, 1]) - column)
             errors.append(total / 2 if mean_axes else total)
         samples.append(sum(errors) / len(errors))
@@ -61,7 +60,7 @@ def test_loss_is_the_papers_expectation(normalise: bool, mean_axes: bool) -> Non
 @pytest.mark.parametrize(("kind", "depth", "layers"), [("linear", 3, 1), ("nonlinear", 3, 3), ("nonlinear", 2, 2)])
 def test_learned_forms_are_linears_with_relu_between(kind: Any, depth: int, layers: int) -> None:
     model = backbone()
-    dal = Dal(model, kind, depth, 2, True).double()
+    dal = Dal(model, kind, Regressor(depth)).double()
     linears = [m for m in dal.layers if isinstance(m, torch.nn.Linear)]
     assert len(linears) == layers and len(dal.layers) == 2 * layers - 1
     vectors = model.positions().table.detach()
@@ -69,7 +68,7 @@ def test_learned_forms_are_linears_with_relu_between(kind: Any, depth: int, laye
     for number, linear in enumerate(linears):
         x = x @ linear.weight.detach().numpy().T + linear.bias.detach().numpy()
         x = np.maximum(x, 0) if number < layers - 1 else x
-    ours = dal(vectors, dal_targets(GRID, False, vectors.device))
+    ours = dal(vectors, coordinates(GRID).float())
     assert np.allclose(ours.detach().numpy(), x, atol=1e-12)
 
 
@@ -84,7 +83,7 @@ def test_principal_axes_are_scikit_learns() -> None:
 @pytest.mark.parametrize("count", [2, 3])
 def test_pca_is_a_regression_on_the_principal_components(count: int) -> None:
     vectors = table()
-    targets = dal_targets(GRID, False, vectors.device)
+    targets = coordinates(GRID).float()
     scores = PCA(count).fit_transform(vectors.numpy())
     theirs = LinearRegression().fit(scores, targets.numpy()).predict(scores)
     ours = principal_guesses(vectors, targets, count).numpy()
@@ -94,7 +93,7 @@ def test_pca_is_a_regression_on_the_principal_components(count: int) -> None:
 
 
 def test_pca_without_a_fit_compares_the_scores_themselves() -> None:
-    places = dal_targets(GRID, False, torch.device("cpu")).double()
+    places = coordinates(GRID).double()
     vectors = table() + 9.0 * places[:, :1]  # rows weigh more than columns, so the two components are well apart
     ours = principal_guesses(vectors, places, 2, fit=False).numpy()
     theirs = vectors.numpy() @ PCA(2).fit(vectors.numpy()).components_.T
@@ -103,7 +102,7 @@ def test_pca_without_a_fit_compares_the_scores_themselves() -> None:
 
 def test_pca_without_a_fit_takes_its_components_from_the_unmasked_rows() -> None:
     """What a masked row holds must not matter, and each sample has its own: as scikit-learn says sample by sample."""
-    places = dal_targets(GRID, False, torch.device("cpu")).double()
+    places = coordinates(GRID).double()
     vectors = table() + 9.0 * places[:, :1]
     vectors[masks().all(0)] *= -30.0
     assert masks().all(0).any()
@@ -113,7 +112,9 @@ def test_pca_without_a_fit_takes_its_components_from_the_unmasked_rows() -> None
         theirs = vectors.numpy() @ PCA(2).fit(vectors.numpy()[~mask]).components_.T
         assert np.allclose(np.abs(guesses), np.abs(theirs), atol=1e-5)
     model = backbone()
-    loss = [dal_loss(Dal(model, "pca", 2, 2, False)(vectors, places, m), places, m) for m in (masks(), masks()[:1])]
+    loss = [
+        dal_loss(Dal(model, "pca", Regressor(fit=False))(vectors, places, m), places, m) for m in (masks(), masks()[:1])
+    ]
     errors = np.abs(ours - places.numpy()).sum(-1)
     slow = [errors[b][~mask].mean() for b, mask in enumerate(masks().numpy())]
     assert [float(each) for each in loss] == pytest.approx([np.mean(slow), slow[0]], rel=1e-9)
@@ -127,7 +128,7 @@ def test_principal_axes_of_a_sample_with_one_row_or_none_are_finite() -> None:
 
 def test_pca_teaches_the_table_and_holds_its_own_map_constant() -> None:
     vectors = (0.02 * torch.randn(35, 24, dtype=torch.float64)).requires_grad_()
-    targets = dal_targets(GRID, False, vectors.device)
+    targets = coordinates(GRID).float()
     loss = dal_loss(principal_guesses(vectors, targets, 2), targets, masks())
     (grad,) = torch.autograd.grad(loss, vectors)
     assert torch.isfinite(grad).all()
@@ -144,15 +145,15 @@ def test_pca_teaches_the_table_and_holds_its_own_map_constant() -> None:
 
 def test_an_empty_table_is_no_disaster() -> None:
     vectors = torch.zeros(35, 24)
-    guesses = principal_guesses(vectors, dal_targets(GRID, False, vectors.device), 2)
+    guesses = principal_guesses(vectors, coordinates(GRID).float(), 2)
     assert torch.allclose(guesses, torch.tensor([2.0, 3.0]).expand(35, 2))
 
 
 def test_half_precision_stays_out() -> None:
     model = backbone().float()
-    targets = dal_targets(GRID, False, torch.device("cpu"))
+    targets = coordinates(GRID).float()
     for kind in ("pca", "linear", "nonlinear"):
-        dal = Dal(model, kind, 3, 2, True)  # type: ignore[arg-type]
+        dal = Dal(model, kind, Regressor())  # type: ignore[arg-type]
         full = dal(model.positions().table, targets)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.equal(dal(model.positions().table, targets), full)

@@ -1,0 +1,238 @@
+"""MJP: masked jigsaw puzzle positions (Ren et al., CVPR 2023, arXiv 2205.12551), over supervised training.
+
+Shuffle the patches of a block mask among themselves, give them one learned vector E_unk instead of their places, and
+let a small regressor read (row, column) off the position vectors of the others (DAL), beside the cross entropy.
+
+Of samples that differ in length spans of tokens are shuffled instead of blocks, and DAL reads off one number. Causal
+models are refused, for their mask gives the order away. What the published code runs is `methods.official`; its Swin
+targets are off by one, ours are not. `VARIANTS` are the rows A to J of the paper's Table 4.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from situs.backbones.base import Backbone, Features
+from situs.config import Checked
+from situs.core.jigsaw import move_patches, move_pixels
+from situs.core.masking import jigsaw
+from situs.core.permutation import random_permutation
+from situs.core.position import coordinates
+from situs.core.random import uniform
+from situs.core.selection import Tokens, draw_region
+from situs.core.tokens import take
+from situs.core.when import When
+from situs.errors import SitusError
+from situs.limits import NotNegative, Share, Within
+from situs.methods.base import Batch, Draws, Method, Output, UnknownPosition
+from situs.methods.dal import Dal, DalKind, Regressor, dal_loss
+from situs.methods.retired import RETIRED
+from situs.methods.supervised import label_loss
+
+
+@dataclass(frozen=True)
+class MJPConfig(Checked):
+    """MJP's own settings; the defaults are the paper's row J."""
+
+    retired: ClassVar = RETIRED["mjp"]
+
+    mask_ratio: Share = 0.03
+    """γ: share of the patches that are shuffled. Paper: .03 for accuracy, up to .27 for consistency."""
+
+    shuffle: Literal["none", "jigsaw", "spp"] = "jigsaw"
+    """jigsaw: the masked patches among themselves (JP). spp: all patches, and the pixels within them (SPP)."""
+
+    positions: bool = True
+    """Whether the model is told any place at all; False is row B."""
+
+    unknown: bool = True
+    """Whether masked places get one learned vector E_unk instead of their own (UNK)."""
+
+    index: Literal["none", "place", "origin"] = "none"
+    """A second learned table (IDX): by the place a patch stands at (published code; on an unshuffled sample it adds
+    nothing a table could not hold), or by the place it came from (the other reading of "global index")."""
+
+    dal: DalKind = "nonlinear"
+    """DAL's regressor: pca (no weights), linear (LN), nonlinear (NLN) or none."""
+
+    dal_weight: NotNegative = 0.01
+    """λ: weight of the DAL loss."""
+
+    pixel_grid: tuple[int, int] = (14, 14)
+    """Grid of the patches shuffled where the backbone has no tokens (ResNet)."""
+
+    label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
+    """Mass taken from the true class and spread over all (over yes and no of each class where a sample has any number
+    of them); soft labels bring their own and are left as they are."""
+
+    def check(self) -> None:
+        if self.unknown and (not self.positions or self.shuffle == "spp"):
+            allowed = "off where positions are off or all patches are shuffled"
+            raise SitusError(field=("unknown", "positions", "shuffle"), value=self.unknown, allowed=allowed)
+        if self.dal != "none" and not self.positions:
+            raise SitusError(field=("dal", "positions"), value=self.dal, allowed="'none' without positions")
+
+
+class MJP(Method):
+    """`draw` chooses mask and shuffle; `forward` reads like Figure 2(d). Without tokens, pixels are moved."""
+
+    Config: ClassVar[type[MJPConfig]] = MJPConfig
+    needs: ClassVar[tuple[str, ...]] = ()
+    needs_targets: ClassVar[tuple[str, ...]] = ("label",)
+    reads_text: ClassVar[bool] = True
+    regressor: ClassVar[Regressor] = Regressor()
+    unknown_std: ClassVar[float] = 0.02  # spread of E_unk at the start
+
+    def __init__(self, backbone: Backbone | nn.Module, config: MJPConfig | None = None) -> None:
+        config = config or self.Config()
+        super().__init__(backbone, config)
+        backbone = self.backbone
+        backbone.ready_to_shuffle()
+        if backbone.num_tokens == 0 and (config.unknown or config.dal != "none" or config.index != "none"):
+            raise SitusError(
+                f"{backbone.name} has no positions to hide or to regress from: choose unknown=False, dal='none' and"
+                " index='none', and only its pixels are shuffled",
+                field=("unknown", "dal", "index"),
+            )
+        self.grid = backbone.grid if backbone.num_tokens else config.pixel_grid
+        if config.shuffle == "spp":
+            self._pixels()
+        if config.unknown:
+            self.unknown = nn.Parameter(torch.empty(backbone.token_dim).normal_(std=self.unknown_std))
+        if config.index != "none":
+            self.index_table = nn.Parameter(torch.zeros(backbone.num_tokens, backbone.token_dim))
+        self.dal = None if config.dal == "none" else Dal(backbone, config.dal, self.regressor)
+
+    @classmethod
+    def uses_positions(cls, config: MJPConfig) -> bool:
+        return config.positions
+
+    def draw(self, batch: Batch, when: When) -> Draws:
+        """mask: [B, N] bool. index: [B, N], pixels: [B, P * P], orders as in `core.jigsaw`. dal_weight: λ, a scalar."""
+        config, draws = self.config, Draws()
+        if config.shuffle == "spp":
+            for name, count in (("index", math.prod(self.grid)), ("pixels", self._pixels())):
+                noise = uniform(when.seed, when.epoch, batch.ids, f"mjp.{name}", (count,))
+                draws[name] = random_permutation(noise)
+        elif config.shuffle == "jigsaw" or config.unknown:
+            draws["mask"] = mask = self.draw_mask(batch, when)
+            if config.shuffle == "jigsaw":
+                draws["index"] = jigsaw(mask, self.draw_order(batch.ids, mask.shape[1], when))
+        if self.dal is not None:
+            draws["dal_weight"] = torch.full((), self.dal_weight(when), device=batch.ids.device)
+        return draws
+
+    def draw_mask(self, batch: Batch, when: When) -> Tensor:
+        """The patches that are shuffled, [B, N] bool."""
+        tokens, share = self.tokens(batch), self.config.mask_ratio
+        return draw_region(when.seed, when.epoch, batch.ids, "mjp.mask", tokens, self.grid, share)
+
+    def draw_order(self, ids: Tensor, count: int, when: When) -> Tensor:
+        """Noise [B, N] whose order the shuffled patches take."""
+        return uniform(when.seed, when.epoch, ids, "mjp.order", (count,))
+
+    def dal_weight(self, when: When) -> float:
+        """λ."""
+        return self.config.dal_weight
+
+    def _pixels(self) -> int:
+        """Pixels of a patch, for SPP."""
+        if self.backbone.input.patch is None:
+            raise SitusError(f"shuffle='spp': {self.backbone.name} has no patches of a fixed size", field="shuffle")
+        return math.prod(self.backbone.input.patch)
+
+    def forward(self, batch: Batch, draws: Draws) -> Output:
+        inputs, mask, tokens = batch.inputs, draws.get("mask"), self.tokens(batch)
+        if "pixels" in draws:
+            inputs = move_pixels(inputs, self.grid, draws["pixels"])
+        if self.backbone.num_tokens:
+            hidden = mask if self.config.unknown else None
+            features = self.encode(inputs, hidden, draws.get("index"), tokens)
+            logits = self.backbone.classify(features, tokens.real)
+        else:
+            logits = self.backbone(move_patches(inputs, self.grid, draws["index"]) if "index" in draws else inputs)
+        loss, metrics = label_loss(logits, batch, self.config.label_smoothing)
+        if self.dal is not None:
+            regression = self.localise(None if mask is None else tokens.or_missing(mask))
+            loss = loss + draws["dal_weight"] * regression
+            metrics["dal"] = regression.detach()
+        return Output(loss, metrics, {"logits": logits.detach()})
+
+    def encode(
+        self, inputs: Tensor, hidden: Tensor | None = None, index: Tensor | None = None, tokens: Tokens | None = None
+    ) -> Features:
+        """Features of inputs [B, C, H, W] whose places at `hidden` [B, N] are unknown: the mask is *told*.
+
+        index: [B, N], where the patches are still to be shuffled; None where the inputs already are, or not at all.
+        tokens: of the batch.
+        """
+        tokens = tokens or self.backbone.tokens(inputs)
+        z = self.backbone.embed(inputs)
+        # Patches are embedded one by one, so moving tokens is moving patches, and copies far fewer numbers.
+        if self.config.index == "origin":
+            z = z + self.index_table[: z.shape[1]].to(z.dtype)
+        if index is not None:
+            z = take(z, index)
+        if self.config.index == "place":
+            z = z + self.index_table[: z.shape[1]].to(z.dtype)
+        places = self.backbone.positions_of(tokens) if self.config.positions else None
+        if places is not None and hidden is not None:
+            places = places.forget(hidden, self.unknown if self.config.unknown else None)
+        return self.backbone.encode(z, places, mask=tokens.real)
+
+    def localise(self, mask: Tensor | None) -> Tensor:
+        """L_DAL over the places that keep their vector. mask: [B, N], or None for all places.
+
+        Without E_unk every place keeps it, masked or not, and the loss runs over all.
+        """
+        assert self.dal is not None
+        mask = mask if self.config.unknown else None
+        table = self.backbone.positions().table
+        assert table is not None  # `Dal` has refused a backbone without one
+        targets = coordinates(self.grid, table.device).float()
+        if mask is not None and mask.shape[1] < len(table):  # those behind the longest sentence here have no say
+            mask = nn.functional.pad(mask, (0, len(table) - mask.shape[1]), value=True)
+        return dal_loss(self.dal(table, targets, mask), targets, mask, mean_axes=self.regressor.mean_axes)
+
+    def unknown_position(self) -> UnknownPosition | None:
+        said = "the vector E_unk that this MJP run learned"
+        return UnknownPosition(self.unknown.detach(), said) if self.config.unknown else None
+
+    @property
+    def hidden_share(self) -> float:
+        return self.config.mask_ratio
+
+    def at_hidden_share(self, share: float) -> Self:
+        return self.under(mask_ratio=share)
+
+    def table_loss(self, hidden: Tensor, when: When) -> Tensor | None:
+        """λ DAL."""
+        if self.dal is None:
+            return None
+        weight = torch.full((), self.dal_weight(when), device=hidden.device)  # rounded as `draw` does
+        return weight * self.localise(hidden)
+
+    def no_decay(self) -> set[str]:
+        held = {"unknown": self.config.unknown, "index_table": self.config.index != "none"}
+        return {name for name, there in held.items() if there}
+
+
+_PLAIN = MJPConfig(shuffle="none", unknown=False, dal="none")
+VARIANTS: dict[str, MJPConfig] = {
+    "A": _PLAIN,
+    "B": replace(_PLAIN, positions=False),
+    "C": replace(_PLAIN, shuffle="spp"),
+    "D": replace(_PLAIN, dal="nonlinear"),
+    "E": replace(_PLAIN, shuffle="jigsaw"),
+    "F": replace(_PLAIN, shuffle="jigsaw", index="place"),
+    "G": replace(_PLAIN, shuffle="jigsaw", unknown=True),
+    "H": replace(_PLAIN, shuffle="jigsaw", unknown=True, dal="pca"),
+    "I": replace(_PLAIN, shuffle="jigsaw", unknown=True, dal="linear"),
+    "J": MJPConfig(),
+}
+"""Table 4: A plain, B without positions, C SPP, D DAL, E JP, F + IDX, G + UNK, H to J + DAL (PCA, LN, NLN)."""

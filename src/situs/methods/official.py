@@ -1,0 +1,143 @@
+"""DropPos and MJP as their published code runs them, where that is not what their papers say.
+
+Two slips of DropPos's code are kept out: the mask token is never repeated for the batch's count, and accuracy is plain
+top-1. MJP's code has its Swin targets off by one; ours are not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from situs.backbones.base import Backbone
+from situs.core.masking import draw_block_mask
+from situs.core.position import cut_targets
+from situs.core.random import uniform
+from situs.core.when import When
+from situs.errors import SitusError
+from situs.limits import Natural, NotNegative, Share
+from situs.methods.base import Batch
+from situs.methods.dal import Regressor
+from situs.methods.droppos import DropPos, DropPosConfig
+from situs.methods.mjp import MJP, MJPConfig
+
+
+def share_of_epochs(when: When) -> float:
+    """epoch / epochs: what a schedule by epochs knows of how much of a run is done."""
+    return when.progress if when.epochs is None else when.epoch / when.epochs
+
+
+@dataclass(frozen=True)
+class OfficialDropPosConfig(DropPosConfig):
+    """DropPos's settings, and the grid that its code takes distances on."""
+
+    retired: ClassVar = {}
+
+    target_grid: tuple[int, int] = (16, 16)
+    """Grid on which distances are taken: 16x16, for patches of 14x14 too."""
+
+
+class OfficialDropPos(DropPos):
+    """σ stands still within an epoch; targets by squared distances on another grid, their columns brought to 1; shares
+    rounded down (12 anchors of 49, not 13); the weights of a batch together."""
+
+    Config: ClassVar[type[Any]] = OfficialDropPosConfig
+    floor: ClassVar[bool] = True
+    each_alike: ClassVar[bool] = False
+
+    def check(self) -> None:
+        super().check()
+        cut_targets(self.count, self.config.target_grid, 0.0)  # refuses a grid that is too small
+
+    def sigma(self, when: When) -> float:
+        return super().sigma(when._replace(progress=share_of_epochs(when)))
+
+    def targets(self, sigma: Tensor) -> Tensor:
+        return cut_targets(self.count, self.config.target_grid, sigma, squared=True, columns=True)
+
+
+@dataclass(frozen=True)
+class OfficialMJPConfig(MJPConfig):
+    """MJP's settings, and the schedule of its code."""
+
+    retired: ClassVar = {}
+
+    chance: Share = 0.5
+    """Chance that a batch is shuffled at all."""
+
+    start_epoch: Natural = 20
+    """First epoch in which patches are shuffled."""
+
+    dal_warmup: Natural = 20
+    """Epochs over which λ rises from 0 to dal_weight."""
+
+    dal_final: NotNegative = 0.005
+    """Where λ ends, by a cosine over the epochs after the warm-up."""
+
+    def check(self) -> None:
+        super().check()
+        if self.shuffle == "spp":
+            raise SitusError(
+                field="shuffle", value=self.shuffle, allowed="'jigsaw' or 'none'; the method mjp has 'spp'"
+            )
+
+
+class OfficialMJP(MJP):
+    """One mask, shuffle and chance a batch, named by its first sample, with γ as an upper bound; a smaller regressor,
+    whose components are compared as they are; tables of spread 1, on which weight decay acts."""
+
+    Config: ClassVar[type[Any]] = OfficialMJPConfig
+    regressor: ClassVar[Regressor] = Regressor(depth=2, fit=False, mean_axes=True)
+    unknown_std: ClassVar[float] = 1.0
+
+    def __init__(self, backbone: Backbone | nn.Module, config: OfficialMJPConfig | None = None) -> None:
+        backbone = self.wrapped(backbone)
+        fill_table(backbone, std=1.0)
+        super().__init__(backbone, config)
+        if len(self.grid) < 2 or min(self.grid) == 1:
+            raise SitusError(
+                f"{self.backbone.name}: a single line of {max(self.grid)} places holds no smaller block, so that the "
+                "published code would shuffle nothing; the method mjp masks single places there",
+                field="method",
+            )
+
+    def draw_mask(self, batch: Batch, when: When) -> Tensor:
+        share, first = self.config.mask_ratio, batch.ids[:1]
+        fires = uniform(when.seed, when.epoch, first, "mjp.chance", (1,)) < self.config.chance
+        mask = draw_block_mask(when.seed, when.epoch, first, "mjp.mask", self.grid, share, rule="official")
+        mask = mask & fires if when.epoch >= self.config.start_epoch else torch.zeros_like(mask)
+        return mask.expand(len(batch.ids), -1).contiguous()
+
+    def draw_order(self, ids: Tensor, count: int, when: When) -> Tensor:
+        return super().draw_order(ids[:1], count, when).expand(len(ids), -1).contiguous()
+
+    def dal_weight(self, when: When) -> float:
+        """The last epoch of the warm-up has the whole weight."""
+        config = self.config
+        if when.epoch < config.dal_warmup:
+            return config.dal_weight * when.epoch / max(config.dal_warmup - 1, 1)
+        if when.epochs is None or when.epochs <= config.dal_warmup:
+            return config.dal_weight
+        done = (when.epoch - config.dal_warmup) / (when.epochs - config.dal_warmup)
+        return config.dal_final + (config.dal_weight - config.dal_final) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+    def decayed(self) -> set[str]:
+        tables = {f"backbone.{name}" for name, role in self.backbone.roles().items() if role.part == "table"}
+        return {*tables, "unknown"} if self.config.unknown else tables
+
+
+@torch.no_grad()
+def fill_table(backbone: Backbone, std: float) -> None:
+    """Fills the rows of the places, and those of CLS and its like where they stand in the same table."""
+    table = backbone.positions().table if backbone.num_tokens else None
+    if table is None:
+        return
+    table.normal_(std=std)
+    roles = backbone.roles()
+    for name, parameter in backbone.named_parameters():
+        if roles[name].part == "table" and parameter.shape[-2] == backbone.num_prefix + backbone.num_tokens:
+            parameter[..., : backbone.num_prefix, :].normal_(std=std)

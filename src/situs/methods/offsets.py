@@ -1,0 +1,66 @@
+"""MP3 for running text: how far tokens stand apart, instead of where each stands.
+
+Running text is cut anywhere, so that a place in a piece of it means nothing. Each token is paired with the next one in
+the order that MP3 drew, and says how far before or behind it stands, up to W places either way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from situs.core.selection import Selection
+from situs.core.tokens import take
+from situs.errors import SitusError
+from situs.limits import Count
+from situs.methods.base import Batch, Draws, Output
+from situs.methods.heads import position_accuracy, position_loss
+from situs.methods.mp3 import MP3, MP3Config
+
+
+@dataclass(frozen=True)
+class OffsetsConfig(MP3Config):
+    """MP3's settings and W."""
+
+    retired: ClassVar = {}
+
+    window: Count = 8
+    """W: a token farther away than so many places counts as W places away."""
+
+
+class Offsets(MP3):
+    """MP3 whose head reads two tokens and says how far apart they are."""
+
+    Config: ClassVar[type[Any]] = OffsetsConfig
+    puzzle_ratios: ClassVar[tuple[str, ...]] = ()
+    names_places: ClassVar[bool] = False
+
+    def new_head(self) -> nn.Linear:
+        """Reads two tokens, tells how far apart they are: -W to W."""
+        return nn.Linear(2 * self.backbone.out_dim, 2 * self.config.window + 1)
+
+    def forward(self, batch: Batch, draws: Draws) -> Output:
+        features, selected = self.encode_drawn(batch, draws)
+        other, paired = partners(selected)
+        logits = self.position_head(torch.cat([features.patches, take(features.patches, other)], dim=-1))
+        apart = selected.order - selected.order.gather(1, other)
+        window = self.config.window
+        offsets = apart.clamp(-window, window) + window
+        metrics = {"position_accuracy": position_accuracy(logits, offsets, paired)}
+        return Output(position_loss(logits, offsets, paired), metrics, {"logits": logits.detach(), "places": offsets})
+
+    def place_logits(self, inputs: Tensor) -> Tensor:
+        raise SitusError(f"{type(self).__name__} learned how far tokens are apart, and names no places")
+
+
+def partners(selected: Selection) -> tuple[Tensor, Tensor]:
+    """The slot of the next token of each, the last one's being the first, and whether there is another; [B, K] both."""
+    slots, count = selected.slots, selected.order.shape[1]
+    length = count if selected.length is None else selected.length
+    other = torch.where(slots + 1 < length, slots + 1, selected.special).expand_as(selected.order).clamp(max=count - 1)
+    _, asked = selected.behind(0)
+    alone = other == slots
+    return other, ~alone if asked is None else asked & ~alone

@@ -1,0 +1,48 @@
+"""Settings of earlier versions that files may still hold: the value that is taken without a word, and what to do about
+any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_PIXELS = "what patches hold is the method mae's to guess"
+_LENGTH = "the run's own number is taken"
+_DROPPOS = "the method droppos-official is what the published code runs"
+_MJP = "the method mjp-official is what the published code runs"
+
+RETIRED: dict[str, dict[str, tuple[Any, str]]] = {
+    "mp3": {
+        "cls": ("always", "CLS is always in the context"),
+        "window": (0, "the method offsets has the window"),
+    },
+    "droppos": {
+        "mae_weight": (0.0, _PIXELS),
+        "mae_depth": (2, _PIXELS),
+        "epochs": (800, _LENGTH),
+        "sigma_schedule": ("step", _DROPPOS),
+        "distance": ("euclidean", _DROPPOS),
+        "target_grid": (None, _DROPPOS),
+        "target_norm": ("rows", _DROPPOS),
+        "floor_counts": (False, _DROPPOS),
+        "weights_over": ("sample", _DROPPOS),
+    },
+    "mae": {"floor_counts": (False, "N - int(γN) patches are kept")},
+    "mjp": {
+        "dal_depth": (3, _MJP),
+        "dal_mean": (False, _MJP),
+        "dal_normalise": (False, "targets are rows and columns, counted from 0"),
+        "dal_components": (2, "there are two"),
+        "dal_fit": (True, _MJP),
+        "dal_warmup": (0, _MJP),
+        "dal_final": (None, _MJP),
+        "start_epoch": (0, _MJP),
+        "chance": (1.0, _MJP),
+        "draw_per": ("sample", _MJP),
+        "rule": ("paper", _MJP),
+        "unknown_std": (0.02, _MJP),
+        "table_std": (None, _MJP),
+        "decay_positions": (False, _MJP),
+        "epochs": (300, _LENGTH),
+    },
+}
+"""By the method's name."""

@@ -1,0 +1,47 @@
+"""Settings of earlier versions: their old default is read without a word, any other value is told what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from situs.config import from_dict, to_dict
+from situs.data.config import DataConfig
+from situs.errors import SitusError
+from situs.methods import METHODS
+from situs.methods.retired import RETIRED
+from situs.train.checkpoint import RunFolder, read_config
+from situs.train.checkpoint.storage import sealed
+from situs.train.run import RunConfig
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name, fields in RETIRED.items() for field in fields])
+def test_the_old_default_is_read_and_nothing_else(name: str, field: str) -> None:
+    left, instead = RETIRED[name][field]
+    assert field not in to_dict(METHODS[name].Config())
+    plain = from_dict(RunConfig, {"method": {"name": name}})
+    assert from_dict(RunConfig, {"method": {"name": name, field: left}}) == plain
+    other: Any = 17 if left != 17 else 18
+    with pytest.raises(SitusError, match=f"method.{field}=17: is no longer a setting; {instead.split('(')[0]}"):
+        from_dict(RunConfig, {"method": {"name": name, field: other}})
+
+
+def test_settings_of_data_go_the_same_way() -> None:
+    assert from_dict(DataConfig, {"path": "x", "decode": "auto", "resize": "auto"}) == DataConfig("x")
+    with pytest.raises(SitusError, match="decode=gpu: is no longer a setting; the workers read JPEGs whole"):
+        from_dict(DataConfig, {"path": "x", "decode": "gpu"})
+
+
+def test_a_run_that_has_one_goes_on_under_the_config_that_its_checkpoints_know(tmp_path: Path) -> None:
+    config = from_dict(RunConfig, {"method": {"name": "mp3"}, "data": {"path": "samples"}})
+    RunFolder.create(tmp_path / "run", config)
+    file = tmp_path / "run" / "config.json"
+    old = json.loads(file.read_text())
+    old.pop("sha256")
+    old["method"] |= {"cls": "always", "window": 0}
+    file.write_text(sealed(old, "config.json"))
+    run = RunFolder.open(tmp_path / "run", config)
+    assert run.config == read_config(tmp_path / "run") == old
