@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_data_without_splits_sets_a_part_aside(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = trained.data / "train"
+    data = shutil.copytree(trained.data / "train", tmp_path / "data")
+    (data / "dark" / "broken.png").write_bytes(b"no image")
     words = ["adapt", str(trained.one), "--data", str(data), "--device", "cpu", "--out", str(tmp_path / "out")]
     assert main(words) == 0
-    text = capsys.readouterr().out
+    text, left_out = capsys.readouterr()
+    assert "could not be read" in left_out and "broken.png" in left_out
     assert "plan: all layers, 3 updates on 5 folds" in text and "20 % of it was set aside first" in text
     tested = re.search(r"% of (\d+) images of 3 classes are recognised", text)
     labelled = re.search(r"(\d+) labelled images", text)

@@ -236,13 +236,14 @@ def test_an_export_reads_clips_as_the_run_did(clips: Path, tuned: Path, tmp_path
         ["analyze", "reconstruct", "MP3"],
         ["features", "TUNED"],
         ["predict", "TUNED"],
+        ["adapt", "TUNED", "--data", "CLIPS", "--minutes", "0.001"],
     ],
     ids=lambda words: " ".join(words[:2]),
 )
 def test_every_verb_that_looks_at_a_model_takes_clips(
-    words: list[str], mp3: Path, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], mp3: Path, tuned: Path, clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    named = [{"MP3": str(mp3), "TUNED": str(tuned)}.get(word, word) for word in words]
+    named = [{"MP3": str(mp3), "TUNED": str(tuned), "CLIPS": str(clips)}.get(word, word) for word in words]
     out = tmp_path / {"features": "features.safetensors", "predict": "named.csv"}.get(words[0], "look")
     capsys.readouterr()
     assert main([*named, "--device", "cpu", "--out", str(out)]) in (0, None)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import default_batch
 from situs.data.resident import load_resident, resident_size
@@ -86,12 +87,13 @@ def adapt_model(
         bench = replace(bench, train=part_of(bench.train, rows.cpu()))
     bench = replace(bench, labels=labels.cpu())
     check_classes(bench)
-    say(f"{bench.train.name}: {counted(len(labels), 'labelled images')} of {counted(len(bench.classes), 'classes')}")
+    many = counted(len(labels), f"labelled {bench.train.things}")
+    say(f"{bench.train.name}: {many} of {counted(len(bench.classes), 'classes')}")
 
     search = Search(bench, method, pool, say, began, 60 * minutes, {origin: features})
     remarks += search.run(image)
     chosen = choose(search.tried, bench.labels)
-    say(f"taken: {chosen.name}; now on all {len(labels):,} labelled images")
+    say(f"taken: {chosen.name}; now on all {many}")
     settings, model = bench.refit(chosen, search.banks[chosen.origin], search.decay(chosen.origin))
     test, first, answers = None, None, None
     if bench.test is not None:
@@ -106,7 +108,7 @@ def adapt_model(
     more = {"started from": Path(source.partition("=")[0]).name, "minutes": f"{minutes:g}"}
     result = Adapted(
         out, tuple(search.tried), chosen, bench.labels, bench.classes, test, first, answers, tuple(remarks),
-        provenance=made_with(open_model(out), loader, config.train.seed, more=more),
+        provenance=made_with(open_model(out), loader, config.train.seed, beside=[bench.loader()], more=more),
     )  # fmt: skip
     try:
         export_model(out, out / "export")
@@ -147,9 +149,11 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
         raise SitusError(f"{test.name}: its classes are not those of the training split", field="data")
     if data.kind != "audio" and (size := resident_size(train, data)) is not None:
         images, labels, _ = load_resident(train, "cpu", size, max_bytes=int(data.resident_gib * 2**30))
-        train = TensorSource(images, labels, train.classes, train.name)
+        whole, train = train, TensorSource(images, labels, train.classes, train.name)
+        train.notes += whole.left_out()
     empty = torch.zeros(len(train), dtype=torch.int64)
-    bench = Bench(replace(config, data=data), train, test, empty, train.classes or (), device, start)
+    augment = AugmentConfig() if data.kind == "audio" else config.augment  # crops and flips are for images
+    bench = Bench(replace(config, data=data, augment=augment), train, test, empty, train.classes or (), device, start)
     return bench, remarks
 
 
@@ -292,7 +296,7 @@ class Search:
             check()
             learner = each
         assert learner is not None
-        self.say(f"pretrained with {self.method}: {total:,} updates on {counted(len(self.pool), 'images')}")
+        self.say(f"pretrained with {self.method}: {total:,} updates on {counted(len(self.pool), self.pool.things)}")
         new = pretrained_origin(learner, self.method)
         self.banks[new] = self.bench.features(self.bench.make(new, "class means")[1].backbone)[0]
         return new
