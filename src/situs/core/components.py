@@ -1,8 +1,9 @@
 """Places read off the principal components of a table of vectors, without making the host wait."""
 
-from __future__ import annotations
+# pyright: basic
+# (`torch.linalg` has no types)
 
-from collections.abc import Callable
+from __future__ import annotations
 
 import torch
 from torch import Tensor
@@ -66,6 +67,5 @@ def principal_guesses(
         gram = scores.T @ scores
         ridge = torch.eye(count, device=table.device, dtype=table.dtype) * (1e-12 * gram.trace() + 1e-30)
         # `solve` would make the host wait to learn whether the matrix was singular; the ridge keeps it from being so.
-        solve: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = torch.linalg.solve_ex  # pyright: ignore[reportUnknownMemberType]
-        fitted = axes @ solve(gram + ridge, scores.T @ (targets - centre))[0]
+        fitted = axes @ torch.linalg.solve_ex(gram + ridge, scores.T @ (targets - centre))[0]
     return (table - mean) @ fitted + centre

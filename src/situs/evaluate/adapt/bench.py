@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
 from situs.backbones.weights import HEADS
+from situs.core.when import When
 from situs.data.loader import Loader, default_batch, make_loader
 from situs.data.sampler import sample_of
 from situs.data.sources.base import Source, TensorSource
@@ -31,7 +32,7 @@ from situs.models.inference import evaluating
 from situs.train.checkpoint.state import seed_generators
 from situs.train.optim import OptimConfig, peak_rate, rate_at, trains_few, warmup_steps
 from situs.train.run import RunConfig, Start, make_method
-from situs.train.step import Moment, Stepper, autocast
+from situs.train.step import Stepper, autocast
 from situs.train.tuning import TuningConfig, attach, freeze
 
 LOOKS = 8
@@ -258,7 +259,7 @@ def updates(method: Method, loader: Loader, config: RunConfig, total: int) -> It
             epoch = step // per
             for batch in loader.iterate(epoch, step % per):
                 rate = rate_at(step, total, warmup_steps(optim, per, total), peak, optim)
-                stepper.update(batch, Moment(step, epoch, step / total), rate, ragged=False)
+                stepper.update(batch, When(step=step, epoch=epoch, progress=step / total), rate, ragged=False)
                 step += 1
                 if step == total and bool(stepper.flags[0]):
                     raise SitusError("the loss is not finite", field="data")
