@@ -37,6 +37,8 @@ KEPT = {
     "methods/upernet.py": "channels of its convolutions",
     "methods/pyramid.py": "the same, and pixels between places",
     "methods/regions.py": "regions of images",
+    "evaluate/adapt/__init__.py": "images or clips that a model is adapted to",
+    **{f"evaluate/adapt/{name}.py": "the same" for name in ("bench", "plan", "result", "run", "ways")},
     "evaluate/by_class.py": "its example is one of images",
     "evaluate/ending.py": "the same",
     "evaluate/predict.py": "images, clips or sentences",

@@ -145,7 +145,7 @@ def test_a_run_stands_at_the_epoch_of_its_last_step(train: dict[str, Any], epoch
             "method": {"name": "mjp", "mask_ratio": 0.4},
             "backbone": {"name": "vit_tiny_patch16_224", "patch_size": 4,
                          "model_args": {"depth": 1, "embed_dim": 16, "num_heads": 2}},
-            "data": {"path": str(tmp_path / "data"), "img_size": 8, "batch": 12, "workers": 0},
+            "data": {"path": str(tmp_path / "data"), "img_size": 8, "batch": 12, "workers": 0, "held_out": 0.0},
             "train": {**train, "seed": 0, "precision": "fp32"},
         },
     )  # fmt: skip
@@ -279,7 +279,7 @@ def test_a_run_is_audited_on_its_own_data(tmp_path: Path) -> None:
     small: dict[str, Any] = {"steps": 1, "batch": 6, "device": "cpu", "quiet": True}
     tiny = {"depth": 1, "embed_dim": 16, "num_heads": 2}
     shape = {"name": "vit_tiny_patch16_224", "patch_size": 8, "model_args": tiny}
-    table = {"path": data, "img_size": 16}
+    table = {"path": data, "img_size": 16, "held_out": 0.0}
     run = situs.pretrain(table, method="supervised", backbone=shape, out=tmp_path / "run", **small)
     asked: dict[str, Any] = {"count": 2, "attacks": ["april"], "defences": ["none"]}
     own, named = audit_gradients(run, **asked), audit_gradients(run, data, **asked)

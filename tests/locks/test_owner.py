@@ -243,7 +243,7 @@ def test_a_quarter_of_a_swin_goes_through_the_key(tmp_path):
     for backbone in (clear, owner, plain.eval()):
         enable_cells(backbone)
         none = torch.zeros(units.shape[1], dtype=torch.bool)
-        got.append(encode_cells(backbone, backbone.embed(x), units, none, unknown).patches)
+        got.append(encode_cells(backbone, backbone.embed(x), units, backbone.table, none, unknown).patches)
     assert distance(got[0], got[1]) < 1e-4 < 0.3 < distance(got[0], got[2])
 
 

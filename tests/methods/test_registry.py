@@ -93,11 +93,12 @@ def test_another_package_s_method_goes_through_every_verb(tmp_path: Path, capsys
         f"--config {tmp_path}/tiny.toml --data samples --data.img-size 28 --data.channels 1 --backbone.name "
         "vit_tiny_patch16_224 --device cpu --batch 16 --optim.warmup-epochs 0"
     )  # fmt: skip
+    tuned = small.replace("--backbone.name vit_tiny_patch16_224", "")
     lines = {
         "pretrain": f"pretrain --method shade --method.power 1.5 {small} --steps 2 --out {run}",
         "resume": f"pretrain --resume {run} --steps 3 --device cpu",
         "knn": f"evaluate knn {run} --count 20 --train-count 30 --k 3 --device cpu --out {tmp_path}/knn",
-        "finetune": f"finetune --from {run} {small} --steps 1 --validate-every 0 --out {tmp_path}/ft",
+        "finetune": f"finetune --from {run} {tuned} --steps 1 --validate-every 0 --out {tmp_path}/ft",
         "info": "info vit_tiny_patch16_224",
         "broken": f"pretrain --method broken {small} --out {tmp_path}/no",
         "unknown": f"pretrain --method nosuch {small} --out {tmp_path}/no",

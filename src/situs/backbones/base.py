@@ -352,9 +352,7 @@ class Backbone(nn.Module, ABC):
 
     def tokens(self, inputs: Tensor, mask: Tensor | None = None) -> Tokens:  # noqa: ARG002  (of words)
         """The tokens of a batch that may be selected one by one: the places of `out_grid`. mask: see `forward`."""
-        if mask is not None:
-            raise SitusError(f"{self.name}: takes no batches with padding, as sentences have")
-        return Tokens(math.prod(self.out_grid))
+        return Tokens(math.prod(self.out_grid) if mask is None else mask.shape[1], mask, self.special)
 
     def positions_of(self, tokens: Tokens) -> Positions:  # noqa: ARG002  (of words)
         """The positions of a batch's tokens."""

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
+from situs.cli.shell import beside, next_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +79,11 @@ def run(args: Args) -> None:
     names = ("out", "unlabelled", "method", "minutes", "batch", "seed", "device", "withheld")
     asked = {name: getattr(args, name) for name in names}
     key = None if args.key is None else read_key(args.key)
-    table = {name: value for name, value in data.items() if value is not None}
+    given = {name: value for name, value in data.items() if value is not None}
     shape = {"patch_size": args.patch_size, "model_args": args.model_args}
     backbone = {name: value for name, value in shape.items() if value}
-    present(adapt(args.model, data=table, key=key, backbone=backbone, **asked), None)
+    present(adapt(args.model, data=given, key=key, backbone=backbone, **asked), None)
     print(f"{args.out / 'adapt.html'}")
-    print(f"next: situs evaluate accuracy {args.out}, or situs predict {args.out} --data PATH --out predictions.csv")
+    print(
+        next_line(["evaluate", "accuracy", args.out], ["predict", args.out, "--out", beside(args.out, "predicted.csv")])
+    )

@@ -31,7 +31,7 @@ class Args(Training):
     """learned, sincos, learned_sincos, relative or none; by default the run's own, and learned after MP3."""
 
     validate_every: Annotated[int | None, Parameter(metavar="N")] = None
-    """Epochs between looks at the validation split, by default 5; 0: none, and data without one is learned whole."""
+    """Epochs between looks at the validation split, else 5; 0: none."""
 
     config: FinetuneConfig = configured(
         FinetuneConfig,

@@ -22,6 +22,7 @@ from situs.core.masking import kept_of
 from situs.core.position import smoothed_targets
 from situs.core.random import uniform
 from situs.core.selection import Selection
+from situs.core.tokens import fill
 from situs.core.when import When
 from situs.errors import SitusError, counted, verb
 from situs.limits import Count, Natural, NotNegative, Positive, Within
@@ -87,13 +88,13 @@ class DropPos(Method):
         self.mask_token = nn.Parameter(torch.empty(self.backbone.token_dim).normal_(std=0.02))
 
     def check(self) -> None:
-        name, ratio = self.backbone.name, self.config.position_mask_ratio
         self.backbone.ready_to_select(self.visible)
         if not self.backbone.positions().kinds:
-            raise SitusError(f"{name} has no positions to drop: choose sincos", field="backbone.positions")
+            said = f"{self.backbone.name} has no positions to drop: choose sincos"
+            raise SitusError(said, field="backbone.positions")
         if self.visible == self.anchors:
             seen = f"of {counted(self.count, 'patches')} {self.visible} {verb(self.visible, 'are')} visible"
-            said = f"position_mask_ratio={ratio}: must drop a place; {seen}"
+            said = f"position_mask_ratio={self.config.position_mask_ratio}: must drop a place; {seen}"
             raise SitusError(said, field=("position_mask_ratio", "mask_ratio"))
 
     @property
@@ -127,7 +128,6 @@ class DropPos(Method):
         anchors = visible.kept(self.config.position_mask_ratio, floor=self.floor)
         dropped = visible.slots >= anchors
         features = self.backbone.encode_at(batch.inputs, visible, forgotten=dropped, unknown=self.mask_token)
-        # Anchors stand in front, so of equally long samples "dropped" is one slice, in the decoder and the loss too.
         start, asked = visible.behind(anchors)
         logits = self.decoder(join(features), self.backbone.num_prefix + start, visible.real)
         weights = asked_weights(self.weigh(batch, features, visible), start, asked, each=self.each_alike)
@@ -139,12 +139,14 @@ class DropPos(Method):
     @torch.no_grad()
     def weigh(self, batch: Batch, features: Features, visible: Selection) -> Tensor | None:
         """A of the visible patches, [B, V], whose features are given; None: all count alike."""
+        places, there = None, visible.real
         if self.config.affinity is None:
             return None
-        places = None
         if self.config.affinity == "full":  # in the model's own mode: with its drop path, where it has one
-            tokens, places = self.backbone.embed(batch.inputs), visible.order
-            features = self.backbone.encode(tokens, self.backbone.positions(), mask=self.tokens(batch).real)
+            tokens, places, there = self.backbone.embed(batch.inputs), visible.order, self.tokens(batch).real
+            features = self.backbone.encode(tokens, self.backbone.positions(), mask=there)
+        if there is not None:
+            features = features._replace(patches=fill(features.patches, there))
         return attentive_weights(features, self.config.tau, places, visible.real, self.backbone.special)
 
     def targets(self, sigma: Tensor) -> Tensor:
@@ -159,7 +161,7 @@ class DropPos(Method):
         return UnknownPosition(self.mask_token.detach(), "the [MASK] vector that this DropPos run learned")
 
     def solve(self, batch: Batch, *, seed: int) -> Puzzle:
-        """The anchors stand first, and are told; the other patches that are seen are asked for."""
+        """The anchors stand first, and are told; the other visible patches are asked for."""
         draws = self.draw(self.puzzling(batch), When(seed=seed, progress=1.0))
         visible, extras = draws["visible"], self(batch, draws).extras
         guesses = torch.cat([visible[:, : self.anchors], extras["logits"].argmax(dim=-1)], dim=1)
@@ -177,8 +179,7 @@ def attentive_weights(
     """A, [B, V] float32: softmax of cos(f_cls, f_i) / τ over the visible patches, without gradient.
 
     visible: [B, V] places among features.patches; None where those are the visible patches themselves. The softmax
-    over all patches, gathered and renormalised, is the softmax over the visible. Without CLS the mean patch serves.
-    real: [B, V] bool, False where a sample is filled up, of weight 0. special: whether the first patch is CLS.
+    over all, gathered, is that over the visible. real: [B, V], False for weight 0. special: whether CLS is a patch.
     """
     patches, prefix = features.patches.float(), features.prefix.float()
     whole = patches if special else prefix if prefix.shape[1] else patches.mean(dim=1, keepdim=True)
@@ -193,8 +194,7 @@ def attentive_weights(
 def dropped_loss(logits: Tensor, places: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
     """Cross entropy with smoothed targets, Σ(loss · A) / ΣA over the dropped patches.
 
-    logits: [B, K, N], classes on the LAST axis. places: [B, K]. targets: [N, N], a row for each true place.
-    weights: A [B, K], or None for the plain mean.
+    logits: [B, K, N], classes on the LAST axis. places: [B, K]. targets: [N, N], a row a place. weights: A [B, K].
     """
     losses = -(targets[places] * logits.float().log_softmax(dim=-1)).sum(dim=-1)
     return losses.mean() if weights is None else (losses * weights).sum() / weights.sum().clamp(min=1e-12)

@@ -107,4 +107,4 @@ class MP3(Method):
         return Puzzle(places, logits.argmax(dim=-1), self.context, 0, self.grid, self.told, place_ranks(logits, places))
 
     def place_logits(self, inputs: Tensor) -> Tensor:
-        return self.position_head(self.backbone.encode(self.backbone.embed(inputs)).patches)
+        return self.position_head(self.backbone.encode(self.backbone.embed(inputs), None).patches)

@@ -58,7 +58,8 @@ class Defended(Supervised):
         self.defence, self.scale, self.rows = defence, scale, rows
 
     def draw(self, batch: Batch, when: When) -> Draws:
-        self.tokens(batch)  # refuses padding
+        if batch.mask is not None:
+            raise SitusError("split training takes no batches with padding, as sentences have")
         shape = len(batch.ids), self.backbone.num_tokens, self.backbone.dim
         words = self.words(batch, when.seed, when.epoch)
         given = draw_defence(self.defence, words, shape, self.backbone.grid)

@@ -26,8 +26,15 @@ TEXTS = ("3 7 1 9 12 20", "4 3 8 2 9 31 40")
 def hiding(tmp_path_factory: pytest.TempPathFactory) -> TextVictim:
     made = victim(tmp_path_factory.mktemp("hidden"), "bert", width=64)
     torch.manual_seed(2)
-    method = MJP(made.backbone, MJPConfig(mask_ratio=0.4, unknown_std=0.3)).double().eval()
+    method = wide(MJP(made.backbone, MJPConfig(mask_ratio=0.4)))
     return replace(made, method=method)
+
+
+def wide(method: MJP) -> MJP:
+    """With a vector of unknown places that is as large as those of words, as after a training."""
+    with torch.no_grad():
+        method.unknown.mul_(15)
+    return method.double().eval()
 
 
 def attack(made: TextVictim, *texts: str, aware: bool) -> Found:
@@ -100,7 +107,7 @@ def test_who_knows_looks_behind_a_long_hidden_span(tmp_path: Path) -> None:
     """Ten hidden places in a row, and words behind them: he knows that a span may be long, and does not stop there."""
     made = victim(tmp_path, "bert", width=64, max_position_embeddings=40)
     torch.manual_seed(2)
-    method = MJP(made.backbone, MJPConfig(mask_ratio=0.5, unknown_std=0.3)).double().eval()
+    method = wide(MJP(made.backbone, MJPConfig(mask_ratio=0.5)))
     hide = torch.zeros(1, 22, dtype=torch.bool)
     hide[:, 6:16] = True
     method.draw = lambda *_, **__: {"mask": hide, "index": torch.arange(22)[None], "dal_weight": torch.tensor(0.0)}
@@ -125,7 +132,7 @@ def test_a_run_of_text_mjp_is_audited_by_both_attackers(tmp_path: Path) -> None:
     import situs
 
     folder, data = write_folder(tmp_path / "bert", "bert", width=64), write_set(tmp_path / "set")
-    method = {"name": "mjp", "mask_ratio": 0.5, "unknown_std": 0.3}
+    method = {"name": "mjp", "mask_ratio": 0.5}
     told = {"quiet": True, "device": "cpu", "validate_every": 0}
     run = situs.finetune(folder, data=data, out=tmp_path / "run", method=method, batch=8, steps=1, **told)
     (tmp_path / "lines.txt").write_text("w3 w7 w1 w9 w12 w20\n")

@@ -22,7 +22,7 @@ def test_runs_side_by_side(outline: Any, trained, tmp_path: Path, capsys: pytest
         "Runs, 1 note, 3 rows",
         "Final numbers, 5 rows",
         "Machine and speed, 9 rows",
-        "Configs, 9 rows, 1 fold",
+        "Configs, 7 rows, 1 fold",
     ]
     numbers = json.loads((tmp_path / "runs.json").read_text())
     assert [run["finished"] for run in numbers["runs"]] == [True] * 3

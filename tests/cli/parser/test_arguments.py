@@ -283,7 +283,7 @@ def test_help_with_an_unknown_topic_names_those_there_are() -> None:
 DEFAULTS: dict[str, dict[str, Any]] = {
     "evaluate.consistency": {"ratios": (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9), "batch": 256},
     "evaluate.position": {"ratios": None, "position_ratios": None, "precision": "fp32"},
-    "evaluate.knn": {"k": 20, "temperature": 0.07, "train_count": 10000},
+    "evaluate.knn": {"k": None, "temperature": 0.07, "train_count": 10000},
     "evaluate.probe": {
         "kind": "position",
         "train_count": 2000,

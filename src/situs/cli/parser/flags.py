@@ -113,7 +113,7 @@ def _choices(start: Any) -> Iterator[Flag]:
         held = start
         for key in path.split("."):
             held = getattr(held, key)
-        text = f"{', '.join(sorted(chosen.options))}; --help {path} shows its flags."
+        text = f"{', '.join(sorted(chosen.options))}; see --help {path}."
         kind = Literal[tuple(sorted(chosen.options))]  # pyright: ignore[reportInvalidTypeForm]
         yield Flag(flag_name(path), (f"{path}.name",), kind, chosen.name_of(held), text, "NAME")
 

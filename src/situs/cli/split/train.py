@@ -4,7 +4,7 @@ For example: situs split train --server 127.0.0.1:7443 --tls certs --preset samp
 --permute rows,columns --out runs/split
 
 Without permutations the result is local training's to the bit. After a crash of either side it goes on (--resume) from
-the newest checkpoint that both have; situs split merge joins both parts.
+the newest checkpoint that both have.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Args(Recipe, ClientArgs):
     """A run to go on with."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """Weights to start from, the server's too (locked ones with --key)."""
+    """Weights to start from, the server's too."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The owner's second file, where parts of that folder were withheld."""

@@ -129,7 +129,7 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
     data = settled(finetune_config(config, source, None)).data
     if data.kind == "text":
         raise SitusError(f"{data.path}: holds sentences, and adapt takes images and clips; see finetune", field="data")
-    if not data.held_out and not own_splits(data):
+    if not config.data.held_out and not own_splits(data):
         data = replace(data, held_out=HELD_OUT)
         remarks.append(f"The data has no test split: {percent(HELD_OUT, 0)} of it was set aside first as one.")
     try:
