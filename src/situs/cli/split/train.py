@@ -3,8 +3,7 @@
 For example: situs split train --server 127.0.0.1:7443 --tls certs --preset samples-mp3 --method supervised
 --permute rows,columns --out runs/split
 
-Without permutations the result is local training's to the bit. After a crash of either side it goes on (--resume) from
-the newest checkpoint that both have.
+Without permutations the result is local training's to the bit. After a crash it goes on (--resume).
 """
 
 from __future__ import annotations
