@@ -37,11 +37,16 @@ T = TypeVar("T")
 # --- a config that is checked --------------------------------------------------------------------------------
 
 
+ANY: Any = object()
+"""Every value, in `Checked.retired`."""
+
+
 class Checked:
     """Base of frozen configs: every value has its field's type and keeps to its rules, whoever makes the config."""
 
     retired: ClassVar[Mapping[str, tuple[Any, str]]] = {}
-    """Fields of earlier versions: the value that a file may still have, and what to do about any other."""
+    """Fields of earlier versions: the value that a file may still have (`ANY` where it changes nothing), and what to do
+    about any other."""
 
     def __post_init__(self) -> None:
         for name, (kind, chosen) in _known(type(self)).items():
@@ -148,7 +153,7 @@ def _is_retired(cls: type[Any], key: str, value: Any, path: str) -> bool:
     if key not in retired:
         return False
     left, instead = retired[key]
-    if value != left:
+    if left is not ANY and value != left:
         name = f"{path}.{key}" if path else key
         raise SitusError(f"{name}={value}: is no longer a setting; {instead}", field=name)
     return True

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -277,3 +278,19 @@ def test_hinted_frames_alone_keep_their_position_vector() -> None:
         changed = not torch.allclose(method(data, draws).extras["logits"][0], whole, atol=1e-12)
         rows[0, 1 + place] = before
         assert changed == (place in told)
+
+
+def test_a_view_takes_nothing_along_that_a_run_hung_on_the_method() -> None:
+    """A compiled forward and hooks are of the config that they were made under; FSDP's class has no plain instances."""
+    method = make(0.5)
+    method.forward = lambda *_: pytest.fail("it is of the other config")  # type: ignore[method-assign]
+    method.register_forward_pre_hook(lambda *_: pytest.fail("so is this"))
+
+    class FSDPModule:
+        def __new__(cls, *_: Any, **__: Any) -> Any:
+            raise AssertionError("made by wrapping alone")
+
+    method.__class__ = type("FSDPMP3", (FSDPModule, MP3), {})  # as `fully_shard` does
+    view = method.at(0.0)
+    assert type(view) is MP3 and view.position_head is method.position_head and view.context == 6
+    assert view(batch(), view.draw(batch(), When())).loss.isfinite()

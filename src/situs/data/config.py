@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from situs.config import Checked, from_dict, to_dict
+from situs.config import ANY, Checked, from_dict, to_dict
 from situs.data.audio import AudioConfig
 from situs.data.masks import MaskConfig
 from situs.data.objects import ObjectConfig
@@ -32,13 +32,7 @@ NO_DATA = "give the images, or samples for the embedded set of 9,000 pictures of
 class DataConfig(Checked):
     """Where the samples are and how they come to the model."""
 
-    retired: ClassVar = {
-        "decode": ("auto", "the workers read JPEGs whole"),
-        "resize": (
-            "auto",
-            "a CUDA device with Triton resizes random crops, the workers do elsewhere",
-        ),
-    }
+    retired: ClassVar = {"decode": (ANY, ""), "resize": (ANY, "")}
 
     path: str = ""
     """Images, clips or sentences: a folder, parquet, tar, CIFAR batches, csv, txt, or "samples" (embedded images);

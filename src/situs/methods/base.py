@@ -8,7 +8,7 @@ counter-based hash, so a sample's draws are the same whatever batch it stands in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from copy import copy
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -141,7 +141,13 @@ class Method(nn.Module, ABC):
 
     def under(self, **changes: Any) -> Self:
         """The same weights with other values in the config, to be looked at."""
-        other = copy(self)
+        # A sharded method is of a class that FSDP makes, whose instances are made by wrapping alone; and what a run
+        # hung on this one (a compiled forward, hooks) is of this config.
+        sharded = {each for each in type(self).__mro__ if "FSDPModule" in [one.__name__ for one in each.__mro__]}
+        kind = next(each for each in type(self).__mro__ if each not in sharded)
+        other = object.__new__(kind)
+        other.__dict__ |= {name: value for name, value in self.__dict__.items() if name != "forward"}
+        other._forward_hooks, other._forward_pre_hooks = OrderedDict(), OrderedDict()
         other.config = replace(self.config, **changes)
         other.check()
         return other

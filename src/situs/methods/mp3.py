@@ -70,8 +70,8 @@ class MP3(Method):
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
         features, selected = self.encode_drawn(batch, draws)
-        _, asked = selected.behind(0)
-        logits, places = self.position_head(features.patches), selected.order
+        start, asked = selected.behind(0)
+        logits, places = self.position_head(features.patches[:, start:]), selected.order[:, start:]
         metrics = {"position_accuracy": position_accuracy(logits, places, asked)}
         return Output(position_loss(logits, places, asked), metrics, {"logits": logits.detach(), "places": places})
 

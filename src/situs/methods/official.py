@@ -46,6 +46,7 @@ class OfficialDropPos(DropPos):
     rounded down (12 anchors of 49, not 13); the weights of a batch together."""
 
     Config: ClassVar[type[Any]] = OfficialDropPosConfig
+    reads_text: ClassVar[bool] = False
     floor: ClassVar[bool] = True
     each_alike: ClassVar[bool] = False
 
@@ -91,19 +92,20 @@ class OfficialMJP(MJP):
     whose components are compared as they are; tables of spread 1, on which weight decay acts."""
 
     Config: ClassVar[type[Any]] = OfficialMJPConfig
+    reads_text: ClassVar[bool] = False
     regressor: ClassVar[Regressor] = Regressor(depth=2, fit=False, mean_axes=True)
     unknown_std: ClassVar[float] = 1.0
 
     def __init__(self, backbone: Backbone | nn.Module, config: OfficialMJPConfig | None = None) -> None:
         backbone = self.wrapped(backbone)
-        fill_table(backbone, std=1.0)
-        super().__init__(backbone, config)
-        if len(self.grid) < 2 or min(self.grid) == 1:
+        if backbone.num_tokens and (len(backbone.grid) < 2 or min(backbone.grid) == 1):
             raise SitusError(
-                f"{self.backbone.name}: a single line of {max(self.grid)} places holds no smaller block, so that the "
+                f"{backbone.name}: a single line of {max(backbone.grid)} places holds no smaller block, so that the "
                 "published code would shuffle nothing; the method mjp masks single places there",
                 field="method",
             )
+        fill_table(backbone, std=1.0)
+        super().__init__(backbone, config)
 
     def draw_mask(self, batch: Batch, when: When) -> Tensor:
         share, first = self.config.mask_ratio, batch.ids[:1]

@@ -7,7 +7,7 @@ the order that MP3 drew, and says how far before or behind it stands, up to W pl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from situs.core.selection import Selection
 from situs.core.tokens import take
 from situs.errors import SitusError
 from situs.limits import Count
-from situs.methods.base import Batch, Draws, Output
+from situs.methods.base import Batch, Draws, Output, Puzzle
 from situs.methods.heads import position_accuracy, position_loss
 from situs.methods.mp3 import MP3, MP3Config
 
@@ -52,7 +52,12 @@ class Offsets(MP3):
         metrics = {"position_accuracy": position_accuracy(logits, offsets, paired)}
         return Output(position_loss(logits, offsets, paired), metrics, {"logits": logits.detach(), "places": offsets})
 
-    def place_logits(self, inputs: Tensor) -> Tensor:
+    def solve(self, batch: Batch, *, seed: int) -> Puzzle:
+        """It has no puzzle."""
+        return self.place_logits(batch.inputs)
+
+    def place_logits(self, inputs: Tensor) -> NoReturn:
+        """It has no places."""
         raise SitusError(f"{type(self).__name__} learned how far tokens are apart, and names no places")
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from situs.config import ANY
+
 _PIXELS = "what patches hold is the method mae's to guess"
-_LENGTH = "the run's own number is taken"
 _DROPPOS = "the method droppos-official is what the published code runs"
 _MJP = "the method mjp-official is what the published code runs"
 
@@ -17,8 +18,8 @@ RETIRED: dict[str, dict[str, tuple[Any, str]]] = {
     },
     "droppos": {
         "mae_weight": (0.0, _PIXELS),
-        "mae_depth": (2, _PIXELS),
-        "epochs": (800, _LENGTH),
+        "mae_depth": (ANY, ""),
+        "epochs": (ANY, ""),  # the run's own number is taken
         "sigma_schedule": ("step", _DROPPOS),
         "distance": ("euclidean", _DROPPOS),
         "target_grid": (None, _DROPPOS),
@@ -42,7 +43,7 @@ RETIRED: dict[str, dict[str, tuple[Any, str]]] = {
         "unknown_std": (0.02, _MJP),
         "table_std": (None, _MJP),
         "decay_positions": (False, _MJP),
-        "epochs": (300, _LENGTH),
+        "epochs": (ANY, ""),
     },
 }
 """By the method's name."""

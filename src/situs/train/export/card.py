@@ -83,7 +83,7 @@ def _task(provenance: ModelProvenance) -> str:
     """What a hub files it under, where it has a name for it."""
     if provenance.audio is not None or provenance.text is not None or provenance.masks is not None:
         return ""
-    trained = provenance.classes is not None and provenance.method in ("supervised", "mjp")
+    trained = provenance.classes is not None and provenance.method in ("supervised", "mjp", "mjp-official")
     return f"pipeline_tag: image-{'classification' if trained else 'feature-extraction'}\n"
 
 
