@@ -18,7 +18,7 @@ from situs.data.resident import load_resident, resident_size
 from situs.data.sources import open_source
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.subset import Joined, PerClass, Subset
-from situs.errors import SitusError, counted
+from situs.errors import SitusError, counted, verb
 from situs.evaluate.accuracy import Accuracy
 from situs.evaluate.adapt.bench import DECAYS, Bench, part_of, updates
 from situs.evaluate.adapt.plan import EPOCHS, FROZEN, UPDATES, Plan, Step, plan_of, seconds_of
@@ -83,8 +83,10 @@ def adapt_model(
     features, labels, rows = bench.features(bench.make(origin, "class means")[1].backbone)
     image = (time.perf_counter() - looked) / len(rows)
     if len(rows) < len(bench.train):
-        remarks.append(f"{len(bench.train) - len(rows):,} of the labelled images cannot be read and were left out.")
-        bench = replace(bench, train=part_of(bench.train, rows.cpu()))
+        whole, lost = bench.train, len(bench.train) - len(rows)
+        remarks.append(f"{counted(lost, f'labelled {whole.things}')} cannot be read, and {verb(lost, 'are')} left out.")
+        bench = replace(bench, train=part_of(whole, rows.cpu()))
+        bench.train.notes += [text for text in whole.left_out() if text not in bench.train.left_out()]
     bench = replace(bench, labels=labels.cpu())
     check_classes(bench)
     many = counted(len(labels), f"labelled {bench.train.things}")
