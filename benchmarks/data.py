@@ -18,8 +18,8 @@ import torch
 from situs.data.augment.recipes import RECIPES
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader
+from situs.data.open import open_source
 from situs.data.resident import load_resident
-from situs.data.sources import open_source
 from situs.data.sources.base import Source, TensorSource
 
 

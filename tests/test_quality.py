@@ -96,7 +96,7 @@ COVERED = {
     "situs.data.sources.folder": "test_open",
     "situs.data.sources.manifest": "test_check",
     "situs.data.augment.objects": "test_object_pipeline",
-    "situs.data.pixel_pipeline": "test_mask_pipeline",
+    "situs.data.modalities.pixels": "test_mask_pipeline",
     "situs.data.sources.outlines": "test_coco",
     "situs.data.sources.pickled": "test_cifar",
     "situs.data.sources.remote.listing": "test_cache",

@@ -16,7 +16,7 @@ from situs.data.audio import AudioConfig
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
-from situs.data.sources import judged_split, kind_of, open_source, splits_at
+from situs.data.open import judged_split, kind_of, open_source, splits_at
 from situs.data.sources.speech import WORDS
 from situs.errors import SitusError
 from situs.locks.folder import write_model

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from situs.core.random import normal
 from situs.data.audio import AudioConfig
-from situs.data.audio_pipeline import AudioPipeline, Scale, from_bits, measure_scale, set_level, to_bits
 from situs.data.augment.audio import AudioAugment
 from situs.data.augment.recipes import RECIPES, AugmentConfig
 from situs.data.batch import Batch
 from situs.data.loader import StreamLoader
+from situs.data.modalities.audio import AudioPipeline, Scale, from_bits, measure_scale, set_level, to_bits
 from situs.data.sampler import BatchPlan
 from situs.data.sources.audio import NoiseBank
 from situs.data.sources.base import Source

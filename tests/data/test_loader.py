@@ -11,8 +11,8 @@ from situs.data.audio import AudioConfig
 from situs.data.augment.recipes import AugmentConfig, recipe
 from situs.data.config import DataConfig
 from situs.data.loader import ResidentLoader, StreamLoader, default_batch, make_loader
+from situs.data.open import open_source
 from situs.data.sampler import epoch_order, sample_of
-from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
 

@@ -17,7 +17,7 @@ from situs.data.augment.objects import apply_objects
 from situs.data.augment.recipes import AugmentConfig, places_of
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
-from situs.data.object_pipeline import ObjectPipeline
+from situs.data.modalities.objects import ObjectPipeline
 from situs.data.objects import NONE, objects_of, pack_masks
 from situs.data.sources.base import Source
 from situs.errors import SitusError

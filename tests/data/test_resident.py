@@ -10,8 +10,8 @@ from PIL import Image
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import ResidentLoader, make_loader
+from situs.data.open import open_source
 from situs.data.resident import load_resident
-from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
 from situs.errors import BrokenSampleError, SitusError
 from situs.progress import hearing

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
-from situs.data.image_pipeline import ImagePipeline
 from situs.data.loader import make_loader
+from situs.data.modalities.image import ImagePipeline
 from situs.data.resize import pack, resize_all, resize_packed, resized
 from situs.data.sampler import draw_ids
 from situs.data.sources.base import TensorSource

@@ -21,7 +21,6 @@ from situs.models.data import open_several
 from situs.models.initialise import starting
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.distributed import Ranks
-from situs.train.inputs import own_size
 from situs.train.run import (
     RunConfig,
     describe,
@@ -121,7 +120,8 @@ def test_images_have_the_model_s_own_size_unless_another_is_given() -> None:
     assert settled(from_dict(RunConfig, tables)).data.size == (518, 518)
     assert settled(from_dict(RunConfig, merge(tables, {"backbone": {"img_size": [28, 42]}}))).data.size == (28, 42)
     assert settled(from_dict(RunConfig, merge(tables, {"data": {"img_size": 56}}))).data.size == (56, 56)
-    assert own_size(BackboneConfig("resnet18")) == (224, 224)
+    plain = {"backbone": {"name": "resnet18"}, "data": {"path": "samples"}, "method": {"name": "supervised"}}
+    assert settled(from_dict(RunConfig, plain)).data.size == (224, 224)
     with pytest.raises(SitusError, match=r"^img_size: must be given where no model says it$"):
         _ = from_dict(RunConfig, {}).data.size
 

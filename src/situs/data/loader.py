@@ -9,39 +9,32 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from situs.core.compiled import serves
 from situs.data.ahead import Pace, ahead
-from situs.data.audio_pipeline import AudioPipeline, Scale, measure_scale
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
 from situs.data.blocks import BlockOrder, with_order
-from situs.data.config import BATCH, DENSE, NO_DATA, DataConfig
-from situs.data.image_pipeline import ImagePipeline
-from situs.data.mask_pipeline import MaskPipeline
-from situs.data.object_pipeline import ObjectPipeline
+from situs.data.config import BATCH, NO_DATA, DataConfig
+from situs.data.modalities import MODALITIES
+from situs.data.modalities.base import Place
+from situs.data.modalities.pixels import PixelPipeline
+from situs.data.open import open_source, settle
 from situs.data.pipeline import Pipeline, WorkerBatch
-from situs.data.resident import HeldStream, Resident, holds_clips, load_resident, resident_size
+from situs.data.resident import HeldStream, Resident, load_resident
 from situs.data.sampler import Balanced, BatchPlan, Drawn, LengthBuckets, batches_for, sample_of
-from situs.data.sources import kind_of, open_source
-from situs.data.sources.audio import noise_folder, read_noise
 from situs.data.sources.base import Source
 from situs.data.sources.images import met_transparency
-from situs.data.sources.speech import part_of
 from situs.data.sources.subset import PerClass, Subset, check_one_class, class_labels
 from situs.data.streaming import WorkerStream
-from situs.data.text_pipeline import TextPipeline, check_augment, lengths_of
 from situs.errors import SitusError, counted, none_read
 from situs.progress import tracked
 
 # On a GPU smaller batches, counted in numbers, are augmented several at a time: they cost launches, not work.
 _AT_ONCE = 1 << 24
-_DENSE = {"mask": MaskPipeline, "objects": ObjectPipeline}
 
 
 class Loader(ABC):
@@ -95,8 +88,8 @@ class Loader(ABC):
         """Of images: what each channel was divided by."""
         return self._pixels().std
 
-    def _pixels(self) -> ImagePipeline:
-        if not isinstance(self.pipeline, ImagePipeline):
+    def _pixels(self) -> PixelPipeline:
+        if not isinstance(self.pipeline, PixelPipeline):
             raise SitusError(f"{self.source.name}: holds {self.source.things}, and this looks at pixels", field="data")
         return self.pipeline
 
@@ -236,8 +229,8 @@ class StreamLoader(Loader):
 
     def describe(self) -> str:
         """Count, of masks and objects their classes, and workers or memory."""
-        many, how = counted(len(self.source), self.source.things), self.stream.describe()
-        many += f" of {counted(len(self.source.classes or ()), 'classes')}," if self.source.target in _DENSE else ""
+        many, how = counted(len(self.source), self.source.things), self.pipeline.at_hand or self.stream.describe()
+        many += f" of {counted(len(self.source.classes or ()), 'classes')}," if self.source.dense else ""
         return "\n".join([f"{self.source.name}: {many} {how}{self.order}", *self.source.notes])
 
 
@@ -265,21 +258,19 @@ def make_loader(
         settled = settle(config if augment is not None else replace(config, split=None))
         config = replace(settled, split=config.split)
         split = config.split or (None if augment is not None else "val")
-        source = open_source(config.path, split, **config.wanted())
+        source = open_source(config, split)
     if augment is not None and config.count is not None:
         source = Subset(source, config.count)
     if augment is not None and config.per_class is not None:
         source = PerClass(source, config.per_class)
-    if config.kind == "text":
-        return _text_loader(source, config, augment, device, rank, world, drawn)
-    clips = config.kind == "audio"
-    if not clips and source.things == "clips":
-        raise SitusError(f"{source.name}: holds clips, and images are asked for", field="data")
-    size = None if clips or source.target in _DENSE else resident_size(source, config)
+    modality, training = config.modality, augment is not None
+    if source.things in {each.things for each in MODALITIES} - {modality.things}:
+        raise SitusError(f"{source.name}: holds {source.things}, and {modality.things} are asked for", field="data")
+    if augment is not None:
+        modality.check_augment(augment)
     held = None
-    if size is not None or (clips and holds_clips(source, config)):
-        held = load_resident(source, device, size, max_bytes=int(config.resident_gib * 2**30))
-    training = augment is not None
+    if (hold := modality.hold(source, config)) is not None:
+        held = load_resident(source, device, hold.size, hold.sample, max_bytes=int(config.resident_gib * 2**30))
     count = len(source) if held is None else len(held.samples)
     plan = BatchPlan(
         count,
@@ -293,15 +284,18 @@ def make_loader(
         drawn=drawn,
     )
     plan = _balanced(plan, source, config, held)
-    pipeline = (_clips if clips else _images)(source, config, augment, device, held=held is not None)
+    pipeline = modality.pipeline(source, config, augment, Place(device, held is not None))
     if held is not None:
         return ResidentLoader(pipeline, plan, held)
-    if training and config.resident == "always":  # of images with masks; an evaluation looks at each once
-        if source.target == "mask":
+    if training and config.resident == "always" and not pipeline.at_hand:  # an evaluation looks at each once
+        if modality.kept:
             return StreamLoader(pipeline, plan, device, held=int(config.resident_gib * 2**30))
-        source.notes.append(f"{source.name}: is streamed whatever resident says, as images with objects are")
-    plan, said = with_order(plan, source, config) if training and drawn is None else (plan, "")
-    return StreamLoader(pipeline, plan, device, config.workers, said)
+        source.notes.append(f"{source.name}: is streamed whatever resident says, as {modality.known} are")
+    order = ""
+    if training and drawn is None:
+        chosen = None if isinstance(plan.order, Balanced) else modality.order(source, config, plan)
+        plan, order = chosen or with_order(plan, source, config)
+    return StreamLoader(pipeline, plan, device, 0 if pipeline.at_hand else config.workers, order)
 
 
 def _balanced(plan: BatchPlan, source: Source, config: DataConfig, held: Resident | None = None) -> BatchPlan:
@@ -314,104 +308,6 @@ def _balanced(plan: BatchPlan, source: Source, config: DataConfig, held: Residen
     check_one_class(source, "balanced")
     labels = class_labels(source) if held is None or held.labels is None else held.labels
     return replace(plan, order=Balanced(labels, plan.repeated))
-
-
-class TextLoader(StreamLoader):
-    """Sentences, or blocks of words, whose ids are in memory already."""
-
-    def describe(self) -> str:
-        """Count, and how they are shuffled."""
-        said = f"{self.source.name}: {counted(len(self.source), self.source.things)} in memory as ids{self.order}"
-        return "\n".join([said, *self.source.notes])
-
-
-def _text_loader(
-    source: Source,
-    config: DataConfig,
-    augment: AugmentConfig | None,
-    device: torch.device,
-    rank: int,
-    world: int,
-    drawn: Drawn | None,
-) -> Loader:
-    training, words = augment is not None, config.target == "words"
-    if augment is not None:
-        check_augment(augment)
-    batch = config.batch or default_batch(len(source), world, training=training, drawn=drawn is not None)
-    plan = BatchPlan(len(source), batch, config.seed, rank, world, shuffle=training, drop_last=training, drawn=drawn)
-    said = ""
-    if training and not words and drawn is None:
-        plan, said = replace(plan, order=LengthBuckets(lengths_of(source), batch)), ", like lengths together"
-    plan = _balanced(plan, source, config)
-    said = ", each class equally often" if isinstance(plan.order, Balanced) else said
-    return TextLoader(TextPipeline(source, config.longest, training=training, words=words), plan, device, 0, said)
-
-
-def settle(config: DataConfig) -> DataConfig:
-    """The config with what its data says: that it is text; that it is clips, of one channel, and the mean and deviation
-    of their frames; of images with masks or objects the names of the classes.
-
-    The same data always gives the same config. Other images are left as they are.
-    """
-    if (things := DENSE.get(config.target)) and config.path and not getattr(config, things).classes:
-        source = open_source(config.path, config.split, **config.wanted())
-        whole: Any = source.origin(0)[0]
-        known = whole.masks if things == "masks" else replace(config.objects, classes=source.classes or ())
-        return replace(config, **{things: known})
-    kind = kind_of(config.path, config.kind, multi_label=config.multi_label) if config.path else "image"
-    if kind != "audio":
-        return replace(config, kind=kind) if kind == "text" else config
-    try:  # the size is checked by the config itself, and the channels of clips are no choice
-        told = replace(config, kind="audio", channels=1, img_size=config.img_size or config.audio.size)
-    except SitusError as error:
-        if config.kind is None:
-            raise error.said_of(f"{config.path}: holds clips, and images are asked for") from error
-        raise
-    config = told
-    if config.mean and config.std:
-        return config
-    scale = measure_scale(open_source(config.path, config.split, **config.wanted()), config.audio)
-    mean, std = (tuple(round(value, 4) for value in part.tolist()) for part in scale)
-    return replace(config, mean=config.mean or mean, std=config.std or std)
-
-
-def _images(
-    source: Source, config: DataConfig, augment: AugmentConfig | None, device: torch.device, *, held: bool
-) -> Pipeline:
-    given = source, config.size, config.seed, augment
-    if source.target in _DENSE:
-        return _DENSE[source.target](*given, config.normalisation)
-    if augment is not None and augment.crop in ("scaled", "fitted"):
-        allowed = "none, resized or pad without masks or objects"
-        raise SitusError(field="augment.crop", value=augment.crop, allowed=allowed)
-    return ImagePipeline(
-        *given,
-        crop_share=config.crop_share,
-        normalisation=config.normalisation,
-        held=held,
-        device_resizes=serves(device),
-    )
-
-
-def _clips(
-    source: Source,
-    config: DataConfig,
-    augment: AugmentConfig | None,
-    *_: object,
-    held: bool,  # noqa: ARG001
-) -> Pipeline:
-    """Noise is read where training or the evaluation mixes some in; a split has its own part of it."""
-    bank, noisy = None, config.audio.snr_db is not None
-    if augment is not None:
-        noisy = augment.audio.noise_share > 0 and augment.audio.noise_level > 0
-    if noisy and (config.path or config.audio.noise):
-        folder = noise_folder(Path(config.path).expanduser(), config.audio)
-        bank, notes = read_noise(folder, part_of(config.split or ("val" if augment is None else None)), config.audio)
-        source.notes += notes
-        if bank is None:
-            source.notes.append(f"{source.name}: has no background noise, so that none is mixed in")
-    scale = Scale(*(torch.tensor(part) for part in config.normalisation))
-    return AudioPipeline(source, config.audio, scale, augment=augment, noise_bank=bank, seed=config.seed)
 
 
 UPDATES, FEWEST = 10, 8

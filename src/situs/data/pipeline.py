@@ -53,6 +53,8 @@ class Pipeline(ABC):
 
     by_rows = beside = True
     row_bytes = 0
+    at_hand = ""
+    """Where all samples lie already, so that no worker reads them; in words."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -110,6 +112,9 @@ class Pipeline(ABC):
     def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:  # noqa: ARG002
         """What `collate` is given of sample `index`; epoch, draw: for those who read only what a view needs."""
         return self.source.read(index)
+
+    def check_model(self, words: int, name: str) -> None:  # noqa: B027  (of ids, which mean words)
+        """Refuses samples that mean nothing to a model that knows so many words."""
 
     @abstractmethod
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from situs.data.audio_pipeline import to_bits
-from situs.data.config import DataConfig
 from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.sampler import BatchPlan, batches_for, sample_of
 from situs.data.sources.base import Source, TensorSource
@@ -21,8 +20,6 @@ from situs.progress import tracked
 
 DEFAULT_BYTES = 4 << 30
 _AT_ONCE = 256  # images a task: enough to make handing out tasks cheap, few enough for a smooth progress bar
-_PROBES = 16
-_LARGEST = 8  # times the size the model sees
 _TASK = 32  # of images with masks, which take longer
 
 
@@ -37,62 +34,26 @@ class Resident(NamedTuple):
     index: Tensor
 
 
-def holds_clips(source: Source, config: DataConfig) -> bool:
-    """Whether clips are decoded once: decoding a second of sound costs more than training a small model on it."""
-    fits = len(source) * 2 * config.audio.samples <= config.resident_gib * 2**30
-    return config.resident == "always" or (config.resident == "auto" and fits)
-
-
-def resident_size(source: Source, config: DataConfig) -> tuple[int, int] | None:
-    """The size to hold the images at, or None to stream them."""
-    if config.resident == "never":
-        return None
-    sizes = _probe(source)
-    own = sizes.pop() if len(sizes) == 1 else None
-    if config.resident == "always":
-        # Images of many sizes are held a little larger than the model sees them, as ImageNet's 256 for 224.
-        # So are large ones of one size: to shrink them anew for each view would cost more than it keeps.
-        if own is not None and max(own[0] / config.size[0], own[1] / config.size[1]) <= _LARGEST:
-            return own
-        return round(config.size[0] * 8 / 7), round(config.size[1] * 8 / 7)
-    if own is None or own[0] > 2 * config.size[0] or own[1] > 2 * config.size[1]:
-        return None
-    fits = len(source) * config.channels * own[0] * own[1] <= config.resident_gib * 2**30
-    return own if fits else None
-
-
-def _probe(source: Source) -> set[tuple[int, int]]:
-    """The sizes (height, width) of some images spread over the set."""
-    if isinstance(source, TensorSource):
-        return {(source.images.shape[2], source.images.shape[3])}
-    found = set()
-    for index in range(0, len(source), max(1, len(source) // _PROBES)):
-        try:
-            found.add(tuple(source.read(index)["image"].shape[1:]))
-        except BrokenSampleError:
-            continue
-    return found
-
-
 def load_resident(
     source: Source,
     device: torch.device | str = "cpu",
     size: tuple[int, int] | None = None,
+    sample: Callable[[dict[str, Any]], Tensor] | None = None,
     *,
     max_bytes: int = DEFAULT_BYTES,
     threads: int | None = None,
 ) -> Resident:
-    """Every readable image or clip of `source` as one tensor on `device`.
+    """Every readable sample of `source` as one tensor on `device`.
 
     size:     (height, width) that each image is resized and centre-cropped to; None keeps the images'
-              own size, and then all must have the same.
+              own size, and then all must have the same. sample: what is kept of one, where it is no image.
 
     Broken ones are left out and noted in `source.skipped`, unless the source is strict.
     """
     if isinstance(source, TensorSource):
         images, labels, index = _from_tensor(source, size, max_bytes)
     else:
-        images, labels, index = _decode_all(source, size, max_bytes, threads)
+        images, labels, index = _decode_all(source, sample or partial(_image, size), max_bytes, threads)
     return Resident(images.to(device), None if labels is None else labels.to(device), index.to(device))
 
 
@@ -156,13 +117,13 @@ def _from_tensor(
 
 def _decode_all(
     source: Source,
-    size: tuple[int, int] | None,
+    held: Callable[[dict[str, Any]], Tensor],
     max_bytes: int,
     threads: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     count = len(source)
     met_transparency()  # what others have met does not count
-    first = _first_readable(source, size)
+    first = _first_readable(source, held)
     shape = tuple(first.shape)
     _check_bytes(source, shape, first.dtype, max_bytes)
     images = torch.empty((count, *shape), dtype=first.dtype)
@@ -182,8 +143,7 @@ def _decode_all(
                     raise
                 broken.append((index, str(error)))
                 continue
-            held = _held(sample, size)
-            images[index] = held if "wave" in sample else _same_form(held, images, index, source)
+            images[index] = _same_form(held(sample), images, index, source)
             if labels is not None and "label" in sample:
                 labels[index] = sample["label"]
             good[index] = True
@@ -202,18 +162,16 @@ def _decode_all(
     return images[index], None if labels is None else labels[index], index
 
 
-def _held(sample: dict[str, Any], size: tuple[int, int] | None) -> Tensor:
-    """A sample as it is held: a clip in 16 bits, an image at the wanted size."""
-    if "wave" in sample:
-        return to_bits(sample["wave"])
+def _image(size: tuple[int, int] | None, sample: dict[str, Any]) -> Tensor:
+    """An image as it is held, at the wanted size."""
     return sample["image"] if size is None else centre_fit(sample["image"], *size)
 
 
-def _first_readable(source: Source, size: tuple[int, int] | None) -> Tensor:
+def _first_readable(source: Source, held: Callable[[dict[str, Any]], Tensor]) -> Tensor:
     reason = "it is empty"
     for index in range(len(source)):
         try:
-            return _held(source.read(index), size)
+            return held(source.read(index))
         except BrokenSampleError as error:
             if source.strict:
                 raise

@@ -9,9 +9,10 @@ from typing import Any
 from situs.backbones.config import PositionKind
 from situs.config import choice
 from situs.errors import SitusError
+from situs.files import absolute
 from situs.methods import METHODS
 from situs.models.beginning import beginning
-from situs.train.inputs import absolute, own_splits
+from situs.train.inputs import own_splits
 from situs.train.run import RunConfig
 
 

@@ -205,7 +205,7 @@ def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], de
     if unlock is not None:
         with unlock(folder) as (readable, opened):
             model = _open_folder(readable, fields, "cpu")
-            if model.input is not None and model.input.kind == "text":  # what was readable is gone in a moment
+            if model.input is not None and model.input.modality.ids:  # what was readable is gone in a moment
                 if readable != folder:
                     hold_tokeniser(folder, readable)
                 text = replace(model.input.text, tokeniser=str(folder))

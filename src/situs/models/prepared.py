@@ -14,6 +14,7 @@ from situs.backbones.base import Backbone
 from situs.config import from_dict
 from situs.data.config import DataConfig
 from situs.data.masks import MaskConfig
+from situs.data.modalities import KINDS
 from situs.data.objects import ObjectConfig
 from situs.data.text import COLUMNS, LONGEST, TextConfig
 from situs.files import read_json
@@ -60,7 +61,7 @@ def images_for(
     if not channels:
         return None
     if "audio" in told:
-        return DataConfig.of_clips(told["audio"], path)
+        return KINDS["audio"].from_prepared(DataConfig(path), told["audio"])
     dense: dict[str, Any] = {}
     for target, things, config in (("mask", "masks", MaskConfig), ("objects", "objects", ObjectConfig)):
         if things in told:

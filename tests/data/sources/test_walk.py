@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from situs.data.sources import open_source
+from situs.data.open import open_source
 from situs.data.sources.walk import plain, walk
 from situs.errors import BrokenSampleError, SitusError
 

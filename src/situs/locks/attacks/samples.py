@@ -13,8 +13,8 @@ from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.core.tokens import pair
 from situs.data.loader import make_loader
+from situs.data.open import open_source
 from situs.data.sampler import epoch_order
-from situs.data.sources import open_source
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError
 from situs.files import read_lines
@@ -79,7 +79,7 @@ def _images(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples
     told = described(folder, backbone)
     data = images_for(backbone, told.get("pretrained_cfg", {}), str(path), told=told.get("situs", {}))
     assert data is not None  # it has channels
-    source = Subset(open_source(str(path), labels=False, **data.wanted()), count)
+    source = Subset(open_source(data, labels=False), count)
     if not len(source):
         raise SitusError(f"images={path}: holds no images", field="images")
     data = replace(data, crop_share=1.0, batch=min(count, 64), workers=0)  # all that there is to see
@@ -87,8 +87,8 @@ def _images(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples
     whole = torch.cat([batch.inputs for batch in batches])
     names = [source.key(int(row)) for batch in batches for row in batch.ids]
     each, patch = whole.split(1), pair(backbone.input.patch)
-    if data.kind == "audio":
-        return _samples(each, unlike(each, names, "clips"), patch)
+    if not data.modality.pixels:  # no picture that looks like another
+        return _samples(each, unlike(each, names, data.modality.things), patch)
     mean, std = (torch.tensor(part)[:, None, None] for part in data.normalisation)
     return _samples(each, look_at(whole, whole * std + mean, names), patch)
 
