@@ -175,7 +175,7 @@ def settle(data: DataConfig) -> DataConfig:
         try:
             data = replace(data, kind=kind)
         except SitusError as error:
-            raise error.said_of(f"{data.path}: holds {modality.things}") from error
+            raise error.said_of(f"{data.path}: holds {modality.things}, and images are asked for") from error
     return modality.settle(data, lambda config: open_source(config, config.split))
 
 
@@ -215,8 +215,7 @@ def _open(config: DataConfig, wanted: Wanted) -> Source:
     if config.path != SAMPLES and not is_memory(config.path):
         return modality.open(_existing(config.path), wanted, config)
     if modality is not MODALITIES[0]:
-        asked = modality.known if modality.kind == MODALITIES[0].kind else modality.things
-        said = f"{asked} are read from files, and here are {MODALITIES[0].things} and their classes"
+        said = f"{modality.called} are read from files, and here are {MODALITIES[0].things} and their classes"
         raise SitusError(f"{'samples' if config.path == SAMPLES else 'in memory'}: {said}", field="data")
     if is_memory(config.path):
         return open_memory(config.path, wanted)

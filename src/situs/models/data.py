@@ -171,7 +171,7 @@ def _opened(config: DataConfig, split: str | None, model: Model, asked: Any) -> 
         remembered = (
             table and table == config.modality.table and getattr(model.samples.modality.settings(config), name, None)
         )
-        if not remembered or (asked and getattr(asked, name, None)):
+        if not remembered or (asked.get(name) if isinstance(asked, Mapping) else getattr(asked, name, None)):
             raise
         said = f"{error}; {model.name} was trained on columns of these names: say which they are here"
         raise SitusError(said, field=error.fields) from error

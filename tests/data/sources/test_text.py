@@ -125,7 +125,7 @@ def test_faults_of_pairs(tokeniser: str, tmp_path: Path) -> None:
         TextConfig(column="a", pair="a")
     with pytest.raises(SitusError, match="more than the 3 ids that the tokeniser adds itself"):
         read(path, tokeniser, pair="b", longest=3)
-    for asked in ({"words": True}, {"text": {"unlabelled": True}}):
+    for asked in ({"target": "words"}, {"text": {"unlabelled": True}}):
         text = TextConfig(tokeniser=tokeniser, pair="b", **asked.pop("text", {}))
         with pytest.raises(SitusError, match="pair='b': pairs of sentences are for a classifier"):
             open_source(path, kind="text", text=text, **asked)

@@ -22,7 +22,7 @@ from situs.data.augment.audio import add_noise, gain_at, mask_frames, shift
 from situs.data.augment.mix import soft_labels
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
-from situs.data.modalities.base import Hold, Modality, Place
+from situs.data.modalities.base import Modality
 from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.audio import AUDIO_SUFFIXES, NOISE_FOLDER, NoiseBank, noise_folder, read_noise
@@ -153,9 +153,12 @@ class AudioPipeline(Pipeline):
 
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
         targets = {"label": values["label"]} if "label" in values else {}
-        return self.mix(Batch(self.view(values["wave"], noise), ids, targets), noise)
+        if self.augment is not None and self.augment.label_smoothing and targets:
+            assert self.source.classes is not None, "labels come with classes"
+            targets["label"] = soft_labels(targets["label"], len(self.source.classes), self.augment.label_smoothing)
+        return Batch(self._view(values["wave"], noise), ids, targets)
 
-    def view(self, samples: Tensor, noise: Noise) -> Tensor:
+    def _view(self, samples: Tensor, noise: Noise) -> Tensor:
         """Features [B, 1, width, frames] of waves [B, T] int16, of mean 0 and deviation 1 over the training set."""
         waves = self._heard(set_level(from_bits(samples), self.config.level), noise)
         mean, std = self.scale
@@ -163,14 +166,6 @@ class AudioPipeline(Pipeline):
         if "masks" in noise and self.augment is not None:
             frames = mask_frames(frames, noise["masks"], self.augment.audio)
         return frames[:, None].contiguous()
-
-    def mix(self, batch: Batch, noise: Noise) -> Batch:  # noqa: ARG002
-        """Label smoothing."""
-        if self.augment is None or not self.augment.label_smoothing or "label" not in batch.targets:
-            return batch
-        assert self.source.classes is not None, "labels come with classes"
-        soft = soft_labels(batch.targets["label"], len(self.source.classes), self.augment.label_smoothing)
-        return batch._replace(targets={"label": soft})
 
     def shown(self, inputs: Tensor) -> Tensor:
         """Grey levels [B, 1, width, frames] in [0, 1]: three deviations below the mean are 0, three above are 1."""
@@ -254,7 +249,7 @@ class Audio(Modality):
     def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
         return open_speech(path, wanted.split, labels=wanted.labels, strict=wanted.strict, audio=data.audio)
 
-    def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, place: Place) -> Pipeline:  # noqa: ARG002
+    def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
         """Noise is read where training or the evaluation mixes some in; a split has its own part of it."""
         bank, noisy = None, data.audio.snr_db is not None
         if augment is not None:
@@ -266,10 +261,8 @@ class Audio(Modality):
             if bank is None:
                 source.notes.append(f"{source.name}: has no background noise, so that none is mixed in")
         scale = Scale(*(torch.tensor(part) for part in self.normalisation(data)))
-        return AudioPipeline(source, data.audio, scale, augment=augment, noise_bank=bank, seed=data.seed)
-
-    def hold(self, source: Source, data: DataConfig) -> Hold | None:
-        """Decoded once: decoding a second of sound costs more than training a small model on it."""
+        pipeline = AudioPipeline(source, data.audio, scale, augment=augment, noise_bank=bank, seed=data.seed)
+        # Decoding a second of sound costs more than training a small model on it.
         fits = len(source) * 2 * data.audio.samples <= data.resident_gib * 2**30
-        held = data.resident == "always" or (data.resident == "auto" and fits)
-        return Hold(lambda sample: to_bits(sample["wave"])) if held else None
+        pipeline.held = data.resident == "always" or (data.resident == "auto" and fits)
+        return pipeline

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
 
 from situs.config import Checked, to_dict
 from situs.data.augment.recipes import AugmentConfig
@@ -19,7 +18,6 @@ from situs.errors import SitusError
 
 if TYPE_CHECKING:
     from situs.data.config import DataConfig
-    from situs.data.sampler import BatchPlan
 
 Scale = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and deviation."""
@@ -36,36 +34,21 @@ class Fits(NamedTuple):
     home: str
 
 
-class Hold(NamedTuple):
-    """How a small set is kept on the device. sample: what is kept of one that was read. size: (height, width) that
-    images are brought to; None as they are."""
-
-    sample: Callable[[dict[str, Any]], Tensor]
-    size: tuple[int, int] | None = None
-
-
-class Place(NamedTuple):
-    """Where batches are made. held: whether the samples lie on the device already."""
-
-    device: torch.device
-    held: bool
-
-
 class Modality(ABC):
     """One kind of sample. It has no state: what a user chose stands in `DataConfig`.
 
     kind: its name in `DataConfig.kind`. targets: what may be known of a sample, as `DataConfig.target` says it. things:
-    what samples are called, in the plural; known: what the target is called. table, Config: the field of `DataConfig`
-    with its own settings, and their class. suffixes: of files that are samples. last: what lies beside other samples
-    (tables of sentences) is taken for its own only where it is asked for or nothing else is there. ids: whether a
-    sample is a row of ids, and not an array [C, H, W]. unused: fields of `DataConfig` that mean nothing here, and
-    augments, crops: what of `AugmentConfig` is done to its samples (None: all). label_fields: what to change where
-    labels are missing.
+    what samples are called, in the plural; known: what is known of them, where that is more than classes. table,
+    Config: the field of `DataConfig` with its own settings, and their class. suffixes: of files that are samples.
+    last: what lies beside other samples (tables of sentences) is taken for its own only where it is asked for or
+    nothing else is there. ids: whether a sample is a row of ids, and not an array [C, H, W]. unused: fields of
+    `DataConfig` that mean nothing here, and augments, crops: what of `AugmentConfig` is done to its samples (None:
+    all). label_fields: what to change where labels are missing.
     """
 
     kind: ClassVar[str]
     things: ClassVar[str]
-    known: ClassVar[str] = "a class"
+    known: ClassVar[str] = ""
     targets: ClassVar[tuple[str, ...]] = ("class",)
     table: ClassVar[str] = ""
     Config: ClassVar[type[Checked]] = Checked
@@ -74,9 +57,6 @@ class Modality(ABC):
     ids: ClassVar[bool] = False
     pixels: ClassVar[bool] = False
     """Whether a sample is a picture, whose numbers are colours."""
-    kept: ClassVar[bool] = False
-    """Whether workers read the same of a sample in every epoch, so that what they give may be kept where it is asked
-    for."""
     unused: ClassVar[tuple[str, ...]] = ()
     augments: ClassVar[frozenset[str] | None] = None
     crops: ClassVar[tuple[str, ...]] = ("none", "resized", "pad")
@@ -86,6 +66,11 @@ class Modality(ABC):
 
     # --- its settings ---------------------------------------------------------------------------------------------
 
+    @property
+    def called(self) -> str:
+        """Its samples with what is known of them, in words."""
+        return f"{self.things} with {self.known}" if self.known else self.things
+
     def settings(self, data: DataConfig) -> Any:
         """Its own table of a config."""
         return getattr(data, self.table)
@@ -94,7 +79,7 @@ class Modality(ABC):
         """Refuses fields that mean nothing to it."""
         for each in fields(data):
             if each.name in self.unused and (value := getattr(data, each.name)) != each.default:
-                said = f"{each.name}={value}: is not for {self.things}, which {data.path or 'the set'} holds"
+                said = f"{each.name}={value}: is not for {self.called}, which {data.path or 'the set'} holds"
                 raise SitusError(said, field=each.name)
 
     def check_augment(self, augment: AugmentConfig) -> None:
@@ -103,10 +88,10 @@ class Modality(ABC):
             value = getattr(augment, each.name)
             default = type(value)() if isinstance(value, Checked) else each.default
             if self.augments is not None and each.name not in self.augments and value != default:
-                said = f"{each.name}={value}: is not for {self.things} with {self.known}"
+                said = f"{each.name}={value}: is not for {self.called}"
                 raise SitusError(said, field=f"augment.{each.name}")
         if (self.augments is None or "crop" in self.augments) and augment.crop not in self.crops:
-            allowed = f"{', '.join(self.crops[:-1])} or {self.crops[-1]} for {self.things} with {self.known}"
+            allowed = f"{', '.join(self.crops[:-1])} or {self.crops[-1]} for {self.called}"
             raise SitusError(field="augment.crop", value=augment.crop, allowed=allowed)
 
     def settle(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:  # noqa: ARG002
@@ -178,16 +163,10 @@ class Modality(ABC):
     # --- from a source to batches ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, place: Place) -> Pipeline:
+    def pipeline(
+        self, source: Source, data: DataConfig, augment: AugmentConfig | None, device: torch.device
+    ) -> Pipeline:
         """Their way to a batch. augment: None for evaluation."""
-
-    def hold(self, source: Source, data: DataConfig) -> Hold | None:  # noqa: ARG002
-        """How the set is kept on the device; None where it is streamed."""
-        return None
-
-    def order(self, source: Source, data: DataConfig, plan: BatchPlan) -> tuple[BatchPlan, str] | None:  # noqa: ARG002
-        """A training order of its own, and what the log says of it; None where any order will do."""
-        return None
 
 
 def things_of(modalities: Sequence[Modality]) -> str:

@@ -20,7 +20,6 @@ from situs.config import from_dict
 from situs.data.augment.recipes import AugmentConfig, apply_masked, as_floats, normalise
 from situs.data.batch import Batch
 from situs.data.masks import VOID, MaskConfig
-from situs.data.modalities.base import Hold, Place
 from situs.data.modalities.image import Image
 from situs.data.modalities.pixels import WITHOUT_CLASSES, PixelPipeline, alike, brought_to, repeat_border, take_nearest
 from situs.data.pipeline import Noise, Pipeline
@@ -122,7 +121,7 @@ class Mask(Image):
     known, targets, table, Config = "masks", ("mask",), "masks", MaskConfig
     unused = ("multi_label", "per_class", "balanced")
     augments = WITHOUT_CLASSES
-    crops, kept, reading = ("none", "resized", "pad", "scaled"), True, "masks"
+    crops, reading = ("none", "resized", "pad", "scaled"), "masks"
 
     def settle(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:
         """With the names of the classes."""
@@ -143,8 +142,7 @@ class Mask(Image):
     def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
         return open_masks(path, wanted._replace(settings=data.masks))
 
-    def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, place: Place) -> Pipeline:  # noqa: ARG002
-        return MaskPipeline(source, self.size(data), data.seed, augment, self.normalisation(data))
-
-    def hold(self, source: Source, data: DataConfig) -> Hold | None:  # noqa: ARG002
-        return None
+    def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
+        pipeline = MaskPipeline(source, self.size(data), data.seed, augment, self.normalisation(data))
+        pipeline.held = augment is not None and data.resident == "always"  # an evaluation looks at each once
+        return pipeline

@@ -21,7 +21,6 @@ from situs.data.augment.geometry import CROP_NOISE
 from situs.data.augment.objects import apply_objects
 from situs.data.augment.recipes import AugmentConfig, as_floats, normalise
 from situs.data.batch import Batch
-from situs.data.modalities.base import Hold, Place
 from situs.data.modalities.image import Image
 from situs.data.modalities.pixels import WITHOUT_CLASSES, PixelPipeline, alike, brought_to, repeat_border, take_nearest
 from situs.data.objects import NONE, ObjectConfig
@@ -138,8 +137,7 @@ class Objects(Image):
     def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
         return CocoSource(path, wanted._replace(settings=data.objects))
 
-    def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, place: Place) -> Pipeline:  # noqa: ARG002
+    def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
+        if augment is not None and data.resident == "always":
+            source.notes.append(f"{source.name}: is streamed whatever resident says, as images with objects are")
         return ObjectPipeline(source, self.size(data), data.seed, augment, self.normalisation(data))
-
-    def hold(self, source: Source, data: DataConfig) -> Hold | None:  # noqa: ARG002
-        return None

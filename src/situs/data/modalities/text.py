@@ -17,9 +17,8 @@ from torch import Tensor
 from situs.config import from_dict
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
-from situs.data.modalities.base import Fits, Modality, Place
+from situs.data.modalities.base import Fits, Modality
 from situs.data.pipeline import Noise, Pipeline
-from situs.data.sampler import BatchPlan, LengthBuckets
 from situs.data.sources.base import Source, Wanted, list_shards
 from situs.data.sources.columns import is_text
 from situs.data.sources.rows import SUFFIXES
@@ -42,12 +41,6 @@ def text_of(source: Source) -> TextSource | BlockSource:
     return whole
 
 
-def lengths_of(source: Source) -> Tensor:
-    """How many ids each sample has, [n]."""
-    whole = text_of(source)
-    return torch.tensor([whole.length(source.origin(index)[1]) for index in range(len(source))])
-
-
 class TextPipeline(Pipeline):
     """A source of ids ("ids", and "label" where there is one) to batches of them.
 
@@ -55,7 +48,7 @@ class TextPipeline(Pipeline):
     """
 
     by_rows = False  # each batch has a width of its own
-    at_hand = "in memory as ids"
+    in_memory = "in memory as ids"
 
     def __init__(self, source: Source, longest: int, *, training: bool, words: bool) -> None:
         super().__init__(source, training=training)
@@ -78,6 +71,13 @@ class TextPipeline(Pipeline):
             said = f"its tokeniser has {tokeniser.words:,} words, and {name} knows {words:,}"
             told = f"{tokeniser.folder}: {said}; name the folder of the model's own"
             raise SitusError(told, field="data.text.tokeniser")
+
+    def lengths(self) -> Tensor | None:
+        """How many ids each sample has, [n]; those of blocks are alike."""
+        if self.words:
+            return None
+        whole = text_of(self.source)
+        return torch.tensor([whole.length(self.source.origin(index)[1]) for index in range(len(self.source))])
 
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:  # noqa: ARG002
         """ "ids" ([b, N], of pairs [b, 2, N]), "mask" [b, N], and the labels."""
@@ -155,12 +155,6 @@ class Text(Modality):
     def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
         return open_text(path, wanted, data.text, words=data.target == "words")
 
-    def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, place: Place) -> Pipeline:  # noqa: ARG002
+    def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
         training, words = augment is not None, data.target == "words"
         return TextPipeline(source, self.size(data)[1], training=training, words=words)
-
-    def order(self, source: Source, data: DataConfig, plan: BatchPlan) -> tuple[BatchPlan, str] | None:
-        """Like lengths together; blocks of words are of one length."""
-        if data.target == "words":
-            return plan, ""
-        return replace(plan, order=LengthBuckets(lengths_of(source), plan.batch)), ", like lengths together"

@@ -222,7 +222,7 @@ def test_what_is_not_for_objects_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(SitusError, match=said):
             loader(tmp_path, replace(JITTER, **wrong))
-    with pytest.raises(SitusError, match="none, resized or pad without masks or objects"):
+    with pytest.raises(SitusError, match="none, resized or pad for images"):
         make_loader(DataConfig(str(tmp_path / "train2017"), img_size=32), JITTER)
 
 

@@ -15,8 +15,8 @@ from situs.data.audio import AudioConfig
 from situs.data.augment.audio import AudioAugment
 from situs.data.augment.recipes import RECIPES, AugmentConfig
 from situs.data.batch import Batch
-from situs.data.loader import StreamLoader
-from situs.data.modalities.audio import AudioPipeline, Scale, from_bits, measure_scale, set_level, to_bits
+from situs.data.loader import Loader
+from situs.data.modalities.audio import Audio, AudioPipeline, Scale, from_bits, measure_scale, set_level, to_bits
 from situs.data.sampler import BatchPlan
 from situs.data.sources.audio import NoiseBank
 from situs.data.sources.base import Source
@@ -62,7 +62,7 @@ def loaded(source: Source, *, epoch: int = 0, workers: int = 0, rank: int = 0, w
     augment = heard(time_masks=1, time_width=4, band_masks=1, band_width=3) if training else None
     made = pipeline(source, augment, config, noise_bank=bank())
     plan = BatchPlan(len(source), 8, 0, rank, world, shuffle=training, drop_last=training)
-    return list(StreamLoader(made, plan, torch.device("cpu"), workers).iterate(epoch))
+    return list(Loader(made, plan, torch.device("cpu"), workers).iterate(epoch))
 
 
 def same(one: Tensor, two: Tensor) -> None:
@@ -166,8 +166,8 @@ def test_workers_are_not_sent_the_noise() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(SitusError, match="at least a frame"):
         AudioConfig(seconds=0.01)
-    with pytest.raises(SitusError, match=r"operations=2: is for images; clips take label_smoothing"):
-        pipeline(Tones(), RECIPES["deit"])
+    with pytest.raises(SitusError, match=r"operations=2: is not for clips"):
+        Audio().check_augment(RECIPES["deit"])
     with pytest.raises(SitusError, match="none of the 3 clips looked at can be read; the last: tone 2"):
         measure_scale(Tones(3, broken=(0, 1, 2)), CONFIG)
     assert isinstance(measure_scale(Tones(3, broken=(0,)), CONFIG), Scale)
