@@ -150,12 +150,6 @@ class DataConfig(_Tables):
             data = self.modality.read_as(data, value)
         return data
 
-    def told(self) -> dict[str, Any]:
-        """How a model's samples are prepared, as an export of it tells: no places on any machine."""
-        modality, (mean, std) = self.modality, self.normalisation
-        own = {modality.table: modality.prepared(self)} if modality.table else {}
-        return {"mean": mean, "std": std, "crop": self.crop_share, **own} if modality.pixels else own
-
     @property
     def size(self) -> tuple[int, int]:
         """Height and width that the model sees; of clips numbers of a frame and frames, of sentences 1 and ids."""

@@ -51,15 +51,21 @@ def fitted(data: DataConfig, backbone: BackboneConfig, method: str) -> DataConfi
 
 
 def _fits(config: BackboneConfig) -> Fits:
-    """What a model takes."""
+    """What a model takes that is not made yet."""
     made, folder = _shaped(config), Path(config.name.removeprefix("hf:"))
     if not made.input.words:
         made.require("images")
     described: Any = getattr(made.model, "pretrained_cfg", None) or {}
     size = config.img_size or made.input.shape or tuple(described.get("input_size", ()))[1:]
     home = str(folder.parent if folder.is_file() else folder)
-    known = len(pair(size)) == 2 and made.input.channels if size else False
-    return Fits(made.name, pair(size) if known else None, made.input.words, made.num_tokens, home)
+    return takes(made, home)._replace(size=pair(size) if size and made.input.channels else None)
+
+
+def takes(backbone: Backbone, home: str = "") -> Fits:
+    """What a model takes. home: the folder of its tokeniser."""
+    given = backbone.input
+    places = backbone.num_tokens if given.words else 0
+    return Fits(backbone.name, given.shape, given.channels, given.words, places, home, backbone.next_words)
 
 
 def _shaped(config: BackboneConfig) -> Backbone:

@@ -22,7 +22,7 @@ from situs.data.augment.audio import add_noise, gain_at, mask_frames, shift
 from situs.data.augment.mix import soft_labels
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
-from situs.data.modalities.base import Modality
+from situs.data.modalities.base import Fits, Modality
 from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.audio import AUDIO_SUFFIXES, NOISE_FOLDER, NoiseBank, noise_folder, read_noise
@@ -230,12 +230,22 @@ class Audio(Modality):
         mean, std = self.normalisation(data)
         return to_dict(replace(data.audio, noise=None, snr_db=None)) | {"mean": mean, "std": std}
 
-    def from_prepared(self, data: DataConfig, table: dict[str, Any]) -> DataConfig:
+    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:  # noqa: ARG002
         own = {name: value for name, value in table.items() if name not in ("mean", "std")}
         audio = from_dict(AudioConfig, own, where="audio")
         scale = {name: tuple(table[name]) for name in ("mean", "std")}
         told = {"img_size": audio.size, "channels": 1, "crop_share": 1.0, "multi_label": False}
         return replace(data, kind="audio", audio=audio, **scale, **told)
+
+    def facts(self, data: DataConfig | None, shape: tuple[int, int] | None, channels: int) -> list[str]:  # noqa: ARG002
+        assert data is not None
+        clip, (width, frames) = data.audio, data.audio.size
+        what = "MFCCs" if clip.kind == "mfcc" else "log-mels"
+        return [
+            f"Clips: {clip.seconds:g} s at {clip.rate:,} samples a second, {clip.level} in level",
+            f"Features: {width} {what} of each of {frames} frames, [1, {width}, {frames}]",
+            "Normalised by the mean and deviation of each, which config.json holds under situs.audio",
+        ]
 
     def lies_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002
         return (path / NOISE_FOLDER).is_dir()

@@ -24,14 +24,17 @@ Scale = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class Fits(NamedTuple):
-    """What a model takes. name: its own. size: of its arrays, None where it is made for no size. words: that it knows,
-    0 of a model of arrays. places: most ids of a sample. home: where its tokeniser lies."""
+    """What a model takes. name: its own. size, channels: of its arrays, None and 0 where nobody knows. words: that it
+    knows, 0 of a model of arrays. places: most ids of a sample. home: where its tokeniser lies. next_words: whether it
+    is a language model."""
 
     name: str
     size: tuple[int, int] | None
-    words: int
-    places: int
-    home: str
+    channels: int = 0
+    words: int = 0
+    places: int = 0
+    home: str = ""
+    next_words: bool = False
 
 
 class Modality(ABC):
@@ -49,6 +52,8 @@ class Modality(ABC):
     kind: ClassVar[str]
     things: ClassVar[str]
     known: ClassVar[str] = ""
+    each: ClassVar[str] = ""
+    """What has a class, where it is not the sample."""
     targets: ClassVar[tuple[str, ...]] = ("class",)
     table: ClassVar[str] = ""
     Config: ClassVar[type[Checked]] = Checked
@@ -138,9 +143,13 @@ class Modality(ABC):
         """How samples are prepared, as an export tells it under the name of its table: no places on any machine."""
         return to_dict(self.settings(data)) if self.table else {}
 
-    def from_prepared(self, data: DataConfig, table: dict[str, Any]) -> DataConfig:
+    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:  # noqa: ARG002
         """The config that `prepared` tells of. data: with what timm or transformers say."""
-        raise NotImplementedError
+        return data
+
+    def facts(self, data: DataConfig | None, shape: tuple[int, int] | None, channels: int) -> list[str]:  # noqa: ARG002
+        """What a model card says of its samples, a line each."""
+        return []
 
     # --- what lies at a path --------------------------------------------------------------------------------------
 

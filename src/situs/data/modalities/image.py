@@ -200,6 +200,13 @@ class Image(Modality):
         mean, std = _IMAGENET if data.channels == 3 else ((0.5,) * data.channels, (0.25,) * data.channels)
         return data.mean or mean, data.std or std
 
+    def facts(self, data: DataConfig | None, shape: tuple[int, int] | None, channels: int) -> list[str]:
+        lines = [] if shape is None else [f"Images: {counted(channels, 'channels')}, {shape[0]} × {shape[1]} pixels"]
+        if data is None:
+            return lines
+        mean, std = (f"[{', '.join(f'{value:.4g}' for value in part)}]" for part in self.normalisation(data))
+        return [*lines, f"Normalised by mean {mean} and deviation {std}"]
+
     def without_labels(self, data: DataConfig) -> str:
         if is_memory(data.path):
             return ", one class each: give (image, label) pairs, dicts with 'image' and 'label', or (images, labels)"

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 from situs.config import from_dict
 from situs.data.augment.recipes import AugmentConfig, apply_masked, as_floats, normalise
-from situs.data.batch import Batch
-from situs.data.masks import VOID, MaskConfig
+from situs.data.batch import VOID, Batch
+from situs.data.masks import MaskConfig
+from situs.data.modalities.base import Fits
 from situs.data.modalities.image import Image
 from situs.data.modalities.pixels import WITHOUT_CLASSES, PixelPipeline, alike, brought_to, repeat_border, take_nearest
 from situs.data.pipeline import Noise, Pipeline
@@ -118,7 +119,7 @@ def _void_behind(mask: Tensor, height: int, width: int) -> Tensor:
 class Mask(Image):
     """Images with a mask each, which gives every pixel a class."""
 
-    known, targets, table, Config = "masks", ("mask",), "masks", MaskConfig
+    each, known, targets, table, Config = "pixel (segmentation)", "masks", ("mask",), "masks", MaskConfig
     unused = ("multi_label", "per_class", "balanced")
     augments = WITHOUT_CLASSES
     crops, reading = ("none", "resized", "pad", "scaled"), "masks"
@@ -133,7 +134,7 @@ class Mask(Image):
     def read_as(self, data: DataConfig, value: Any) -> DataConfig:
         return replace(data, masks=value)
 
-    def from_prepared(self, data: DataConfig, table: dict[str, Any]) -> DataConfig:
+    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:  # noqa: ARG002
         return replace(data, target="mask", masks=from_dict(MaskConfig, table, where="masks"))
 
     def splits(self, path: Path, data: DataConfig) -> set[str]:  # noqa: ARG002

@@ -20,10 +20,11 @@ from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE
 from situs.data.augment.objects import apply_objects
 from situs.data.augment.recipes import AugmentConfig, as_floats, normalise
-from situs.data.batch import Batch
+from situs.data.batch import VOID, Batch
+from situs.data.modalities.base import Fits
 from situs.data.modalities.image import Image
 from situs.data.modalities.pixels import WITHOUT_CLASSES, PixelPipeline, alike, brought_to, repeat_border, take_nearest
-from situs.data.objects import NONE, ObjectConfig
+from situs.data.objects import ObjectConfig
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.base import Source, Wanted
 from situs.data.sources.coco import CocoSource, coco_splits
@@ -31,7 +32,7 @@ from situs.data.sources.coco import CocoSource, coco_splits
 if TYPE_CHECKING:
     from situs.data.config import DataConfig
 
-_FILL = {"boxes": 0.0, "classes": NONE, "crowd": False, "masks": 0}
+_FILL = {"boxes": 0.0, "classes": VOID, "crowd": False, "masks": 0}
 
 
 class ObjectPipeline(PixelPipeline):
@@ -117,7 +118,7 @@ def _padded(parts: list[Tensor], name: str, first: int) -> list[Tensor]:
 class Objects(Image):
     """Images with objects: their boxes, classes and outlines."""
 
-    known, targets, table, Config = "objects", ("objects",), "objects", ObjectConfig
+    each, known, targets, table, Config = "object (detection)", "objects", ("objects",), "objects", ObjectConfig
     unused = ("multi_label", "per_class", "balanced")
     augments = WITHOUT_CLASSES
     crops = ("none", "fitted")
@@ -128,7 +129,7 @@ class Objects(Image):
             return data
         return replace(data, objects=replace(data.objects, classes=opened(data).classes or ()))
 
-    def from_prepared(self, data: DataConfig, table: dict[str, Any]) -> DataConfig:
+    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:  # noqa: ARG002
         return replace(data, target="objects", objects=from_dict(ObjectConfig, table, where="objects"))
 
     def splits(self, path: Path, data: DataConfig) -> set[str]:  # noqa: ARG002

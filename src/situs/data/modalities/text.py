@@ -138,6 +138,15 @@ class Text(Modality):
         columns = {name: value for name in COLUMNS if (value := getattr(data.text, name))}
         return {"longest": self.size(data)[1], **columns}
 
+    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:
+        longest, columns = table.get("longest"), {name: table.get(name) for name in COLUMNS}
+        text = TextConfig(tokeniser=model.home, longest=longest or min(LONGEST, model.places), **columns)
+        return replace(data, kind="text", target="words" if model.next_words else "class", text=text)
+
+    def facts(self, data: DataConfig | None, shape: tuple[int, int] | None, channels: int) -> list[str]:  # noqa: ARG002
+        assert data is not None
+        return [f"Sentences: at most {self.size(data)[1]} ids of the tokeniser beside it"]
+
     def lies_at(self, path: Path, *, multi_label: bool) -> bool:
         """A file of its suffix, and a folder of tables; with `multi_label` a table is one of labels."""
         if multi_label:

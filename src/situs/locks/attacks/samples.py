@@ -20,7 +20,7 @@ from situs.errors import SitusError
 from situs.files import read_lines
 from situs.locks.attacks.grams import at_places, shifted
 from situs.locks.attacks.variety import ENOUGH, Variety, look_at, told_by, unlike
-from situs.models.prepared import described, images_for
+from situs.models.prepared import described, samples_for
 
 LONGEST_TEXT = 128
 """Tokens of a text that are looked at."""
@@ -77,7 +77,7 @@ def read_samples(folder: Path, backbone: Backbone, given: Mapping[str, Path], co
 def _images(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
     assert backbone.input.patch is not None
     told = described(folder, backbone)
-    data = images_for(backbone, told.get("pretrained_cfg", {}), str(path), told=told.get("situs", {}))
+    data = samples_for(backbone, told, str(path))
     assert data is not None  # it has channels
     source = Subset(open_source(data, labels=False), count)
     if not len(source):
