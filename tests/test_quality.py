@@ -97,6 +97,7 @@ COVERED = {
     "situs.data.sources.manifest": "test_check",
     "situs.data.augment.objects": "test_objects",
     "situs.data.modalities": "test_config",
+    "situs.data.preparation": "test_write",
     "situs.data.text": "test_text",
     "situs.data.modalities.base": "test_config",
     "situs.data.modalities.pixels": "test_mask",

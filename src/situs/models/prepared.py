@@ -44,7 +44,7 @@ def class_names(described: Mapping[str, Any]) -> tuple[str, ...] | None:
 def samples_for(
     backbone: Backbone, described: Mapping[str, Any], path: str = "", *, folder: Path | None = None
 ) -> DataConfig | None:
-    """How the model's samples are prepared; None where nobody knows. described: as a folder says it, or a part of it."""
+    """How the model's samples are prepared; None where nobody knows. described: as a folder says it."""
     own = {"multi_label": MULTI_LABEL.items() <= described.items(), "path": path}
     model = takes(backbone, str(folder or ""))
     return Preparation.read(model, described.get("pretrained_cfg", {}), described.get("situs", {}), **own).data

@@ -17,8 +17,8 @@ class ModelProvenance:
     """Where a model comes from.
 
     method: its name. data: what the set is called. recipe: the run's config as plain tables. metrics: the last
-    numbers of its log. step: updates made. ema: whether the weights are the mean of the run's. prepared: how its samples
-    are. classes: their names. protected: how the training protected its samples, one sentence each.
+    numbers of its log. step: updates made. ema: whether the weights are the mean of the run's. prepared: how its
+    samples are. classes: their names. protected: how the training protected its samples, one sentence each.
     """
 
     method: str
@@ -27,7 +27,7 @@ class ModelProvenance:
     metrics: Mapping[str, float] = field(default_factory=dict)
     step: int | None = None
     ema: bool = False
-    prepared: Preparation = Preparation()
+    prepared: Preparation = field(default_factory=Preparation)
     classes: Sequence[str] | None = None
     protected: Sequence[str] = ()
 
