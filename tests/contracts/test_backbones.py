@@ -1,7 +1,7 @@
 """Every backbone family through the same demands, in float64, at a rectangular size, against timm's own forward.
 
 The slow reference for contexts and subsets is timm's own model with `scaled_dot_product_attention` replaced by one
-that shuts out the keys that are not in the context: nothing of `situs.backbones.timm.attention` takes part in it.
+that shuts out the keys that are not in the context: nothing of `situs.backbones.block` takes part in it.
 """
 
 from __future__ import annotations

@@ -71,8 +71,18 @@ def _apart(q: Tensor, kv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+    return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, dropout: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """softmax(q kᵀ * scale + bias) v: q [B, H, S, d], k and v [B, H, K, d] -> [B, S, H * d].
+
+    bias: added to the logits, or bool, False where a key may not be seen. scale: 1/√d where None.
+    """
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
+    return mixed.transpose(1, 2).flatten(2)
 
 
 @operator("attend_own")

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from situs.backbones import create_backbone
 from situs.backbones.base import join
-from situs.backbones.hf import layers as hf_layers
 from situs.backbones.hf.create import BARE, FAMILIES
 from situs.backbones.hf.decoders import DecoderBackbone
+from situs.core import attention
 from situs.core.position import resample_table
 from situs.errors import SitusError
 
@@ -402,7 +402,7 @@ def test_attention_dropout_is_honoured_in_training(monkeypatch):
         seen.append(dropout_p)
         return F.scaled_dot_product_attention(*args, dropout_p=dropout_p, **kwargs)
 
-    monkeypatch.setattr(hf_layers, "F", type("F", (), {"scaled_dot_product_attention": staticmethod(spy)}))
+    monkeypatch.setattr(attention, "F", type("F", (), {"scaled_dot_product_attention": staticmethod(spy)}))
     tokens = b.embed(inputs(b, "bert"))
     b.train().encode(tokens)
     b.eval().encode(tokens)

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from situs.backbones.base import Features, InputSpec, join
 from situs.backbones.config import PositionKind
 from situs.backbones.hf.layers import EncoderBackbone, Head, fit
-from situs.backbones.hf.layout import write_dinov2, write_vit
 from situs.backbones.hf.names import own_state
-from situs.backbones.layout import LayoutBuilder
 from situs.core.position import Positions, resample_table, sincos
 from situs.core.tokens import Grid, grid_of, pair
 from situs.errors import SitusError
@@ -149,9 +147,6 @@ class ViTBackbone(ImageBackbone):
     def layers(self) -> Any:
         return self.inner.layers
 
-    def write_layout(self, layout: LayoutBuilder) -> None:
-        write_vit(layout, self.dim, self.layers())
-
     def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
         if old == new:
             return
@@ -172,9 +167,6 @@ class Dinov2Backbone(ImageBackbone):
 
     def layers(self) -> Any:
         return self.inner.encoder.layer
-
-    def write_layout(self, layout: LayoutBuilder) -> None:
-        write_dinov2(layout, self.dim, self.layers())
 
     @property
     def table_grid(self) -> Grid:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -13,11 +14,11 @@ from timm.layers.pos_embed_sincos import RotaryEmbeddingCat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.backbones.base import Backbone, Features, InputSpec, Level, Stream, Taps, WholeBackbone, join, refuses_tokens
+from situs.backbones.base import Backbone, Features, InputSpec, Level, WholeBackbone, join, refuses_tokens
+from situs.backbones.block import Block, HeadTable, Stream, Taps
 from situs.backbones.cells import enable_cells, encode_cells
 from situs.backbones.layout import LayoutBuilder, Role, roles_of
-from situs.backbones.timm.attention import check_blocks, run_blocks
-from situs.backbones.timm.layout import NAMES, write_flat, write_swin
+from situs.backbones.timm.blocks import NAMES, bias_tables, check_blocks, read_block
 from situs.core.masking import one_of_cells
 from situs.core.permutation import random_permutation
 from situs.core.position import PairBias, Positions, resample_table
@@ -52,6 +53,9 @@ class TimmBackbone(Backbone):
             return "mean of the CLS and distillation tokens"
         words = {"token": "CLS token", "avg": "mean of the patches", "max": "maximum over the patches"}
         return words.get(self.model.global_pool, f"patches pooled by {self.model.global_pool!r}")
+
+    def read(self, layer: nn.Module) -> Block:
+        return read_block(layer)
 
     def roles(self) -> dict[str, Role]:
         return roles_of(self, NAMES)
@@ -92,17 +96,11 @@ class FlatBackbone(TimmBackbone):
     def before_blocks(self, z: Tensor) -> Tensor:
         return self.model.norm_pre(self.model.pos_drop(z))
 
-    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
-        return run_blocks(self.model.blocks, stream, keys, taps)
-
-    def block_modules(self) -> list[tuple[nn.Module, ...]]:
-        return [(block,) for block in self.model.blocks]
+    def layers(self) -> Sequence[nn.Module]:
+        return self.model.blocks
 
     def one_block_args(self) -> dict[str, Any]:
         return {"depth": 1}
-
-    def write_layout(self, layout: LayoutBuilder) -> None:
-        write_flat(layout, self.model, self.dim)
 
 
 class VitBackbone(FlatBackbone):
@@ -148,6 +146,13 @@ class EvaBackbone(VitBackbone):
         rotary = turn.unsqueeze(1) if self.model.rope_mixed else turn.view(1, 1, 1, *turn.shape)
         return Positions(table=super().positions(grid).table, rotary=rotary)
 
+    def parts(self) -> list[Block]:
+        if (rope := self.model.rope) is None:
+            return super().parts()
+        # Mixed rotations have learned frequencies [2, L, H, d / 2], one for each layer and head.
+        tables = [(HeadTable(rope.freqs, 2, (1, n)),) if self.model.rope_mixed else () for n in range(self.depth)]
+        return [b.attending(rotary=True, tables=own) for b, own in zip(super().parts(), tables, strict=True)]
+
     def _rotation(self, grid: Grid | None) -> Tensor:
         rope = self.model.rope
         if self.model.rope_mixed and rope.t_x is not None:  # timm turns them in float32, whatever the model is in
@@ -182,6 +187,11 @@ class RelPosBackbone(FlatBackbone):
         values = torch.cat([module.get_bias() for module in modules])
         return Positions(bias=PairBias(values, self.num_prefix))
 
+    def parts(self) -> list[Block]:
+        shared = self.model.shared_rel_pos
+        parts = super().parts()
+        return parts if shared is None else [b.attending(tables=bias_tables(shared), one_order=True) for b in parts]
+
     @torch.no_grad()
     def erase_positions(self) -> tuple[str, ...]:
         for name, parameter in self.model.named_parameters():
@@ -210,6 +220,7 @@ class SwinBackbone(TimmBackbone):
 
     def __init__(self, model: nn.Module, name: str, table: Tensor | None = None, *, learned: bool = True) -> None:
         inner: Any = model
+        check_blocks(name, [block for stage in inner.layers for block in stage.blocks])
         height, width = inner.patch_embed.grid_size
         depth = sum(len(stage.blocks) for stage in inner.layers)
         super().__init__(model, name, (height, width), inner.patch_embed.proj.out_channels, 0, depth)
@@ -298,8 +309,23 @@ class SwinBackbone(TimmBackbone):
             for number, block in enumerate(stage.blocks)
         ]
 
+    def layers(self) -> Sequence[nn.Module]:
+        return [block for stage in self.model.layers for block in stage.blocks]
+
     def write_layout(self, layout: LayoutBuilder) -> None:
-        write_swin(layout, self.model)
+        """One residual key for each stage; a merge joins 4 tokens, so that it sees its stage's key 4 times over."""
+        depth = 0
+        for stage, layer in enumerate(self.model.layers):
+            residual = f"residual.{stage}"
+            layout.open(residual, "residual", layer.blocks[0].dim)
+            if not isinstance(layer.downsample, nn.Identity):
+                before, reduction = f"residual.{stage - 1}", layout.projection(layer.downsample.reduction)
+                layout.norm(before, layer.downsample.norm, outer=4)
+                layout.reads(before, reduction, outer=4)
+                layout.writes(residual, reduction)
+            for block in layer.blocks:
+                layout.block(f"blocks.{depth}", residual, self.read(block))
+                depth += 1
 
     @property
     def num_classes(self) -> int:

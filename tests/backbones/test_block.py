@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from timm.layers import LayerScale
 from torch import nn
 
-from situs.backbones import create_backbone
-from situs.backbones.base import Backbone, Stream
-from situs.backbones.timm import joined
-from situs.backbones.timm.joined import joined_parts
+from situs.backbones import block, create_backbone
+from situs.backbones.base import Backbone
+from situs.backbones.block import Stream, fused_parts
 from situs.backbones.timm.mlp import join_bias_and_gelu
 
 Change = Callable[[Any], object]
@@ -22,7 +22,7 @@ Change = Callable[[Any], object]
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a compiled step on a GPU."""
-    monkeypatch.setattr(joined, "takes_kernels", lambda _: True)
+    monkeypatch.setattr(block, "takes_kernels", lambda _: True)
 
 
 def made(name: str = "vit_tiny_patch16_224", **more: Any) -> Backbone:
@@ -42,14 +42,17 @@ def test_a_plain_vit_gives_what_it_gave(keys: int | None, monkeypatch: pytest.Mo
     backbone = made(drop_path=0.5)
     stream, results = stream_of(backbone), []
     for takes in (False, True):
-        monkeypatch.setattr(joined, "takes_kernels", lambda _, takes=takes: takes)
-        assert (joined_parts(backbone.model.blocks, stream) is not None) == takes
+        monkeypatch.setattr(block, "takes_kernels", lambda _, takes=takes: takes)
         torch.manual_seed(7)
         z = backbone.run_layers(stream, keys)
         inside = [p for p in backbone.model.blocks.parameters() if p.requires_grad]
         results.append([z, *torch.autograd.grad(z.square().sum(), inside, retain_graph=True)])
     for one, other in zip(*results, strict=True):
         assert (one - other).norm() <= 1e-4 * one.norm() + 1e-6
+
+
+def fused(backbone: Backbone, stream: Stream) -> bool:
+    return fused_parts(backbone.parts(), stream) is not None
 
 
 def hooked(part: nn.Module) -> None:
@@ -66,7 +69,7 @@ CHANGES: dict[str, Change] = {
     "a layer of another kind": lambda blocks: setattr(blocks[1].mlp, "fc2", nn.Sequential(blocks[1].mlp.fc2)),
     "a norm without a shift": lambda blocks: setattr(blocks[1], "norm2", nn.LayerNorm(16, bias=False)),
     "a norm without both": lambda blocks: setattr(blocks[1], "norm1", nn.LayerNorm(16, elementwise_affine=False)),
-    "a scale": lambda blocks: setattr(blocks[0], "ls1", nn.Linear(16, 16)),
+    "a scale": lambda blocks: setattr(blocks[0], "ls1", LayerScale(16)),
     "dropout": lambda blocks: setattr(blocks[0].mlp.drop2, "p", 0.1),
     "dropout of attention": lambda blocks: setattr(blocks[0].attn.attn_drop, "p", 0.1),
     "a norm of queries": lambda blocks: setattr(blocks[0].attn, "q_norm", nn.LayerNorm(8)),
@@ -78,15 +81,15 @@ CHANGES: dict[str, Change] = {
 def test_others_are_left_alone(change: Change) -> None:
     backbone = made()
     stream = stream_of(backbone)
-    assert joined_parts(backbone.model.blocks, stream)
+    assert fused(backbone, stream)
     change(backbone.model.blocks)
-    assert joined_parts(backbone.model.blocks, stream) is None
+    assert not fused(backbone, stream)
 
 
 def test_so_are_masks_and_whoever_taps() -> None:
     backbone = made()
     stream = stream_of(backbone)
-    assert joined_parts(backbone.model.blocks, replace(stream, mask=torch.ones(3, 17, dtype=torch.bool))) is None
+    assert not fused(backbone, replace(stream, mask=torch.ones(3, 17, dtype=torch.bool)))
     seen: list[int] = []
     backbone.run_layers(stream, None, (lambda depth, _: seen.append(depth),))
     assert seen == [1, 2]
