@@ -39,12 +39,6 @@ def text_of(source: Source) -> TextSource | BlockSource:
     return whole
 
 
-def lengths_of(source: Source) -> Tensor:
-    """How many ids each sample has, [n]."""
-    whole = text_of(source)
-    return torch.tensor([whole.length(source.origin(index)[1]) for index in range(len(source))])
-
-
 class TextPipeline(Pipeline):
     """A source of ids ("ids", and "label" where there is one) to batches of them.
 
@@ -52,6 +46,7 @@ class TextPipeline(Pipeline):
     """
 
     by_rows = False  # each batch has a width of its own
+    in_memory = "in memory as ids"
 
     def __init__(self, source: Source, longest: int, *, training: bool, words: bool) -> None:
         super().__init__(source, training=training)
@@ -65,6 +60,13 @@ class TextPipeline(Pipeline):
     def facts(self) -> dict[str, Any]:
         """How many ids a sample has at most."""
         return {"longest": self.longest}
+
+    def lengths(self) -> Tensor | None:
+        """How many ids each sample has, [n]; those of blocks are alike."""
+        if self.words:
+            return None
+        whole = text_of(self.source)
+        return torch.tensor([whole.length(self.source.origin(index)[1]) for index in range(len(self.source))])
 
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:  # noqa: ARG002
         """ "ids" ([b, N], of pairs [b, 2, N]), "mask" [b, N], and the labels."""
