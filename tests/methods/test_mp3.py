@@ -8,6 +8,7 @@ import torch
 from builders import small_vit
 from torch import Tensor
 
+from situs.backbones import block as runs
 from situs.backbones import create_backbone
 from situs.backbones.base import Stream
 from situs.backbones.block import run_blocks
