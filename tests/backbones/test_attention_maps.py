@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from situs.backbones import create_backbone
-from situs.backbones.attention_maps import attention_weights, has_cls, watch_attention
+from situs.backbones.attention_maps import has_cls, watch_attention
+from situs.core.attention import attention_weights
 from situs.errors import SitusError
 
 EXACT = 1e-10

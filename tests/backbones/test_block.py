@@ -14,7 +14,7 @@ from torch import nn
 from situs.backbones import block, create_backbone
 from situs.backbones.base import Backbone
 from situs.backbones.block import Stream, fused_parts
-from situs.backbones.timm.mlp import join_bias_and_gelu
+from situs.backbones.timm.mlp import use_compiled_gelu
 
 Change = Callable[[Any], object]
 
@@ -29,7 +29,7 @@ def made(name: str = "vit_tiny_patch16_224", **more: Any) -> Backbone:
     torch.manual_seed(0)
     args = {"depth": 2, "embed_dim": 16, "num_heads": 2}
     backbone = create_backbone(name, img_size=16, patch_size=4, model_args=args, **more)
-    join_bias_and_gelu(backbone)
+    use_compiled_gelu(backbone)
     return backbone.train()
 
 

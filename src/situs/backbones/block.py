@@ -23,10 +23,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from situs.core.attention import attend, attend_context, attend_own
-from situs.core.compiled import takes_kernels
-from situs.core.joined import Layer, Norm, Parts, heard, run_joined
-from situs.core.norm import norm_suits
+from situs.core.attention import attend
+from situs.core.kernels import (
+    Layer,
+    Norm,
+    Parts,
+    attend_context,
+    attend_own,
+    has_hooks,
+    norm_fits,
+    run_joined,
+    takes_kernels,
+)
 from situs.core.position import PairBias, Positions
 from situs.core.tokens import take
 
@@ -303,7 +311,7 @@ def called(module: nn.Module, run: Callable[[Tensor], Tensor], z: Tensor) -> Ten
 
 def fused_parts(blocks: Sequence[Block], stream: Stream) -> list[Parts] | None:
     """The tensors of all blocks for `run_joined`; None where one is not plain, or something listens to it."""
-    if not norm_suits(stream.z.shape[-1]) or not stream.plain or not all(map(_fuses, blocks)):
+    if not norm_fits(stream.z.shape[-1]) or not stream.plain or not all(map(_fuses, blocks)):
         return None
     return [_parts(block, stream.z) for block in blocks]
 
@@ -323,7 +331,7 @@ def _fuses(block: Block) -> bool:
         and all(norm.weight is not None and norm.bias is not None for norm in norms)
         and isinstance(mlp.act, nn.GELU)
         and mlp.act.approximate == "none"
-        and not any(heard(each) or _drops(each) for each in block.module.modules())
+        and not any(has_hooks(each) or _drops(each) for each in block.module.modules())
     )
 
 

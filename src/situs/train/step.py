@@ -17,7 +17,6 @@ from situs.methods.base import Batch, Draws, Method, Output
 from situs.train import distributed
 from situs.train.checkpoint.state import generators
 from situs.train.ema import Ema
-from situs.train.gelu import use_compiled_gelu
 from situs.train.graph import Graphed
 from situs.train.optim import OptimConfig, clip_gradients, make_optimizer, set_rate
 
@@ -82,6 +81,8 @@ class Stepper:
         self.seed, self.precision, self.accumulate = seed, precision, accumulate
         self.device = next(method.parameters()).device
         if compiled:
+            from situs.backbones.timm.mlp import use_compiled_gelu  # timm takes seconds
+
             use_compiled_gelu(method)
         self.spread, self.compiled = distributed.spread(method, parallel, precision, compiled), compiled
         self.optimizer = make_optimizer(method, optim)

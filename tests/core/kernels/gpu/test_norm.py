@@ -10,7 +10,7 @@ from launch import BUILD, triton
 COMPARE = """
 import torch
 from torch.nn import functional as F
-from situs.core import norm_kernel
+from situs.core.kernels.gpu import norm as norm_kernel
 
 def near(value, exact, relative, absolute):
     assert ((value.double() - exact).abs() <= relative * exact.abs() + absolute).all()
@@ -56,7 +56,7 @@ print("same function")
 COMPILE = (
     BUILD
     + """
-from situs.core import norm_kernel
+from situs.core.kernels.gpu import norm as norm_kernel
 
 numbers = dict.fromkeys(("count", "seq", "keys"), "i32")
 

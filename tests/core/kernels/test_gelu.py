@@ -1,14 +1,82 @@
-"""GELU with a bias is GELU of the sum, and so are its gradients."""
+"""The GELU of a compiled step is GELU, alone and with a bias, and so are its gradients."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from situs.core.gelu import bias_gelu
+from situs.core.kernels.gelu import CompiledGelu, bias_gelu, normal, slope
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WIDE = torch.linspace(-12, 12, 100_001, dtype=torch.float64)
+
+
+def test_the_normal_distribution() -> None:
+    phi, density = normal(WIDE)
+    assert torch.allclose(phi, torch.special.ndtr(WIDE), rtol=0, atol=8e-8)
+    assert torch.equal(density, torch.exp(-(WIDE**2) / 2))
+
+
+def test_no_further_from_gelu_than_torch_is_in_float32() -> None:
+    exact = F.gelu(WIDE)
+    z = WIDE.float()
+    ours, torchs = (z * normal(z)[0]).double(), F.gelu(z).double()
+    assert (ours - exact).abs().max() <= (torchs - exact).abs().max()
+
+
+def test_the_slope_is_the_derivative() -> None:
+    z = WIDE.clone().requires_grad_()
+    F.gelu(z).sum().backward()
+    assert z.grad is not None
+    assert torch.allclose(slope(WIDE), z.grad, rtol=0, atol=8e-8)
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    torch.compiler.reset()
+    return torch.compile(module, backend="aot_eager")  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch 2.11 does so itself, where it compiles one
+def test_compiled_half_precision_is_right(dtype: torch.dtype, device: str) -> None:
+    x = WIDE.to(device, dtype).requires_grad_()
+    grad = torch.linspace(-2, 2, len(WIDE)).to(x)
+    y = compiled(CompiledGelu())(x) if device == "cpu" else torch.compile(CompiledGelu())(x)
+    y.backward(grad)
+    z = x.detach().double().requires_grad_()
+    exact = F.gelu(z)
+    exact.backward(grad.double())
+    assert y.dtype == dtype
+    # Half a unit in the last place is the rounding itself.
+    step = torch.finfo(dtype).eps
+    assert ((y.double() - exact).abs() <= 0.51 * step * exact.abs() + 1e-6).all()
+    assert x.grad is not None
+    assert z.grad is not None
+    assert ((x.grad.double() - z.grad).abs() <= 0.51 * step * z.grad.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize(("dtype", "taken"), [(torch.bfloat16, True), (torch.float16, True), (torch.float32, False)])
+def test_what_the_compiler_is_given(dtype: torch.dtype, taken: bool) -> None:
+    names: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch.compiler.reset()
+    torch.compile(CompiledGelu(), backend=backend)(torch.randn(4, dtype=dtype, requires_grad=True))
+    assert taken == any("autograd_function" in name for name in names)
+    assert taken != any("gelu" in name for name in names)
+
+
+def test_elsewhere_it_is_torchs_own() -> None:
+    ours, own = CompiledGelu(), nn.GELU()
+    for x in (WIDE.float(), WIDE.bfloat16()):
+        assert torch.equal(ours(x), own(x))
+    assert torch.equal(compiled(ours)(WIDE.float()), own(WIDE.float()))
 
 
 @pytest.mark.parametrize("device", DEVICES)

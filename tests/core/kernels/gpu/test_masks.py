@@ -30,7 +30,7 @@ print("same masks")
 COMPILE = (
     BUILD
     + """
-from situs.core.block_kernel import _sample
+from situs.core.kernels.gpu.masks import _sample
 
 numbers = dict.fromkeys(("rounds", "target", "height", "width"), "i32")
 for hashed in (False, True):

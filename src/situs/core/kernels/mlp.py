@@ -1,7 +1,7 @@
 """The MLP of a block in a compiled step: GELU, and its gradient, belong to the product that comes before them.
 
-On a Hopper GPU that is one kernel (`mlp_kernel`), of which GELU takes little more than nothing; elsewhere the product
-and the kernels of `core.gelu` behind it. Which of them it is, an operator decides when it runs.
+On a Hopper GPU that is one kernel (`gpu.mlp`), of which GELU takes little more than nothing; elsewhere the product
+and the kernels of `gelu` behind it. Which of them it is, an operator decides when it runs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.core.compiled import operator
-from situs.core.gelu import bias_gelu, bias_gelu_backward
+from situs.core.kernels.gelu import bias_gelu, bias_gelu_backward
+from situs.core.kernels.when import operator
 
 _GLUON = ((3, 6), (3, 8))  # the first and the last Triton whose Gluon was tried: it is young, and changes
 _TILE, _DEPTH = 128, 64  # of the kernel
@@ -52,10 +52,10 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tenso
     """(gelu(x weightᵀ + bias), x weightᵀ), or nothing as the second where it is not to be kept."""
     rows = _rows(x).contiguous()
     shape = (*x.shape[:-1], len(weight))
-    if _serves(rows, weight):
-        from situs.core import mlp_kernel
+    if _fits_kernel(rows, weight):
+        from situs.core.kernels.gpu import mlp as gpu
 
-        made, h = mlp_kernel.forward(rows, weight.contiguous(), bias.contiguous(), keep)
+        made, h = gpu.forward(rows, weight.contiguous(), bias.contiguous(), keep)
     else:
         h = F.linear(rows, weight)
         made = bias_gelu(h, bias)
@@ -66,10 +66,10 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tenso
 def _backward(grad: Tensor, weight: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of h, of bias in float32), where gelu(h + bias) weightᵀ has the gradient `grad`."""
     rows, before = _rows(grad).contiguous(), _rows(h).contiguous()
-    if _serves(rows, weight.mT):
-        from situs.core import mlp_kernel
+    if _fits_kernel(rows, weight.mT):
+        from situs.core.kernels.gpu import mlp as gpu
 
-        to_h, to_bias = mlp_kernel.backward(rows, weight.contiguous(), before, bias.contiguous())
+        to_h, to_bias = gpu.backward(rows, weight.contiguous(), before, bias.contiguous())
     else:
         to_h, to_bias = bias_gelu_backward(rows @ weight, before, bias)
     return to_h.view(h.shape), to_bias
@@ -79,7 +79,7 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _serves(rows: Tensor, weight: Tensor) -> bool:
+def _fits_kernel(rows: Tensor, weight: Tensor) -> bool:
     """Whether the kernel multiplies [M, K] by [N, K]: whole tiles of columns and of depth, any number of rows."""
     if not rows.is_cuda or not len(rows) or rows.element_size() != 2 or not _has_kernel(rows.device):
         return False

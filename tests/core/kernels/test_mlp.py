@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.core import mlp as module
-from situs.core.mlp import mlp
+from situs.core.kernels import mlp as module
+from situs.core.kernels.mlp import mlp
 
 SHAPES = [((2, 3, 64), 128), ((1, 64), 256), ((3, 150, 64), 384), ((131, 64), 40), ((2, 70, 320), 1280)]
 CASES: list[Any] = [("cpu", *each) for each in SHAPES[:4]]  # the last has many tiles, and takes a CPU long
@@ -98,7 +98,7 @@ def test_the_kernel_is_asked_for_whole_tiles_that_begin_where_it_can_read(monkey
     monkeypatch.setattr(module, "_has_kernel", lambda _: True)
     rows, weight = torch.empty(5, 64).bfloat16(), torch.empty(256, 64).bfloat16()
     there, odd = rows.as_subclass(OnGpu), torch.empty(256 * 64 + 4).bfloat16()[4:]
-    assert module._serves(there, weight) and module._serves(there[:1], weight[:128])
+    assert module._fits_kernel(there, weight) and module._fits_kernel(there[:1], weight[:128])
     others = [
         (rows, weight),
         (there[:0], weight),
@@ -107,9 +107,9 @@ def test_the_kernel_is_asked_for_whole_tiles_that_begin_where_it_can_read(monkey
         (there, weight[:, 32:]),
     ]
     others += [(odd[:320].view(5, 64).as_subclass(OnGpu), weight), (there, odd.view(256, 64))]
-    assert not any(module._serves(*other) for other in others)
+    assert not any(module._fits_kernel(*other) for other in others)
     monkeypatch.setattr(module, "_has_kernel", lambda _: False)
-    assert not module._serves(there, weight)
+    assert not module._fits_kernel(there, weight)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from situs.core.random_kernel import key_of, number_at, on_device_of
+from situs.core.kernels.gpu.random import key_of, number_at, on_device_of
 
 
 @triton.jit

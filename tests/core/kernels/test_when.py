@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from situs.core import compiled
-from situs.core.compiled import serves, takes_kernels
+from situs.core.kernels import when
+from situs.core.kernels.when import has_kernels, takes_kernels
 
 
 def told(x: Tensor) -> Tensor:
@@ -25,12 +25,12 @@ def told(x: Tensor) -> Tensor:
     ],
 )
 def test_when(dtype: torch.dtype, compiles: bool, there: bool, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "serves", lambda _: there)
+    monkeypatch.setattr(when, "has_kernels", lambda _: there)
     torch.compiler.reset()
     call = torch.compile(told, backend="eager", fullgraph=True) if compiles else told
     assert bool(call(torch.zeros(1, dtype=dtype))) == taken
 
 
 def test_a_cpu_has_none() -> None:
-    assert not serves(torch.device("cpu"))
-    assert serves(torch.device("cuda")) == compiled._TRITON
+    assert not has_kernels(torch.device("cpu"))
+    assert has_kernels(torch.device("cuda")) == when._TRITON

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from situs.core.compiled import operator
+from situs.core.kernels.when import operator
 
 WIDEST = 2048
 """Channels whose sums a program of the backward holds."""
 
 
-def norm_suits(width: int) -> bool:
+def norm_fits(width: int) -> bool:
     """Whether `add_norm` has kernels for so many channels."""
     return 0 < width <= WIDEST
 
@@ -50,9 +50,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """And the means and the reciprocals of the deviations, [B * S], for the backward."""
     if z.is_cuda and z.numel():
-        from situs.core import norm_kernel
+        from situs.core.kernels.gpu import norm as gpu
 
-        return norm_kernel.forward(z.contiguous(), branch.contiguous(), bias, scale, weight, shift, eps, keys)
+        return gpu.forward(z.contiguous(), branch.contiguous(), bias, scale, weight, shift, eps, keys)
     wide = _wide(z)
     added = branch.to(wide) if bias is None else branch.to(wide) + bias
     total = (z + (added if scale is None else scale.view(-1, 1, 1) * added)).to(z.dtype).contiguous()
@@ -81,11 +81,11 @@ def _backward(
     if not keys:
         to_first = None
     if total.is_cuda and total.numel():
-        from situs.core import norm_kernel
+        from situs.core.kernels.gpu import norm as gpu
 
         to_total, to_first = (None if grad is None else grad.contiguous() for grad in (to_total, to_first))
         rest = (total, mean, rstd, scale, weight, keys, biased)
-        return norm_kernel.backward(to_total, to_normed.contiguous(), to_first, *rest)
+        return gpu.backward(to_total, to_normed.contiguous(), to_first, *rest)
     wide, shape = mean.dtype, (*total.shape[:2], 1)
     grad = to_normed.to(wide, copy=True)
     if to_first is not None:

@@ -10,7 +10,7 @@ from launch import BUILD, triton
 COMPARE = """
 import torch
 from situs.core.random import shared_hash, uniform
-from situs.core.random_kernel import draw_uniform
+from situs.core.kernels.gpu.random import draw_uniform
 
 for dtype, ids in ((torch.int64, [0, 1, 5, 10**12, -3]), (torch.int32, [4, -9])):
     ids = torch.tensor(ids, dtype=dtype)
@@ -27,7 +27,7 @@ print("same numbers")
 COMPILE = (
     BUILD
     + """
-from situs.core.random_kernel import _uniform
+from situs.core.kernels.gpu.random import _uniform
 
 for ids in ("*i64", "*i32"):
     types = {"ids": ids, "numbers": "*fp32", "shared": "i64", "count": "i32"}

@@ -1,6 +1,6 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false, reportOptionalOperand=false, reportOptionalMemberAccess=false
 # ruff: noqa: ANN001, ANN202, PLR0913, RUF005 (a kernel's arguments are Triton's to type, and it takes no dataclass)
-"""`core.norm` as two Triton kernels, for memory to set their time.
+"""`kernels.norm` as two Triton kernels, for memory to set their time.
 
 A row of the forward is `parts` tiles side by side, so that 768 channels are three of 256 and no lane is idle. A tile is
 as wide as a warp reads at once, so that a row is a warp's own, and its sums need no barrier. A program of the backward
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from situs.core.random_kernel import on_device_of
-from situs.core.sum_kernel import add, multiprocessors
+from situs.core.kernels.gpu.random import on_device_of
+from situs.core.kernels.gpu.sums import add, multiprocessors
 
 ROWS = 4
 """Of a program of the forward, where a tile has 256 columns; of narrower ones there are more."""
@@ -152,7 +152,7 @@ def forward(
     eps: float,
     keys: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(total, normed, first, mean, rstd) of `core.norm`. z, branch: contiguous [B, S, D] on a CUDA device."""
+    """(total, normed, first, mean, rstd) of `kernels.norm`. z, branch: contiguous [B, S, D] on a CUDA device."""
     batch, seq, width = z.shape
     total, normed, first = torch.empty_like(z), torch.empty_like(z), z.new_empty(batch, keys, width)
     mean, rstd = (z.new_empty(batch * seq, dtype=torch.float32) for _ in range(2))
@@ -177,7 +177,7 @@ def backward(
     keys: int,
     biased: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dz, dbranch or nothing, sums [3, D]) of `core.norm`, of contiguous tensors on a CUDA device."""
+    """(dz, dbranch or nothing, sums [3, D]) of `kernels.norm`, of contiguous tensors on a CUDA device."""
     batch, seq, width = total.shape
     count, dz = batch * seq, torch.empty_like(total)
     dbranch = None if scale is None else torch.empty_like(total)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.core.joined import Layer, Norm, Parts, run_joined
+from situs.core.kernels.blocks import Layer, Norm, Parts, run_joined
 
 WIDTH, HEADS = 16, 2
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from situs.core import attention
-from situs.core.attention import attend_context, attend_own, suits
+from situs.core.kernels import attention
+from situs.core.kernels.attention import attend_context, attend_own, fits_kernel
 
 WIDE = torch.float64
 
@@ -29,7 +29,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(keys)
         return True
 
-    monkeypatch.setattr(attention, "suits", always)
+    monkeypatch.setattr(attention, "fits_kernel", always)
     return seen
 
 
@@ -69,7 +69,7 @@ def test_a_mask_is_torchs_business(taken: list[int]) -> None:
 
 def test_when_the_kernel_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(queries: int = 197, keys: int = 50, width: int = 64) -> bool:
-        return suits(torch.empty(1, dtype=torch.bfloat16), queries, keys, width)
+        return fits_kernel(torch.empty(1, dtype=torch.bfloat16), queries, keys, width)
 
     assert not asked()  # not compiled
     monkeypatch.setattr(attention, "takes_kernels", lambda _: True)
@@ -111,7 +111,7 @@ def test_compiled_on_a_gpu_it_is_as_near_to_float64_as_torch_is(
     exact = [x.detach().double().requires_grad_() for x in (q, kv)]
     right = attend_context(*exact, 2)
     wanted = [right, *torch.autograd.grad(right, exact, given.double())]
-    from situs.core import attention_kernel
+    from situs.core.kernels.gpu import attention as attention_kernel
 
     launched, far = [], []
     for name in ("launch_forward", "launch_backward"):

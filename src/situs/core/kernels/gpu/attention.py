@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from situs.core.random_kernel import on_device_of
+from situs.core.kernels.gpu.random import on_device_of
 
 M = 64
 """Queries of a block: the fewest that Hopper's matrix units take."""

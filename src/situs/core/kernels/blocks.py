@@ -13,16 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.core.attention import attend_context, attend_own
-from situs.core.compiled import operator
-from situs.core.mlp import mlp
-from situs.core.norm import add_norm
-
-
-def heard(module: Any) -> bool:
-    """Whether something listens to it, and so must be told what goes in and comes out."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
+from situs.core.kernels.attention import attend_context, attend_own
+from situs.core.kernels.mlp import mlp
+from situs.core.kernels.norm import add_norm
+from situs.core.kernels.when import operator
 
 
 class Layer(NamedTuple):

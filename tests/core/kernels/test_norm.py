@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.core import norm
-from situs.core.norm import add_norm, norm_suits
+from situs.core.kernels import norm
+from situs.core.kernels.norm import add_norm, norm_fits
 
 EPS = 1e-3
 CASES = [(bias, scale, keys) for bias in (False, True) for scale in (False, True) for keys in (0, 2)]
@@ -91,7 +91,7 @@ def test_it_compiles_in_one_graph(scale: bool) -> None:
 
 
 def test_how_wide() -> None:
-    assert [norm_suits(width) for width in (48, 768, 2048, 2049)] == [True, True, True, False]
+    assert [norm_fits(width) for width in (48, 768, 2048, 2049)] == [True, True, True, False]
 
 
 def test_nothing_in_nothing_out() -> None:

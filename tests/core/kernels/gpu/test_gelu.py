@@ -10,7 +10,7 @@ from launch import BUILD, triton
 COMPARE = """
 import torch
 from torch.nn import functional as F
-from situs.core import gelu_kernel
+from situs.core.kernels.gpu import gelu as gelu_kernel
 
 def near(value, exact, relative, absolute):
     assert ((value.double() - exact).abs() <= relative * exact.abs() + absolute).all()
@@ -42,7 +42,7 @@ print("same function")
 COMPILE = (
     BUILD
     + """
-from situs.core import gelu_kernel
+from situs.core.kernels.gpu import gelu as gelu_kernel
 
 for half in ("*bf16", "*fp16"):
     for bias in ("*fp32", half):

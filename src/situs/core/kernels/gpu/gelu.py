@@ -1,6 +1,6 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false, reportIndexIssue=false, reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN202, PLR0913 (a kernel's arguments are Triton's to type, and it takes no dataclass)
-"""`core.gelu` as two Triton kernels, of few instructions, for memory is what should set their time.
+"""`kernels.gelu` as two Triton kernels, of few instructions, for memory is what should set their time.
 
 A program of the backward has a block of columns and walks down a chunk of rows. It keeps the sums
 of its columns in registers, so that the gradient of the bias costs no second reading of that of h; their order is
@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from situs.core.normal import DENSITY, EXPONENT, SLOPE, TAIL
-from situs.core.random_kernel import on_device_of
-from situs.core.sum_kernel import add, multiprocessors
+from situs.core.kernels.gelu import DENSITY, EXPONENT, SLOPE, TAIL
+from situs.core.kernels.gpu.random import on_device_of
+from situs.core.kernels.gpu.sums import add, multiprocessors
 
 FORWARD = {"rows": 8, "columns": 512, "num_warps": 4}
 BACKWARD = {"rows": 2, "columns": 512, "num_warps": 4}

@@ -11,7 +11,7 @@ from launch import BUILD, triton
 COMPARE = """
 import torch
 from torch.nn import functional as F
-from situs.core.attention_kernel import launch_backward, launch_forward
+from situs.core.kernels.gpu.attention import launch_backward, launch_forward
 
 torch.manual_seed(0)
 cases = (2, 70, 50, 2, 16), (1, 5, 17, 3, 32), (2, 64, 64, 1, 64), (1, 1, 1, 1, 128), (1, 130, 70, 2, 16)
@@ -38,7 +38,7 @@ print("same numbers")
 COMPILE = (
     BUILD
     + """
-from situs.core.attention_kernel import _backward, _few_backward, _few_forward, _forward
+from situs.core.kernels.gpu.attention import _backward, _few_backward, _few_forward, _forward
 
 tensors = {"grad", "q", "k", "v", "out", "dq", "dk", "dv"}
 for kernel, more in ((_few_forward, {}), (_few_backward, {}), (_forward, {}), (_backward, {"blocks": 2})):

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from situs.core.mlp_kernel import DEPTH, TILE, _gemm
+from situs.core.kernels.gpu.mlp import DEPTH, TILE, _gemm
 
 def tiles(*block):
     return f"tensordesc<bf16[{block[0]}, {block[1]}],{gl.NVMMASharedLayout.get_default_for([*block], gl.bfloat16)!r}>"
@@ -44,7 +44,7 @@ def test_the_compiler_takes_the_kernel() -> None:
 def test_a_hopper_gpu_takes_it_and_gives_the_same_bits_again() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the kernel is for Hopper")
-    from situs.core.mlp_kernel import backward, forward
+    from situs.core.kernels.gpu.mlp import backward, forward
 
     torch.manual_seed(0)
     half = {"device": "cuda", "dtype": torch.bfloat16}

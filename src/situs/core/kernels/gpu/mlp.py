@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from situs.core.normal import DENSITY, EXPONENT, SLOPE, TAIL
-from situs.core.random_kernel import on_device_of
-from situs.core.sum_kernel import add, multiprocessors
+from situs.core.kernels.gelu import DENSITY, EXPONENT, SLOPE, TAIL
+from situs.core.kernels.gpu.random import on_device_of
+from situs.core.kernels.gpu.sums import add, multiprocessors
 
 TILE = 128
 """Rows and columns of a tile."""
