@@ -182,21 +182,27 @@ class RelPosBackbone(FlatBackbone):
 
     def positions(self, grid: Grid | None = None) -> Positions:
         self.own_grid(grid, "its relative bias knows the offsets of its own grid alone")
-        shared = self.model.shared_rel_pos
+        return Positions(bias=PairBias(self.bias_values(), self.num_prefix))
+
+    def bias_values(self) -> Tensor:
+        """[L or 1, H, S, S]"""
+        shared = self.shared_bias()
         modules = [block.attn.rel_pos for block in self.model.blocks] if shared is None else [shared]
-        values = torch.cat([module.get_bias() for module in modules])
-        return Positions(bias=PairBias(values, self.num_prefix))
+        return torch.cat([module.get_bias() for module in modules])
+
+    def shared_bias(self) -> nn.Module | None:
+        """What makes the bias of all layers, where they share one."""
+        return self.model.shared_rel_pos
 
     def parts(self) -> list[Block]:
-        shared = self.model.shared_rel_pos
-        parts = super().parts()
-        return parts if shared is None else [b.attending(tables=bias_tables(shared), one_order=True) for b in parts]
+        parts, shared = super().parts(), bias_tables(self.shared_bias())
+        return [b.attending(tables=b.attention.tables + shared, one_order=True) for b in parts] if shared else parts
 
     @torch.no_grad()
     def erase_positions(self) -> tuple[str, ...]:
         for name, parameter in self.model.named_parameters():
             # A table of biases, or the last layer of the small network that computes them.
-            if "rel_pos." in name and (name.endswith("relative_position_bias_table") or ".mlp.fc2." in name):
+            if name.endswith("relative_position_bias_table") or "rel_pos.mlp.fc2." in name:
                 parameter.zero_()
         bias = self.positions().bias
         return ("bias",) if bias is not None and bias.values.any() else ()

@@ -53,17 +53,17 @@ def _relative(attn: Any) -> Attention:
 
 
 def _window(attn: Any) -> Attention:
-    return _joined(attn, tables=(HeadTable(attn.relative_position_bias_table, 1),))
+    return _joined(attn, tables=bias_tables(attn))
 
 
 def bias_tables(source: Any) -> tuple[HeadTable, ...]:
     """Of a module that makes a relative bias: its table, or the last layer of its small network."""
     if source is None:
         return ()
-    if type(source).__name__ == "RelPosBias":
-        return (HeadTable(source.relative_position_bias_table, 1),)
-    last = source.mlp.fc2
-    return tuple(HeadTable(tensor, 0) for tensor in (last.weight, last.bias) if tensor is not None)
+    if type(source).__name__ == "RelPosMlp":
+        last = source.mlp.fc2
+        return tuple(HeadTable(tensor, 0) for tensor in (last.weight, last.bias) if tensor is not None)
+    return (HeadTable(source.relative_position_bias_table, 1),)
 
 
 def _mlp(mlp: Any) -> Mlp:
