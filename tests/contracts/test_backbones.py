@@ -43,6 +43,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "vit_relpos_base_patch16_clsgap_224": dict(img_size=(64, 48), model_args=SMALL),
     "vit_srelpos_small_patch16_224": dict(img_size=(64, 96), model_args=SMALL),
     "vit_relpos_small_patch16_rpn_224": dict(img_size=(64, 96), model_args=SMALL),
+    "beit_base_patch16_224": dict(img_size=(64, 96), model_args=SMALL),
+    "beitv2_base_patch16_224": dict(img_size=(64, 48), model_args={**SMALL, "use_shared_rel_pos_bias": True}),
     "swin_tiny_patch4_window7_224": dict(
         img_size=(64, 96), positions="learned", model_args={"depths": (1, 1, 2, 1), "embed_dim": 24}
     ),

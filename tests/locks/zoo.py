@@ -44,6 +44,7 @@ TIMM: dict[str, tuple[str, dict[str, Any]]] = {
     "relpos": ("vit_relpos_small_patch16_224", WIDE),
     "relpos_table": ("vit_relpos_small_patch16_224", {**WIDE, "model_args": {**SMALL, "rel_pos_type": "bias"}}),
     "relpos_shared": ("vit_srelpos_small_patch16_224", WIDE),
+    "beit": ("beit_base_patch16_224", WIDE),
     "swin": (
         "swin_tiny_patch4_window7_224",
         {
@@ -96,7 +97,7 @@ ROTARY = [
     "qwen3",
     "gpt_neox",
 ]
-RELATIVE = ["res_post", "relpos", "relpos_table", "relpos_shared"]
+RELATIVE = ["res_post", "relpos", "relpos_table", "relpos_shared", "beit"]
 NO_ROWS = [*CAUSAL, *RELATIVE, "swin"]
 
 

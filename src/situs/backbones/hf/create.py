@@ -123,7 +123,7 @@ ELSEWHERE: dict[str, str] = {
         "its attention reads the distances between words by tables of their own, which Situs does not run; RoBERTa is "
         "taken",
     ),
-    "beit": "its layers add a relative bias with entries of their own for CLS, which Situs does not run",
+    "beit": "Situs does not run transformers' BEiT; timm's, as beit_base_patch16_224, is taken",
 }
 """Config type that users try -> why it is not taken, and what to take instead."""
 

@@ -208,6 +208,26 @@ class RelPosBackbone(FlatBackbone):
         return ("bias",) if bias is not None and bias.values.any() else ()
 
 
+class BeitBackbone(RelPosBackbone):
+    """Beit: a relative bias of each layer, with entries of their own for CLS; all may add one that they share."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__(model, name)
+        if self.model.pos_embed is not None or self.model.blocks[0].attn.window_size is None:
+            said = f"{name}: use_rel_pos_bias must be True and use_abs_pos_emb False, as in every BEiT that timm names"
+            raise SitusError(said, field="backbone.model_args")
+
+    def bias_values(self) -> Tensor:
+        own, shared = (torch.cat([block.attn._get_rel_pos_bias() for block in self.model.blocks]), self.shared_bias())
+        return own if shared is None else own + shared()
+
+    def shared_bias(self) -> nn.Module | None:
+        return self.model.rel_pos_bias
+
+    def before_blocks(self, z: Tensor) -> Tensor:
+        return self.model.pos_drop(z)
+
+
 class SwinBackbone(TimmBackbone):
     """SwinTransformer, optionally with an absolute table.
 

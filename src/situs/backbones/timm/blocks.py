@@ -9,7 +9,7 @@ from typing import Any
 from timm.layers.attention import Attention as PlainAttention
 from timm.layers.attention import AttentionRope
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
-from timm.models import eva, swin_transformer, vision_transformer, vision_transformer_relpos
+from timm.models import beit, eva, swin_transformer, vision_transformer, vision_transformer_relpos
 from torch import nn
 
 from situs.backbones.block import Attention, Block, Form, HeadTable, Mlp, Read, unknown_mlp
@@ -50,6 +50,11 @@ def _eva(attn: Any) -> Attention:
 
 def _relative(attn: Any) -> Attention:
     return _joined(attn, head_norms=(attn.q_norm, attn.k_norm), tables=bias_tables(attn.rel_pos))
+
+
+def _beit(attn: Any) -> Attention:
+    biases = None if attn.q_bias is None else (attn.q_bias, attn.k_bias, attn.v_bias)
+    return _joined(attn, biases=biases, tables=() if attn.window_size is None else bias_tables(attn))
 
 
 def _window(attn: Any) -> Attention:
@@ -101,6 +106,7 @@ ATTENTIONS: dict[type[nn.Module], Callable[[Any], Attention]] = {
     AttentionRope: _rope,
     eva.EvaAttention: _eva,
     vision_transformer_relpos.RelPosAttention: _relative,
+    beit.Attention: _beit,
     swin_transformer.WindowAttention: _window,
 }
 BLOCKS: dict[type[nn.Module], Read] = {
@@ -110,6 +116,7 @@ BLOCKS: dict[type[nn.Module], Read] = {
     vision_transformer_relpos.ResPostRelPosBlock: partial(_block, "res-post", _unscaled),
     eva.EvaBlock: partial(_block, "pre", _gammas),
     eva.EvaBlockPostNorm: partial(_block, "res-post", _unscaled),
+    beit.Block: partial(_block, "pre", _gammas),
     swin_transformer.SwinTransformerBlock: partial(_block, "pre", _unscaled),
 }
 
