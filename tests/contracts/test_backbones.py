@@ -48,6 +48,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "swin_tiny_patch4_window7_224": dict(
         img_size=(64, 96), positions="learned", model_args={"depths": (1, 1, 2, 1), "embed_dim": 24}
     ),
+    "swinv2_tiny_window8_256": dict(
+        img_size=(64, 96), positions="learned", model_args={"depths": (1, 1, 2, 1), "embed_dim": 24, "window_size": 4}
+    ),
     "resnet26": dict(model_args={"layers": (1, 2, 1, 1), "channels": (8, 16, 16, 24)}),
 }
 TOLERANCE = 1e-10
@@ -246,7 +249,7 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
     assert silent == {f"model.{n}" for n, p in own.model.named_parameters() if p.requires_grad and p.grad is None}
 
 
-@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "resnet26"])
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "resnet26"])
 def test_refusals_are_sentences(name: str) -> None:
     backbone = make(name)
     assert set(backbone.refusals) <= set(CAPABILITIES)

@@ -58,7 +58,7 @@ def opened(name: str, **fields: Any) -> Backbone | str:
 
 def shallow(name: str, module: str) -> dict[str, Any]:
     """The arguments that leave two blocks of a model, none of them wide."""
-    if module == "swin_transformer":
+    if module.startswith("swin_transformer"):
         return {"depths": (2, 2, 1, 1), "embed_dim": 32, "num_heads": (2, 2, 4, 4)}
     backbone = opened(name, img_size=224, model_args={"depth": 2})
     if isinstance(backbone, str) and "num_kv_heads sequence" in backbone:  # one entry a block

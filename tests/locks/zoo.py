@@ -52,6 +52,13 @@ TIMM: dict[str, tuple[str, dict[str, Any]]] = {
             "model_args": {"embed_dim": 12, "depths": (1, 2), "num_heads": (2, 3), "window_size": 4},
         },
     ),
+    "swin_v2": (
+        "swinv2_tiny_window8_256",
+        {
+            "img_size": (32, 48),
+            "model_args": {"embed_dim": 12, "depths": (1, 2), "num_heads": (2, 3), "window_size": 4},
+        },
+    ),
 }
 if "num_kv_heads" in inspect.signature(Eva).parameters:  # not in the oldest timm we support
     grouped = eva(embed_dim=32, num_heads=4, num_kv_heads=2, attn_type="rope", qkv_fused=False, qk_norm=True)
@@ -98,7 +105,7 @@ ROTARY = [
     "gpt_neox",
 ]
 RELATIVE = ["res_post", "relpos", "relpos_table", "relpos_shared", "beit"]
-NO_ROWS = [*CAUSAL, *RELATIVE, "swin"]
+NO_ROWS = [*CAUSAL, *RELATIVE, "swin", "swin_v2"]
 
 
 def make(name: str, dtype: torch.dtype = torch.float64) -> Backbone:

@@ -229,7 +229,7 @@ class BeitBackbone(RelPosBackbone):
 
 
 class SwinBackbone(TimmBackbone):
-    """SwinTransformer, optionally with an absolute table.
+    """SwinTransformer and its second version, optionally with an absolute table.
 
     timm's Swin has no absolute table, so ours is a parameter of this wrapper: such a model exports its timm part to
     timm, and the table with it only to Situs. `positions=None` leaves the table out; the windows' own bias and
@@ -345,8 +345,10 @@ class SwinBackbone(TimmBackbone):
             residual = f"residual.{stage}"
             layout.open(residual, "residual", layer.blocks[0].dim)
             if not isinstance(layer.downsample, nn.Identity):
-                before, reduction = f"residual.{stage - 1}", layout.projection(layer.downsample.reduction)
-                layout.norm(before, layer.downsample.norm, outer=4)
+                before, merge = f"residual.{stage - 1}", layer.downsample
+                reduction = layout.projection(merge.reduction)
+                behind = merge.norm.weight.numel() == merge.reduction.out_features  # as in Swin V2
+                layout.norm(residual if behind else before, merge.norm, outer=1 if behind else 4)
                 layout.reads(before, reduction, outer=4)
                 layout.writes(residual, reduction)
             for block in layer.blocks:

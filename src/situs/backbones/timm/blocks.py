@@ -9,7 +9,7 @@ from typing import Any
 from timm.layers.attention import Attention as PlainAttention
 from timm.layers.attention import AttentionRope
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
-from timm.models import beit, eva, swin_transformer, vision_transformer, vision_transformer_relpos
+from timm.models import beit, eva, swin_transformer, swin_transformer_v2, vision_transformer, vision_transformer_relpos
 from torch import nn
 
 from situs.backbones.block import Attention, Block, Form, HeadTable, Mlp, Read, unknown_mlp
@@ -19,7 +19,14 @@ from situs.errors import SitusError
 NAMES = Names(
     embedding=("patch_embed", "norm_pre"),
     table=("pos_embed", "table"),
-    position=("rope", "rel_pos", "shared_rel_pos", "relative_position_bias_table", "relative_position_index"),
+    position=(
+        "rope",
+        "rel_pos",
+        "shared_rel_pos",
+        "cpb_mlp",
+        "relative_position_bias_table",
+        "relative_position_index",
+    ),
     prefix=("cls_token", "dist_token", "reg_token"),
     qkv=("qkv", "q_proj", "k_proj", "v_proj"),
     head=("norm", "fc_norm", "attn_pool", "head", "head_dist"),
@@ -44,8 +51,12 @@ def _rope(attn: Any, **more: Any) -> Attention:
     return whole if attn.qkv is not None else whole._replace(qkv=(attn.q_proj, attn.k_proj, attn.v_proj))
 
 
+def _biases(attn: Any) -> Any:
+    return None if attn.q_bias is None else (attn.q_bias, attn.k_bias, attn.v_bias)
+
+
 def _eva(attn: Any) -> Attention:
-    return _rope(attn, biases=None if attn.q_bias is None else (attn.q_bias, attn.k_bias, attn.v_bias))
+    return _rope(attn, biases=_biases(attn))
 
 
 def _relative(attn: Any) -> Attention:
@@ -53,12 +64,17 @@ def _relative(attn: Any) -> Attention:
 
 
 def _beit(attn: Any) -> Attention:
-    biases = None if attn.q_bias is None else (attn.q_bias, attn.k_bias, attn.v_bias)
-    return _joined(attn, biases=biases, tables=() if attn.window_size is None else bias_tables(attn))
+    return _joined(attn, biases=_biases(attn), tables=() if attn.window_size is None else bias_tables(attn))
 
 
 def _window(attn: Any) -> Attention:
     return _joined(attn, tables=bias_tables(attn))
+
+
+def _cosine(attn: Any) -> Attention:
+    """Swin V2: the logits are cosines times a number a head, and a small network makes the bias."""
+    tables = (HeadTable(attn.logit_scale, 0), HeadTable(attn.cpb_mlp[-1].weight, 0))
+    return _joined(attn, biases=_biases(attn), tables=tables)
 
 
 def bias_tables(source: Any) -> tuple[HeadTable, ...]:
@@ -108,6 +124,7 @@ ATTENTIONS: dict[type[nn.Module], Callable[[Any], Attention]] = {
     vision_transformer_relpos.RelPosAttention: _relative,
     beit.Attention: _beit,
     swin_transformer.WindowAttention: _window,
+    swin_transformer_v2.WindowAttention: _cosine,
 }
 BLOCKS: dict[type[nn.Module], Read] = {
     vision_transformer.Block: partial(_block, "pre", _scaled),
@@ -118,6 +135,7 @@ BLOCKS: dict[type[nn.Module], Read] = {
     eva.EvaBlockPostNorm: partial(_block, "res-post", _unscaled),
     beit.Block: partial(_block, "pre", _gammas),
     swin_transformer.SwinTransformerBlock: partial(_block, "pre", _unscaled),
+    swin_transformer_v2.SwinTransformerV2Block: partial(_block, "res-post", _unscaled),
 }
 
 

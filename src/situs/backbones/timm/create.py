@@ -40,12 +40,22 @@ FAMILIES: dict[str, Callable[[nn.Module, str], Backbone]] = {
     "VisionTransformerRelPos": RelPosBackbone,
     "Beit": BeitBackbone,
     "SwinTransformer": SwinBackbone,
+    "SwinTransformerV2": SwinBackbone,
     "ResNet": PixelBackbone,
 }
 """timm class, exactly -> its backbone. The command line and the contract tests read this dict."""
 
 
-READ = ("vision_transformer", "deit", "eva", "vision_transformer_relpos", "beit", "swin_transformer", "resnet")
+READ = (
+    "vision_transformer",
+    "deit",
+    "eva",
+    "vision_transformer_relpos",
+    "beit",
+    "swin_transformer",
+    "swin_transformer_v2",
+    "resnet",
+)
 """timm's modules in which these classes stand."""
 
 
