@@ -13,10 +13,11 @@ from masked import disc, write_ade
 
 from situs.data.augment import geometry, randaugment
 from situs.data.augment.recipes import AugmentConfig, _plan, apply_masked, draw
+from situs.data.batch import VOID
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.mask_pipeline import MaskPipeline
-from situs.data.masks import VOID, MaskConfig
+from situs.data.masks import MaskConfig
 from situs.data.sources.base import Source
 from situs.errors import SitusError
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from situs.data.augment.recipes import AugmentConfig
-from situs.data.batch import Batch
+from situs.data.batch import VOID, Batch
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.base import Source
 from situs.data.sources.text import BlockSource, TextSource
@@ -83,9 +83,9 @@ class TextPipeline(Pipeline):
         return values
 
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:  # noqa: ARG002
-        """The words of a language model are its own targets, -1 where there is none."""
+        """The words of a language model are its own targets."""
         mask = values["mask"]
         targets = {"label": values["label"]} if "label" in values else {}
         if self.words:
-            targets = {"words": torch.where(mask, values["ids"], -1)}
+            targets = {"words": torch.where(mask, values["ids"], VOID)}
         return Batch(values["ids"], ids, targets, mask)
