@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from timm.layers import LayerScale
+from timm.layers.layer_scale import LayerScale
 from torch import nn
 
 from situs.backbones import block, create_backbone

@@ -128,9 +128,9 @@ class Block(NamedTuple):
 
     module: nn.Module
     form: Form
-    norm1: nn.Module
+    norm1: Any
     attention: Attention
-    norm2: nn.Module
+    norm2: Any
     mlp: Mlp
     gammas: tuple[Tensor | None, Tensor | None] = (None, None)
     drops: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = (nn.Identity(), nn.Identity())

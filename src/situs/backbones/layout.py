@@ -265,7 +265,7 @@ class LayoutBuilder:
         self.reads(f"{block}.value", o, outer=a.heads)
 
     def _qkv(self, a: Attention) -> list[Projection]:
-        if len(a.qkv) > 1:
+        if len(a.qkv) != 1:
             return [self.projection(layer) for layer in a.qkv]
         whole = self.projection(a.qkv[0])
         width = self.state[whole.weight].shape[whole.out] // 3

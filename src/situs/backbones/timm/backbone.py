@@ -190,7 +190,7 @@ class RelPosBackbone(FlatBackbone):
         modules = [block.attn.rel_pos for block in self.model.blocks] if shared is None else [shared]
         return torch.cat([module.get_bias() for module in modules])
 
-    def shared_bias(self) -> nn.Module | None:
+    def shared_bias(self) -> Any:
         """What makes the bias of all layers, where they share one."""
         return self.model.shared_rel_pos
 
@@ -221,7 +221,7 @@ class BeitBackbone(RelPosBackbone):
         own, shared = (torch.cat([block.attn._get_rel_pos_bias() for block in self.model.blocks]), self.shared_bias())
         return own if shared is None else own + shared()
 
-    def shared_bias(self) -> nn.Module | None:
+    def shared_bias(self) -> Any:
         return self.model.rel_pos_bias
 
     def before_blocks(self, z: Tensor) -> Tensor:
