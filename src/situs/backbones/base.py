@@ -305,6 +305,17 @@ class Backbone(nn.Module, ABC):
             raise SitusError(f"{self.name}: takes inputs of {size} alone, and {list(x.shape)} are given")
         return self.embed(x), self.positions(), self.grid
 
+    def checked_images(self, x: Tensor, dtype: torch.dtype, *, any_size: bool = False) -> Tensor:
+        """Images in the model's own precision; refused as whole numbers, or in another shape than it was made for."""
+        channels, size = self.input.channels, None if any_size else self.input.shape
+        wanted = f"[B, {channels}, {size[0]}, {size[1]}]" if size else f"[B, {channels}, H, W]"
+        if x.dim() != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != size):
+            said = f"{self.name}: images of shape {list(x.shape)} given, {wanted} needed (img_size=, in_chans=)"
+            raise SitusError(said, field="img_size")
+        if not x.is_floating_point():
+            raise SitusError(f"{self.name}: images of {x.dtype} given; they must be normalised floats")
+        return x.to(dtype)
+
     def own_grid(self, grid: Grid | None, why: str) -> None:
         """Refuses positions for another grid than the model's own."""
         if grid not in (None, self.grid):

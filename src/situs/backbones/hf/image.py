@@ -88,14 +88,7 @@ class ImageBackbone(EncoderBackbone):
 
     def embed(self, x: Tensor) -> Tensor:
         convolution = self.inner.embeddings.patch_embeddings.projection
-        assert self.input.shape is not None
-        expected = (self.input.channels, *self.input.shape)
-        if x.dim() != 4 or tuple(x.shape[1:]) != expected:
-            raise SitusError(
-                f"images of shape {list(x.shape)}: {self.name} takes [B, {', '.join(map(str, expected))}]",
-                field="img_size",
-            )
-        return convolution(x.to(convolution.weight.dtype)).flatten(2).transpose(1, 2)
+        return convolution(self.checked_images(x, convolution.weight.dtype)).flatten(2).transpose(1, 2)
 
     def positions(self, grid: Grid | None = None) -> Positions:
         if self._placeless:

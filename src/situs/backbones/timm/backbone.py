@@ -84,8 +84,7 @@ class FlatBackbone(TimmBackbone):
 
     def _embed(self, x: Tensor, index: Tensor | None, *, any_size: bool = False) -> Tensor:
         stem = self.model.patch_embed
-        wants = self.input._replace(shape=None) if any_size else self.input
-        x = checked_images(self.name, x, wants, stem.proj.weight.dtype)
+        x = self.checked_images(x, stem.proj.weight.dtype, any_size=any_size)
         # A kernel as large as its stride sees each patch once: one matrix product, without the layouts that a
         # convolution asks for on its way there and back, and over the patches that are asked for alone.
         patches = patchify(x, stem.patch_size)
@@ -270,7 +269,7 @@ class SwinBackbone(TimmBackbone):
 
     def embed(self, x: Tensor) -> Tensor:
         stem = self.model.patch_embed
-        x = checked_images(self.name, x, self.input, stem.proj.weight.dtype)
+        x = self.checked_images(x, stem.proj.weight.dtype)
         return stem(x).flatten(1, 2)
 
     def positions(self, grid: Grid | None = None) -> Positions:
@@ -355,10 +354,6 @@ class SwinBackbone(TimmBackbone):
                 layout.block(f"blocks.{depth}", residual, self.read(block))
                 depth += 1
 
-    @property
-    def num_classes(self) -> int:
-        return self.model.num_classes
-
     def sequence(self, features: Features) -> Tensor:
         return features.patches.unflatten(1, self.out_grid)
 
@@ -389,7 +384,7 @@ class PixelBackbone(WholeBackbone):
         return pooled, self.model.get_classifier()(pooled)
 
     def _checked(self, x: Tensor) -> Tensor:
-        return checked_images(self.name, x, self.input, next(self.model.parameters()).dtype)
+        return self.checked_images(x, next(self.model.parameters()).dtype)
 
 
 def check_stem(name: str, stem: Any) -> None:
@@ -405,14 +400,3 @@ def _images_of(stem: Any) -> InputSpec:
     """What timm's patch embedding takes; a border that fills no patch is left out of the image."""
     (h, w), (ph, pw) = stem.grid_size, stem.patch_size
     return InputSpec((h * ph, w * pw), stem.proj.in_channels, (ph, pw))
-
-
-def checked_images(name: str, x: Tensor, wants: InputSpec, dtype: torch.dtype) -> Tensor:
-    """The images in the model's own precision; refused in another shape than it was made for, or as whole numbers."""
-    channels, size = wants.channels, wants.shape
-    wanted = f"[B, {channels}, {size[0]}, {size[1]}]" if size else f"[B, {channels}, H, W]"
-    if x.dim() != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != size):
-        raise SitusError(f"{name}: images of shape {list(x.shape)} given, {wanted} needed (img_size=, in_chans=)")
-    if not x.is_floating_point():
-        raise SitusError(f"{name}: images of {x.dtype} given; they must be normalised floats")
-    return x.to(dtype)
