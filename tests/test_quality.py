@@ -157,7 +157,8 @@ COVERED = {
     "situs.cli.evaluate.perplexity": "test_run_texts",
     "situs.train.contract": "test_loop",
     "situs.train.graph": "test_loop_gpu",
-    "situs.core.kernels.gpu.sums": "test_gelu_kernel",
+    "situs.core.attention": "test_attention_maps",
+    "situs.core.kernels.gpu.sums": "test_gelu",
 }
 """Modules without a test file of their own name, and the one that covers each: its name, in whatever folder it lies."""
 

@@ -49,7 +49,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         img_size=(64, 96), positions="learned", model_args={"depths": (1, 1, 2, 1), "embed_dim": 24}
     ),
     "swinv2_tiny_window8_256": dict(
-        img_size=(64, 96), positions="learned", model_args={"depths": (1, 1, 2, 1), "embed_dim": 24, "window_size": 4}
+        img_size=(64, 96),
+        positions="learned",
+        model_args={"depths": (1, 1, 2, 1), "embed_dim": 24, "window_size": (2, 3)},
     ),
     "resnet26": dict(model_args={"layers": (1, 2, 1, 1), "channels": (8, 16, 16, 24)}),
 }

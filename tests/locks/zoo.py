@@ -56,7 +56,7 @@ TIMM: dict[str, tuple[str, dict[str, Any]]] = {
         "swinv2_tiny_window8_256",
         {
             "img_size": (32, 48),
-            "model_args": {"embed_dim": 12, "depths": (1, 2), "num_heads": (2, 3), "window_size": 4},
+            "model_args": {"embed_dim": 12, "depths": (1, 2), "num_heads": (2, 3), "window_size": (2, 3)},
         },
     ),
 }

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from situs.core.constants import GAMMA, MIX_A, MIX_B
 from situs.core.kernels import runs_kernels
-from situs.core.splitmix import GAMMA, MIX_A, MIX_B
 
 _WORD = (1 << 64) - 1
 

@@ -9,20 +9,14 @@ torch's own float32 kernel, and far below what bf16 and fp16 can tell apart.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from situs.core.constants import DENSITY, SLOPE, TAIL
 from situs.core.kernels.when import operator, takes_kernels
-
-SLOPE = 0.3275911 / math.sqrt(2)
-TAIL = tuple(0.5 * a for a in (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429))
-EXPONENT = -0.5 * math.log2(math.e)
-"""exp(-z²/2) is 2 to the power of this times z²."""
-DENSITY = 1 / math.sqrt(2 * math.pi)
 
 
 def normal(z: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from situs.core.kernels.gelu import DENSITY, EXPONENT, SLOPE, TAIL
+from situs.core.constants import DENSITY, EXPONENT, SLOPE, TAIL
 from situs.core.kernels.gpu.random import on_device_of
 from situs.core.kernels.gpu.sums import add, multiprocessors
 

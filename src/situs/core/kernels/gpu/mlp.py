@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from situs.core.kernels.gelu import DENSITY, EXPONENT, SLOPE, TAIL
+from situs.core.constants import DENSITY, EXPONENT, SLOPE, TAIL
 from situs.core.kernels.gpu.random import on_device_of
 from situs.core.kernels.gpu.sums import add, multiprocessors
 

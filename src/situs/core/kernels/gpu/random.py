@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from situs.core import splitmix
+from situs.core import constants
 
-_GAMMA = tl.constexpr(splitmix.GAMMA)
-_MIX_A = tl.constexpr(splitmix.MIX_A)
-_MIX_B = tl.constexpr(splitmix.MIX_B)
+_GAMMA = tl.constexpr(constants.GAMMA)
+_MIX_A = tl.constexpr(constants.MIX_A)
+_MIX_B = tl.constexpr(constants.MIX_B)
 _LOW_34 = tl.constexpr((1 << 34) - 1)
 _LOW_37 = tl.constexpr((1 << 37) - 1)
 _LOW_33 = tl.constexpr((1 << 33) - 1)
