@@ -1,25 +1,28 @@
-"""Tensors in safetensors files: written as a stream, hashed on the way; read whole or in the part that is asked for.
+"""A run's files on the disk, each with a checksum: tensors in safetensors files, tables in JSON, folders of both.
 
-A tensor that ranks share in parts lies in a file of each. Where a part belongs stands in the file's metadata, in the
-words of torch.distributed.checkpoint, whose reader of safetensors opens such files too.
+Tensors are written as a stream and hashed on the way, and read whole or in part. A tensor that ranks share in parts
+lies in a file of each; where a part belongs stands in the file's metadata, in the words of
+torch.distributed.checkpoint, whose reader of safetensors opens such files too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 
+from situs.files import write_text
 from situs.train.distributed import Box
 
 CHUNK = 1 << 26
@@ -96,15 +99,6 @@ def _chunks(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
             yield staged.numpy().data
 
 
-def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """safetensors' own writer, with the rights and the errors of an ordinary file (it leaves 0600 and wraps them)."""
-    try:
-        save_file(dict(tensors), path, metadata=dict(metadata))
-    except SafetensorError as error:
-        raise OSError(str(error).removeprefix("Error while serializing: I/O error: ")) from error
-    path.chmod(0o644)
-
-
 def _untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(each tensor once; alias -> the name it is kept under)."""
     kept: dict[str, Tensor] = {}
@@ -145,47 +139,45 @@ class Part(NamedTuple):
     box: Box
 
 
-class Entry(NamedTuple):
-    """One tensor: the shape of the whole, and its parts."""
-
-    shape: tuple[int, ...]
-    parts: list[Part]
-
-
 class Parts:
     """The tensors in one file, or in one of each rank, by name; read as they are asked for."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self.entries: dict[str, Entry] = {}
-        shared: dict[str, str] = {}
+        self._parts: dict[str, list[Part]] = {}
+        self._shared: dict[str, str] = {}
         for path in paths:
             file: Any = safe_open(path, framework="pt")
             notes = file.metadata() or {}
-            shared |= json.loads(notes.get(_SHARED, "{}"))
+            self._shared |= json.loads(notes.get(_SHARED, "{}"))
             offsets, shapes = (json.loads(notes.get(name, "{}")) for name in (_OFFSETS, _SHAPES))
             for name in file.keys():  # noqa: SIM118  (no mapping)
                 size = tuple(file.get_slice(name).get_shape())
-                shape = tuple(shapes.get(name, size))
                 offset = tuple(offsets[name]["saved_offsets"]) if name in offsets else (0,) * len(size)
-                self.entries.setdefault(name, Entry(shape, [])).parts.append(Part(file, Box(shape, offset, size)))
-        self.entries |= {alias: self.entries[name] for alias, name in shared.items()}
-        self._kept = shared
+                part = Part(file, Box(tuple(shapes.get(name, size)), offset, size))
+                self._parts.setdefault(name, []).append(part)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor as a whole."""
+        shapes = {name: parts[0].box.shape for name, parts in self._parts.items()}
+        return shapes | {alias: shapes[name] for alias, name in self._shared.items()}
 
     def all(self) -> dict[str, Tensor]:
         """Every tensor, whole; a tie is one tensor under all its names."""
-        held = {name: self.read(name) for name in self.entries if name not in self._kept}
-        return held | {alias: held[name] for alias, name in self._kept.items()}
+        tensors = {name: self.read(name) for name in self._parts}
+        return tensors | {alias: tensors[name] for alias, name in self._shared.items()}
 
     def read(self, name: str, wanted: Box | None = None) -> Tensor:
         """A tensor, or the part of it that is wanted, put together from the files that have some of it."""
-        entry, name = self.entries[name], self._kept.get(name, name)
-        first = entry.parts[0].file.get_slice(name)
-        if not entry.shape or (wanted is None and entry.parts[0].box.size == entry.shape):
-            return entry.parts[0].file.get_tensor(name).clone()
-        wanted = whole(entry.shape) if wanted is None else wanted
-        out = torch.empty(wanted.size, dtype=DTYPES[first.get_dtype()])
+        name = self._shared.get(name, name)
+        parts = self._parts[name]
+        file, (shape, _, size) = parts[0]
+        if not shape or (wanted is None and size == shape):
+            return file.get_tensor(name).clone()
+        wanted = whole(shape) if wanted is None else wanted
+        out = torch.empty(wanted.size, dtype=DTYPES[file.get_slice(name).get_dtype()])
         missing = out.numel()
-        for file, box in entry.parts:
+        for file, box in parts:
             begins = [max(a, b) for a, b in zip(wanted.offset, box.offset, strict=True)]
             ends = [min(a, b) for a, b in zip(_ends(wanted), _ends(box), strict=True)]
             if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
@@ -197,3 +189,110 @@ class Parts:
         if missing:
             raise OSError(f"{name} lacks {missing:,} of {out.numel():,} numbers")
         return out
+
+
+# --- tables and folders ---------------------------------------------------------------------------------------
+
+FORMAT, SHARDED = 2, 3
+"""Of a folder whose tensors are whole, and of one that holds each rank's part of them."""
+
+FORMATS = (FORMAT, SHARDED)
+CHECKSUM = "sha256"
+"""The last entry of a table: the SHA-256 of all its others and of the file's name."""
+
+
+def digest(path: Path) -> str:
+    """The file's SHA-256 in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def with_checksum(table: Mapping[str, Any], name: str) -> str:
+    """The JSON of a table that is to lie in a file of this name, and in no other."""
+    whole_table = {**table, CHECKSUM: fingerprint(table, name)}
+    return json.dumps(whole_table, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def read_table(path: Path) -> dict[str, Any] | str:
+    """The table in a file, without its checksum; or else what is wrong with the file."""
+    if not path.is_file():  # nor a pipe, which would be waited for
+        return f"{path.name} is missing"
+    try:
+        table = json.loads(path.read_bytes().decode())
+    except OSError as error:
+        return f"{path.name} cannot be read: {reason(error)}"
+    except (ValueError, RecursionError):
+        return f"{path.name} is cut short or damaged"
+    if not isinstance(table, dict) or CHECKSUM not in table:
+        return f"{path.name} has no hash of itself: it is damaged, or of a version before hashes"
+    checksum = table.pop(CHECKSUM)
+    return table if fingerprint(table, path.name) == checksum else f"{path.name} is not as it was written"
+
+
+def fingerprint(table: Mapping[str, Any], name: str = "") -> str:
+    """The SHA-256 of a name and a table's content, whatever the order of its keys and the space between them."""
+    text = f"{name}\n{json.dumps(table, sort_keys=True, separators=(',', ':'))}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_folder(folder: Path, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+    """Writes safetensors files and, last, a state.json with the checksums of all in the folder; waits for the disk."""
+    for name, tensors in files.items():
+        write_tensors(folder / f"{name}.safetensors", tensors)
+    facts = {path.name: {"bytes": path.stat().st_size, "sha256": digest(path)} for path in sorted(folder.iterdir())}
+    write_state(folder, state, facts)
+
+
+def write_state(folder: Path, state: Mapping[str, Any], files: Mapping[str, Any], version: int = FORMAT) -> None:
+    """Writes the state.json of a folder, with the size and checksum of each of its files; waits for the disk."""
+    write_text(folder / "state.json", with_checksum({"format": version, **state, "files": dict(files)}, "state.json"))
+    sync(folder)
+
+
+def read_folder(folder: Path) -> dict[str, Any] | str:
+    """The state.json of a folder whose files are whole, or else what is wrong with it."""
+    state = read_table(folder / "state.json")
+    if isinstance(state, str):
+        return state
+    if state.get("format") not in FORMATS:
+        return f"state.json is of format {state.get('format')}, and this version reads formats {FORMAT} and {SHARDED}"
+    for name, fact in state["files"].items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else 0
+        if size != fact["bytes"]:
+            return f"{name} has {size:,} of {fact['bytes']:,} bytes"
+        try:
+            if digest(path) != fact["sha256"]:
+                return f"{name} has other bytes than were written"
+        except OSError as error:
+            return f"{name} cannot be read: {reason(error)}"
+    return state
+
+
+def remove(folder: Path) -> None:
+    """Takes a checkpoint away: first its name, so that a crash leaves no half of it under that name."""
+    away = folder.with_name(f".removing-{folder.name}")
+    delete(away)
+    folder.rename(away)
+    delete(away)
+
+
+def delete(path: Path) -> None:
+    """A folder, or whatever lies in its place, as far as it can be deleted."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def reason(error: OSError) -> str:
+    """What the system says, as the end of a sentence."""
+    return (error.strerror or str(error)).lower()
