@@ -130,7 +130,7 @@ def test_parts_of_a_batch_are_joined_as_a_worker_would() -> None:
 
 @pytest.mark.parametrize("has", [True, False])
 def test_a_device_with_kernels_resizes(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("situs.data.modalities.image.serves", lambda _: has)
+    monkeypatch.setattr("situs.data.modalities.image.has_kernels", lambda _: has)
     source = TensorSource(torch.randint(0, 256, (4, 3, 9, 8), dtype=torch.uint8), None, None)
     config = DataConfig(img_size=6, batch=4, workers=0, resident="never")
     loader = make_loader(config, AugmentConfig(), "cpu", source=source)

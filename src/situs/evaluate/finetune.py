@@ -12,8 +12,8 @@ from situs.errors import SitusError
 from situs.files import absolute
 from situs.methods import METHODS
 from situs.models.beginning import beginning
+from situs.train.assemble import RunConfig
 from situs.train.inputs import own_splits
-from situs.train.run import RunConfig
 
 
 @dataclass(frozen=True)

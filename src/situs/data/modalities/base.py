@@ -109,7 +109,9 @@ class Modality(ABC):
             return data
         made = model()
         if made.words:
-            raise SitusError(f"{made.name} reads sentences, and the data is taken for {self.things}", field="data.kind")
+            raise SitusError(
+                f"{made.name} reads sentences, and the data is taken for {self.things}: say text", field="data.kind"
+            )
         if made.size is None:
             said = f"img_size: {made.name} is made for no size of its own, so one must be given"
             raise SitusError(said, field="data.img_size")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from situs.core.compiled import serves
+from situs.core.kernels import has_kernels
 from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
 from situs.data.augment.recipes import NONE, AugmentConfig, apply, apply_mix, as_floats, draw, normalise
@@ -247,7 +247,7 @@ class Image(Modality):
     ) -> Pipeline:
         seen = source, self.size(data), data.seed, augment
         scale = {"crop_share": data.crop_share, "normalisation": self.normalisation(data)}
-        return ImagePipeline(*seen, **scale, held=resident_size(source, data), device_resizes=serves(device))
+        return ImagePipeline(*seen, **scale, held=resident_size(source, data), device_resizes=has_kernels(device))
 
 
 def check_scale(data: DataConfig, count: int, each: str) -> None:
