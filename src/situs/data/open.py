@@ -150,10 +150,10 @@ def _kinds_at(path: str, multi_label: bool) -> Iterator[str]:
             yield from [each.kind for each in sure] if len(sure) == 1 else []  # of two what is asked for
         return
     yield from (each.kind for each in kinds if not each.last and each.lies_at(place, multi_label=multi_label))
-    suffixes = {suffix: each.kind for each in kinds for suffix in each.suffixes}
     for _, folders, names in os.walk(place):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from filter(None, (suffixes.get(Path(name).suffix.lower()) for name in names))
+        suffixes = (Path(name).suffix.lower() for name in names)
+        yield from (each.kind for suffix in suffixes for each in kinds if suffix in each.suffixes)
     yield from (each.kind for each in kinds if each.last and each.lies_at(place, multi_label=multi_label))
 
 
