@@ -74,7 +74,7 @@ def by_table(base: torch.Tensor, table: torch.Tensor, channels: int, size: tuple
 
 @pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
 def test_the_kernels_are_told_where_each_crop_lies(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("situs.data.resize.serves", lambda _: True)
+    monkeypatch.setattr("situs.data.resize.has_kernels", lambda _: True)
     monkeypatch.setitem(sys.modules, "situs.data.resize_kernel", SimpleNamespace(launch=by_table))
     many = torch.randint(0, 256, (3, 2, 30, 40), dtype=torch.uint8)
     cuts = [many[1, :, 3:20, 5:33], many[0, :, 1:, :17], many[2].mT[:, 4:9], many[2, :, :6, :7]]

@@ -340,7 +340,7 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     refused("mixup=0.8: is not for sentences", "bert", augment={"mixup": 0.8})
     refused("has no head for the next word", "bert", method="language")
     refused(
-        "img_size=8: is for images, and .*set is read as sentences",
+        "img_size=8: is not for sentences, which .*set holds",
         "bert",
         data={"path": str(world / "set"), "img_size": 8},
     )

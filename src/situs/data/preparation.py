@@ -48,7 +48,7 @@ class Preparation:
         fitting = {name: given[name] if len(given[name]) == channels else [usual[name]] * channels for name in usual}
         return {"mean": list(mean or fitting["mean"]), "std": list(std or fitting["std"]), "crop_pct": self._crop}
 
-    def to_hf(self, shape: tuple[int, int], channels: int) -> dict[str, Any]:
+    def to_hf(self, shape: tuple[int, ...], channels: int) -> dict[str, Any]:
         """transformers' preprocessor_config.json."""
         (height, width), (mean, std) = shape, self.scale
         around = [round(side / self._crop) for side in shape]
@@ -71,7 +71,7 @@ class Preparation:
         modality = self.modality
         return {} if self.data is None or not modality.table else {modality.table: modality.prepared(self.data)}
 
-    def facts(self, shape: tuple[int, int] | None, channels: int) -> list[str]:
+    def facts(self, shape: tuple[int, ...] | None, channels: int) -> list[str]:
         """Lines of a model card."""
         return self.modality.facts(self.data, shape, channels)
 

@@ -237,7 +237,7 @@ class Audio(Modality):
         told = {"img_size": audio.size, "channels": 1, "crop_share": 1.0, "multi_label": False}
         return replace(data, kind="audio", audio=audio, **scale, **told)
 
-    def facts(self, data: DataConfig | None, shape: tuple[int, int] | None, channels: int) -> list[str]:  # noqa: ARG002
+    def facts(self, data: DataConfig | None, shape: tuple[int, ...] | None, channels: int) -> list[str]:  # noqa: ARG002
         assert data is not None
         clip, (width, frames) = data.audio, data.audio.size
         what = "MFCCs" if clip.kind == "mfcc" else "log-mels"

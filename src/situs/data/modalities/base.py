@@ -29,7 +29,7 @@ class Fits(NamedTuple):
     is a language model."""
 
     name: str
-    size: tuple[int, int] | None
+    size: tuple[int, ...] | None
     channels: int = 0
     words: int = 0
     places: int = 0
@@ -115,7 +115,7 @@ class Modality(ABC):
         if made.size is None:
             said = f"img_size: {made.name} is made for no size of its own, so one must be given"
             raise SitusError(said, field="data.img_size")
-        return replace(data, img_size=made.size)
+        return replace(data, img_size=tuple(made.size))
 
     def size(self, data: DataConfig) -> tuple[int, int]:
         """Height and width of what a model sees."""
@@ -149,7 +149,7 @@ class Modality(ABC):
         """The config that `prepared` tells of. data: with what timm or transformers say."""
         return data
 
-    def facts(self, data: DataConfig | None, shape: tuple[int, int] | None, channels: int) -> list[str]:  # noqa: ARG002
+    def facts(self, data: DataConfig | None, shape: tuple[int, ...] | None, channels: int) -> list[str]:  # noqa: ARG002
         """What a model card says of its samples, a line each."""
         return []
 

@@ -200,7 +200,7 @@ class Image(Modality):
         mean, std = _IMAGENET if data.channels == 3 else ((0.5,) * data.channels, (0.25,) * data.channels)
         return data.mean or mean, data.std or std
 
-    def facts(self, data: DataConfig | None, shape: tuple[int, int] | None, channels: int) -> list[str]:
+    def facts(self, data: DataConfig | None, shape: tuple[int, ...] | None, channels: int) -> list[str]:
         lines = [] if shape is None else [f"Images: {counted(channels, 'channels')}, {shape[0]} × {shape[1]} pixels"]
         if data is None:
             return lines

@@ -139,11 +139,12 @@ class Text(Modality):
         return {"longest": self.size(data)[1], **columns}
 
     def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:
-        longest, columns = table.get("longest"), {name: table.get(name) for name in COLUMNS}
+        longest: int | None = table.get("longest")
+        columns: dict[str, Any] = {name: table.get(name) for name in COLUMNS}
         text = TextConfig(tokeniser=model.home, longest=longest or min(LONGEST, model.places), **columns)
         return replace(data, kind="text", target="words" if model.next_words else "class", text=text)
 
-    def facts(self, data: DataConfig | None, shape: tuple[int, int] | None, channels: int) -> list[str]:  # noqa: ARG002
+    def facts(self, data: DataConfig | None, shape: tuple[int, ...] | None, channels: int) -> list[str]:  # noqa: ARG002
         assert data is not None
         return [f"Sentences: at most {self.size(data)[1]} ids of the tokeniser beside it"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,10 @@ class Rows(Source):
     def target(self) -> str:
         """Of the source."""
         return self.source.target
+
+    def seen(self) -> Sequence[str]:
+        """Of the source."""
+        return self.source.seen()
 
     def __len__(self) -> int:
         return len(self.rows)
