@@ -17,8 +17,9 @@ import torch
 
 from situs.data.augment.recipes import RECIPES
 from situs.data.config import DataConfig
+from situs.data.image_pipeline import ImagePipeline
 from situs.data.loader import Loader, make_loader
-from situs.data.resident import load_resident
+from situs.data.resident import hold
 from situs.data.sources import open_source
 from situs.data.sources.base import Source, TensorSource
 
@@ -73,8 +74,9 @@ def resident(source: Source, args: argparse.Namespace, device: str) -> None:
 def decoding(path: str, args: argparse.Namespace) -> None:
     source = open_source(path, channels=3)
     started = time.perf_counter()
-    held = load_resident(source, "cpu", (args.size, args.size), max_bytes=64 << 30)
-    say(f"decode {source.name}", "cpu", len(held.samples), time.perf_counter() - started, args.batch)
+    size = args.size, args.size
+    held = hold(ImagePipeline(source, size, 0, None, held=size), "cpu", 64 << 30)
+    say(f"decode {source.name}", "cpu", len(held.index), time.perf_counter() - started, args.batch)
 
 
 def streaming(path: str, args: argparse.Namespace, device: str) -> None:

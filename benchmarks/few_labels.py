@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from situs.api import _asked
-from situs.data.resident import load_resident
+from situs.data.image_pipeline import ImagePipeline
+from situs.data.resident import hold
 from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
 from situs.evaluate.adapt.bench import DECAYS, Bench, neighbours
@@ -295,14 +296,14 @@ def work(study: Study, jobs: Sequence[Job], until: float) -> None:
 
 def read_sets(out: Path, pets: str | None, cifar: str | None) -> list[str]:
     """Writes both sets as tensors, each image of pets as its central square of 128 px; gives the names."""
-    for name, folder, size in (("pets", pets, (128, 128)), ("cifar", cifar, None)):
+    for name, folder, size in (("pets", pets, (128, 128)), ("cifar", cifar, (32, 32))):
         if folder is None or (out / f"{name}.pt").exists():
             continue
         parts: dict[str, Any] = {}
         for split in ("train", "test"):
             source = open_source(folder, split, channels=3)
-            images, labels, _ = load_resident(source, "cpu", size)
-            parts[split], parts["classes"] = (images, labels), list(source.classes or ())
+            held = hold(ImagePipeline(source, size, 0, None, held=size), "cpu", 4 << 30).values
+            parts[split], parts["classes"] = (held["image"], held["label"]), list(source.classes or ())
         torch.save(parts, out / f"{name}.part")
         (out / f"{name}.part").replace(out / f"{name}.pt")
     return [name for name in SIDES if (out / f"{name}.pt").exists()]

@@ -28,7 +28,7 @@ from torch import Tensor
 from situs.data.batch import Batch
 from situs.data.blocks import with_order
 from situs.data.config import DataConfig
-from situs.data.loader import StreamLoader
+from situs.data.loader import Loader
 from situs.data.pipeline import Pipeline
 from situs.data.sampler import BatchPlan
 from situs.data.sources.base import Blocks, EncodedSource, Source
@@ -145,8 +145,9 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, float | str]:
     source = TarSource(folder) if folder.name.startswith("tar") else ParquetSource(folder, held_bytes=0)
     opened = time.perf_counter() - started
     config = DataConfig(order=args.order, window_gib=args.window_gib, batch=args.batch)
-    plan, said = with_order(BatchPlan(len(source), args.batch), source, config)
-    loader = StreamLoader(Sizes(Payloads(source), training=True), plan, torch.device("cpu"), args.workers, said)
+    sizes = Sizes(Payloads(source), training=True)
+    plan, said = with_order(BatchPlan(len(source), args.batch), sizes, config)
+    loader = Loader(sizes, plan, torch.device("cpu"), args.workers, said)
     batches = loader.iterate(0)
     next(batches)
     first = time.perf_counter() - started

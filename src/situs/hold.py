@@ -39,6 +39,18 @@ def only_one(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def in_turn(path: Path) -> Iterator[None]:
+    """Holds a file of this name; where another process does, waits for it. Where nothing can be locked nobody waits."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, ImportError):
+            import fcntl
+
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(path.open("ab")), fcntl.LOCK_EX)
+        yield
+
+
 def _take(path: Path) -> int:
     import fcntl
 

@@ -31,8 +31,8 @@ from situs.analyze.reconstruct import (
 from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods import Batch
-from situs.methods.base import Puzzle
 from situs.methods.droppos import DropPos, DropPosConfig
+from situs.methods.measured import Puzzle
 from situs.methods.mp3 import MP3, MP3Config
 from situs.models import Model
 from situs.pages.reconstruct import mix_figure, own_places_panel, page, placed_panel, unordered_panel, verdict_panel
@@ -336,7 +336,7 @@ def test_frames_are_put_where_the_model_says() -> None:
     clips = Batch(torch.rand(3, 1, 7, 5), torch.arange(3))
     found = study(method, [clips], [PuzzleRatios(0.0)], lambda x: x, show=2)
     puzzle = found.solved[PuzzleRatios(0.0)]
-    assert found.grid == (7, 1) and puzzle.places.shape == (2, 7) and puzzle.told == 0.3 and not found.mixes
+    assert found.grid == (7, 1) and puzzle.places.shape == (2, 7) and puzzle.hint_ratio == 0.3 and not found.mixes
     pictures, filled = place_patches(found.images, puzzle.places, puzzle.guesses, puzzle.grid)
     for clip in range(2):
         for row in range(7):

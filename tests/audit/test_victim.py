@@ -150,7 +150,7 @@ def test_a_run_stands_at_the_epoch_of_its_last_step(train: dict[str, Any], epoch
         },
     )  # fmt: skip
     train_run(config, out=tmp_path / "run", device="cpu")
-    assert open_victim(str(tmp_path / "run")).epoch == epoch
+    assert open_victim(str(tmp_path / "run")).when.epoch == epoch
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from situs.data.audio_pipeline import AudioPipeline, Scale, from_bits, measure_s
 from situs.data.augment.audio import AudioAugment
 from situs.data.augment.recipes import RECIPES, AugmentConfig
 from situs.data.batch import Batch
-from situs.data.loader import StreamLoader
+from situs.data.loader import Loader
 from situs.data.sampler import BatchPlan
 from situs.data.sources.audio import NoiseBank
 from situs.data.sources.base import Source
@@ -62,7 +62,7 @@ def loaded(source: Source, *, epoch: int = 0, workers: int = 0, rank: int = 0, w
     augment = heard(time_masks=1, time_width=4, band_masks=1, band_width=3) if training else None
     made = pipeline(source, augment, config, noise_bank=bank())
     plan = BatchPlan(len(source), 8, 0, rank, world, shuffle=training, drop_last=training)
-    return list(StreamLoader(made, plan, torch.device("cpu"), workers).iterate(epoch))
+    return list(Loader(made, plan, torch.device("cpu"), workers).iterate(epoch))
 
 
 def same(one: Tensor, two: Tensor) -> None:

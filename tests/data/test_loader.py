@@ -10,7 +10,8 @@ from PIL import Image
 from situs.data.audio import AudioConfig
 from situs.data.augment.recipes import AugmentConfig, recipe
 from situs.data.config import DataConfig
-from situs.data.loader import ResidentLoader, StreamLoader, default_batch, make_loader
+from situs.data.loader import Loader, default_batch, make_loader
+from situs.data.resident import ResidentStream
 from situs.data.sampler import epoch_order, sample_of
 from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
@@ -26,6 +27,10 @@ def small(count: int = 50, channels: int = 3, size: int = 16) -> TensorSource:
 
 
 SMALL = DataConfig(img_size=16, batch=12, workers=0, seed=9)
+
+
+def holds(loader: Loader) -> bool:
+    return isinstance(loader.stream, ResidentStream)
 
 
 def tensors(batch):
@@ -68,7 +73,6 @@ def test_ranks_resume_and_repetition(resident, name):
 
 def test_batches_are_what_they_should_be():
     loader = make_loader(CONFIG, recipe("crop"))
-    assert isinstance(loader, ResidentLoader)
     batch = next(loader.iterate(0))
     assert (batch.inputs.shape, batch.inputs.dtype) == ((64, 1, 28, 28), torch.float32)
     assert torch.equal(batch.ids, epoch_order(0, 0, 9000)[:64])
@@ -131,7 +135,6 @@ def test_images_of_many_sizes_are_streamed_and_broken_ones_counted(photographs):
     (photographs / "03.png").write_bytes(b"torn")
     config = DataConfig(path=str(photographs), img_size=16, batch=10, workers=1)
     loader = make_loader(config, recipe("crop"))
-    assert isinstance(loader, StreamLoader)
     assert loader.describe() == f"{photographs.name}: 30 images streamed by 1 worker, shuffled exactly"
     batches = list(loader.iterate(0))
     assert [b.inputs.shape for b in batches] == [(10, 3, 16, 16)] * 3
@@ -141,8 +144,7 @@ def test_images_of_many_sizes_are_streamed_and_broken_ones_counted(photographs):
     evaluation = make_loader(replace(config, split="train"), None)
     assert len(join(evaluation)[1]) == 29
     held = make_loader(replace(config, resident="always"), recipe("crop"))
-    assert isinstance(held, ResidentLoader)
-    assert held.held.samples.shape == (29, 3, 18, 18)
+    assert "29 images of 3 × 18 × 18 on cpu" in held.describe()
     # Held or streamed, an image has the number it has in the set, whatever is broken before it.
     for resident in ("always", "never"):
         seen = make_loader(replace(config, split="train", resident=resident, workers=0), None)
@@ -156,42 +158,42 @@ def test_images_of_many_sizes_are_streamed_and_broken_ones_counted(photographs):
 
 
 def test_auto_streams_what_does_not_fit():
-    assert isinstance(make_loader(replace(SMALL, resident_gib=1e-6), recipe("crop"), source=small()), StreamLoader)
-    assert isinstance(make_loader(replace(SMALL, img_size=7), recipe("crop"), source=small()), StreamLoader)
-    assert isinstance(make_loader(SMALL, recipe("crop"), source=small()), ResidentLoader)
+    assert not holds(make_loader(replace(SMALL, resident_gib=1e-6), recipe("crop"), source=small()))
+    assert not holds(make_loader(replace(SMALL, img_size=7), recipe("crop"), source=small()))
+    assert holds(make_loader(SMALL, recipe("crop"), source=small()))
 
 
 @pytest.mark.parametrize(
-    ("own", "size", "kind"),
+    ("own", "size", "held"),
     [
-        ((16, 48), (16, 24), ResidentLoader),  # just twice as wide
-        ((48, 16), (24, 16), ResidentLoader),
-        ((16, 48), (24, 16), StreamLoader),
-        ((48, 16), (16, 24), StreamLoader),
+        ((16, 48), (16, 24), True),  # just twice as wide
+        ((48, 16), (24, 16), True),
+        ((16, 48), (24, 16), False),
+        ((48, 16), (16, 24), False),
     ],
 )
-def test_auto_streams_what_is_more_than_twice_as_high_or_as_wide_as_needed(own, size, kind):
+def test_auto_streams_what_is_more_than_twice_as_high_or_as_wide_as_needed(own, size, held):
     source = TensorSource(torch.zeros(12, 3, *own, dtype=torch.uint8), None, None)
-    assert type(make_loader(replace(SMALL, img_size=size), recipe("none"), source=source)) is kind
+    assert holds(make_loader(replace(SMALL, img_size=size), recipe("none"), source=source)) is held
 
 
 def test_several_steps_at_once_are_the_same_steps(monkeypatch):
     """What a GPU does with small batches, on the CPU: augment them together, hand them out one by one."""
     loader = make_loader(SMALL, recipe("deit"), source=small())
     alone = list(loader.iterate(1, 1))
-    monkeypatch.setattr(ResidentLoader, "_steps_at_once", lambda self: 2)
+    monkeypatch.setattr(ResidentStream, "steps_at_once", lambda self: 2)
     together = list(loader.iterate(1, 1))
     for a, b in zip(alone, together, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
 
 
-def test_odd_batches_keep_their_pairs(monkeypatch):
-    config = replace(SMALL, batch=7)
-    loader = make_loader(config, recipe("deit"), source=small())
-    alone = list(loader.iterate(0))
-    monkeypatch.setattr(ResidentLoader, "_steps_at_once", lambda self: 3)
-    for a, b in zip(alone, loader.iterate(0), strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
+def test_odd_batches_keep_their_pairs():
+    """Mixed one by one, however many would be augmented at once."""
+    for batch, augment, at_once in ((7, "deit", 1), (8, "deit", 6), (7, "crop", 7)):
+        stream = make_loader(replace(SMALL, batch=batch), recipe(augment), source=small()).stream
+        assert isinstance(stream, ResidentStream)
+        stream.device = torch.device("cuda")
+        assert stream.steps_at_once() == at_once
 
 
 def test_waiting_is_measured():

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from situs.data.masks import VOID, MaskConfig, class_numbers, names_beside, numbered, to_classes, usual_masks
+from situs.data.batch import VOID
+from situs.data.masks import MaskConfig, class_numbers, names_beside, numbered, to_classes, usual_masks
 from situs.errors import BrokenSampleError, SitusError
 
 

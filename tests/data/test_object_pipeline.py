@@ -15,10 +15,11 @@ from PIL import Image
 from situs.data.augment import geometry
 from situs.data.augment.objects import apply_objects
 from situs.data.augment.recipes import AugmentConfig, places_of
+from situs.data.batch import VOID
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.object_pipeline import ObjectPipeline
-from situs.data.objects import NONE, objects_of, pack_masks
+from situs.data.objects import objects_of, pack_masks
 from situs.data.sources.base import Source
 from situs.errors import SitusError
 
@@ -97,7 +98,7 @@ def test_image_mask_and_box_stay_where_the_figure_is(name: str) -> None:
     seen = cut = gone = 0
     for epoch in range(8):
         pipeline, made, batch = drawn(config, epoch)
-        gone += int((batch.targets["classes"] == NONE).sum())
+        gone += int((batch.targets["classes"] == VOID).sum())
         for number, found in enumerate(objects_of(batch.targets)):
             high, wide = Figures.sides[number]
             x, y, there = batch.inputs[number]
@@ -244,5 +245,5 @@ def test_a_disc_that_the_border_cuts_has_the_box_of_what_is_left() -> None:
     _, targets = apply_objects(values, noise, config, (60, 60), (torch.zeros(3), torch.ones(3)))
     half = (15**2 - 10**2) ** 0.5
     assert torch.allclose(targets["boxes"][0, 0], torch.tensor([0, 2 * (20 - half), 10, 60]), atol=1.0)
-    assert targets["classes"].tolist() == [[0, NONE]]  # the other is cut away
+    assert targets["classes"].tolist() == [[0, VOID]]  # the other is cut away
     assert targets["crowd"].tolist() == [[True, False]] and not targets["boxes"][0, 1].any()

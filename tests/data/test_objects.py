@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from situs.data.objects import NONE, ObjectConfig, extents, objects_of, pack_masks, unpack_masks
+from situs.data.batch import VOID
+from situs.data.objects import ObjectConfig, extents, objects_of, pack_masks, unpack_masks
 from situs.errors import SitusError
 
 
@@ -23,7 +24,7 @@ def test_objects_of_a_batch_have_no_padding_and_crowds_only_when_asked_for() -> 
     masks = torch.rand(2, 3, 4, 4) < 0.5
     targets = {
         "boxes": torch.arange(24.0).view(2, 3, 4),
-        "classes": torch.tensor([[4, NONE, 2], [NONE, NONE, NONE]]),
+        "classes": torch.tensor([[4, VOID, 2], [VOID, VOID, VOID]]),
         "crowd": torch.tensor([[False, False, True], [False, False, False]]),
         "masks": pack_masks(masks),
         "sides": torch.tensor([[4, 3], [2, 4]]),

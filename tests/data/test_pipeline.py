@@ -20,7 +20,7 @@ from situs.core.position import Positions, sincos
 from situs.core.random import uniform
 from situs.core.when import When
 from situs.data.batch import Batch
-from situs.data.loader import StreamLoader
+from situs.data.loader import Loader
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sampler import BatchPlan, LengthBuckets
 from situs.data.sources.base import Source
@@ -122,10 +122,10 @@ class MelodyModel(Backbone):
         return self.model["head"](features.patches.mean(dim=1))
 
 
-def loader(source: Melodies, *, rank: int = 0, world: int = 1, workers: int = 0, training: bool = True) -> StreamLoader:
+def loader(source: Melodies, *, rank: int = 0, world: int = 1, workers: int = 0, training: bool = True) -> Loader:
     order = LengthBuckets(source.lengths, 8, pool=3)
     plan = BatchPlan(len(source), 8, 3, rank, world, shuffle=training, drop_last=training, order=order)
-    return StreamLoader(MelodyPipeline(source, training=training), plan, torch.device("cpu"), workers)
+    return Loader(MelodyPipeline(source, training=training), plan, torch.device("cpu"), workers)
 
 
 def method(kind: str = "mp3") -> Method:
@@ -143,7 +143,7 @@ def trained(
     optim = OptimConfig(lr=5e-3, warmup_epochs=0)
     if stop is not None:
 
-        class Cut(StreamLoader):
+        class Cut(Loader):
             def iterate(self, epoch: int = 0, start_step: int = 0):
                 for number, batch in enumerate(super().iterate(epoch, start_step)):
                     if 6 * epoch + start_step + number == stop:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -9,12 +7,17 @@ from PIL import Image
 
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
-from situs.data.loader import ResidentLoader, make_loader
-from situs.data.resident import load_resident
+from situs.data.image_pipeline import ImagePipeline
+from situs.data.loader import make_loader
+from situs.data.resident import Resident, ResidentStream, hold
 from situs.data.sources import open_source
-from situs.data.sources.base import TensorSource
+from situs.data.sources.base import Source, TensorSource
 from situs.errors import BrokenSampleError, SitusError
 from situs.progress import hearing
+
+
+def load(source: Source, size: tuple[int, int] = (4, 6), max_bytes: int = 1 << 20) -> Resident:
+    return hold(ImagePipeline(source, size, 0, None, held=size), "cpu", max_bytes)
 
 
 @pytest.fixture
@@ -32,24 +35,24 @@ def test_it_holds_what_the_source_reads_in_the_same_order(folder):
     source = open_source(folder)
     seen = []
     with hearing(lambda tasks: seen.extend((each.what, each.done, each.total) for each in tasks)):
-        held = load_resident(source, threads=3)
+        held = load(source)
     for index in (0, 1, 255, 256, 599):
         image, label = source.read(index).values()
-        assert torch.equal(held.samples[index], image)
-        assert held.labels is not None
-        assert int(held.labels[index]) == label
-    assert dict.fromkeys(seen) == dict.fromkeys((f"reading {source.name}", done, 3) for done in range(3))
+        assert torch.equal(held.values["image"][index], image)
+        assert int(held.values["label"][index]) == label
+    assert dict.fromkeys(seen) == dict.fromkeys((f"reading {source.name}", done, 2) for done in range(2))
     assert torch.equal(held.index, torch.arange(600))
+    assert load(source, (4, 4)).values["image"].shape == (600, 3, 4, 4)
 
 
 def test_broken_images_are_skipped_counted_and_reported(folder):
     (folder / "cat/001.png").write_bytes(b"broken")
     (folder / "dog/300.png").write_bytes((folder / "dog/302.png").read_bytes()[:50])
     source = open_source(folder)
-    held = load_resident(source)
-    assert len(held.samples) == 598
+    held = load(source)
+    assert len(held.values["image"]) == 598
     assert [entry.index for entry in source.skipped] == [0, 300 + 150]
-    assert torch.equal(held.samples[0], source.read(1)["image"])
+    assert torch.equal(held.values["image"][0], source.read(1)["image"])
     assert held.index[0] == 1
     report = source.skip_report()
     assert report is not None
@@ -57,53 +60,38 @@ def test_broken_images_are_skipped_counted_and_reported(folder):
     assert "cat/001.png" in report
     strict = open_source(folder, strict=True)
     with pytest.raises(BrokenSampleError, match=r"cat/001\.png"):
-        load_resident(strict)
+        load(strict)
 
 
-def test_nothing_readable_is_an_error(tmp_path):
-    (tmp_path / "a.png").write_bytes(b"no")
-    with pytest.raises(SitusError, match="its only image cannot be read"):
-        load_resident(open_source(tmp_path))
-
-
-def test_sizes_that_differ_need_a_size(folder):
-    Image.new("RGB", (12, 8)).save(folder / "dog/600.png")
-    with pytest.raises(SitusError, match="image 600 is 8 × 12 and the first is 4 × 6"):
-        load_resident(open_source(folder))
-    assert load_resident(open_source(folder), size=(4, 4)).samples.shape == (601, 3, 4, 4)
-
-
-def test_channels_that_differ_need_a_number(folder):
-    Image.new("L", (6, 4)).save(folder / "dog/600.png")
-    with pytest.raises(SitusError, match=r"image 600 has 1 channel, the first has 3; "):
-        load_resident(open_source(folder))
-    assert load_resident(open_source(folder, channels=3)).samples.shape == (601, 3, 4, 6)
-
-
-def test_too_large_a_set_is_refused_before_it_is_decoded(folder):
+def test_what_cannot_be_held_is_refused(folder, tmp_path):
     with pytest.raises(SitusError, match=r"600 images take 0\.0 GiB .*stream them"):
-        load_resident(open_source(folder), max_bytes=600 * 72 - 1)
-    assert load_resident(open_source(folder), max_bytes=600 * 72).samples.nbytes == 600 * 72
+        load(open_source(folder), max_bytes=600 * 80 - 1)
+    assert load(open_source(folder), max_bytes=600 * 80).values["image"].nbytes == 600 * 72
+    Image.new("L", (6, 4)).save(folder / "dog/600.png")
+    with pytest.raises(SitusError, match=r"images of 1 and 3 channels"):
+        load(open_source(folder))
+    assert load(open_source(folder, channels=3)).values["image"].shape == (601, 3, 4, 6)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none/a.png").write_bytes(b"no")
+    with pytest.raises(SitusError, match="its only image cannot be read"):
+        load(open_source(tmp_path / "none"))
 
 
 def test_deep_images_stay_deep(tmp_path):
     deep = np.array([[0, 1], [2, 65535]], dtype=np.uint16)
     for number in range(2):
-        buffer = io.BytesIO()
-        Image.fromarray(deep).save(buffer, "PNG")
-        (tmp_path / f"{number}.png").write_bytes(buffer.getvalue())
-    held = load_resident(open_source(tmp_path))
-    assert held.samples.dtype == torch.float32
-    assert torch.allclose(held.samples[1, 0], torch.from_numpy(deep.astype(np.float32)) / 65535)
-    assert held.labels is None
+        Image.fromarray(deep).save(tmp_path / f"{number}.png")
+    images = load(open_source(tmp_path), (2, 2)).values["image"]
+    assert images.dtype == torch.float32
+    assert torch.allclose(images[1, 0], torch.from_numpy(deep.astype(np.float32)) / 65535)
 
 
 def test_tensors_need_no_decoding():
     images = torch.randint(0, 256, (5, 1, 4, 4), dtype=torch.uint8)
     source = TensorSource(images, torch.arange(5), tuple("abcde"))
-    assert load_resident(source).samples is images
-    three = load_resident(TensorSource(images, None, None, channels=3), size=(2, 2))
-    assert three.samples.shape == (5, 3, 2, 2)
+    assert load(source, (4, 4)).values["image"] is images
+    assert load(TensorSource(images, None, None, channels=3), (4, 4)).values["image"].shape == (5, 3, 4, 4)
+    assert load(TensorSource(images, None, None, channels=3), (2, 2)).values["image"].shape == (5, 3, 2, 2)
     with pytest.raises(SitusError, match=r"must be \[5\]"):
         TensorSource(images, torch.arange(4), None)
     with pytest.raises(SitusError, match=r"must be \[n, C, H, W\]"):
@@ -113,12 +101,11 @@ def test_tensors_need_no_decoding():
 @pytest.mark.slow
 @pytest.mark.shared_data
 def test_the_whole_of_cifar100(shared_data):
-    held = load_resident(open_source(shared_data / "cifar100"))
-    assert held.samples.shape == (50000, 3, 32, 32)
-    assert held.labels is not None
-    assert torch.bincount(held.labels).tolist() == [500] * 100
+    held = load(open_source(shared_data / "cifar100"), (32, 32), 1 << 30).values
+    assert held["image"].shape == (50000, 3, 32, 32)
+    assert torch.bincount(held["label"]).tolist() == [500] * 100
     # The published channel means of the training set.
-    mean = held.samples.double().mean((0, 2, 3)) / 255
+    mean = held["image"].double().mean((0, 2, 3)) / 255
     assert torch.allclose(mean, torch.tensor([0.5071, 0.4865, 0.4409]).double(), atol=1e-4)
 
 
@@ -129,16 +116,15 @@ def test_the_last_steps_of_an_epoch_are_augmented_in_the_shape_of_the_others(sta
     source = TensorSource(images, torch.arange(40) % 3, ("a", "b", "c"))
     config = DataConfig(img_size=8, batch=4)
     alone = [*make_loader(config, AugmentConfig(mixup=0.5), "cpu", source=source).iterate(1, start)]
-    monkeypatch.setattr(ResidentLoader, "_steps_at_once", lambda _: 4)
+    monkeypatch.setattr(ResidentStream, "steps_at_once", lambda _: 4)
     loader = make_loader(config, AugmentConfig(mixup=0.5), "cpu", source=source)
-    assert isinstance(loader, ResidentLoader)
-    view, shapes = loader.pipeline.view, []
+    finish, shapes = loader.pipeline.finish, []
 
-    def seen(samples, noise):
-        shapes.append(len(samples))
-        return view(samples, noise)
+    def seen(values, ids, noise):
+        shapes.append(len(ids))
+        return finish(values, ids, noise)
 
-    monkeypatch.setattr(loader.pipeline, "view", seen)
+    monkeypatch.setattr(loader.pipeline, "finish", seen)
     together = [*loader.iterate(1, start)]
     assert len(together) == len(alone) == 10 - start and set(shapes) == {16}
     for one, other in zip(alone, together, strict=True):

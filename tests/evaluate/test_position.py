@@ -11,6 +11,7 @@ from situs.core.when import When
 from situs.errors import SitusError
 from situs.evaluate.position import position_accuracy, position_curve, position_grid
 from situs.methods import MP3, Batch, DropPos, DropPosConfig, MP3Config
+from situs.models.model import Model, puzzle_method
 
 RATIOS = (0.0, 0.5, 0.8)
 
@@ -54,16 +55,17 @@ def test_hints_are_given_or_not_whatever_the_training_gave() -> None:
     hinted = MP3(make(0.5).backbone, MP3Config(mask_ratio=0.5, anchor_ratio=0.4))
     bare = MP3(hinted.backbone, MP3Config(mask_ratio=0.5))
     bare.load_state_dict(hinted.state_dict())
-    without = position_curve(hinted.telling(0.0), batches(), RATIOS, seed=3)
+    without = position_curve(hinted.under(anchor_ratio=0.0), batches(), RATIOS, seed=3)
     assert without == position_curve(bare, batches(), RATIOS, seed=3)
-    assert position_curve(bare.telling(0.4), batches(), RATIOS) == position_curve(hinted, batches(), RATIOS)
-    assert (without.anchors, hinted.told, hinted.telling(0.0).told) == (0.0, 0.4, 0.0)
+    assert position_curve(bare.under(anchor_ratio=0.4), batches(), RATIOS) == position_curve(hinted, batches(), RATIOS)
+    assert (without.anchors, hinted.hint_ratio, hinted.under(anchor_ratio=0.0).hint_ratio) == (0.0, 0.4, 0.0)
     asked = replace(without, trained_anchors=0.4).summary()
     assert asked.notes == ("In training 40 % of the patches were told their place; here none is.",)
     with pytest.raises(SitusError, match=r"anchor_ratio=1\.0: must be in \[0, 1\)"):
-        hinted.telling(1.0)
+        hinted.under(anchor_ratio=1.0)
+    made = make_droppos()
     with pytest.raises(SitusError, match="DropPos asks for no patch that it tells its place; MP3 may"):
-        make_droppos().telling(0.0)
+        puzzle_method(Model("run", made.backbone, made), anchor_ratio=0.0)
 
 
 def test_the_method_is_left_as_it_was() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from situs.audit import audit_gradients
 from situs.config import from_dict
+from situs.core.when import When
 from situs.errors import SitusError
 from situs.evaluate import evaluate_accuracy
 from situs.evaluate.accuracy import ClassAccuracy
@@ -183,7 +184,8 @@ def test_a_run_brings_its_method_its_data_and_its_epoch(tmp_path: Path) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
     with torch.no_grad():
         assert torch.equal(logits(found), load_run(tmp_path / "run").method.backbone(X))
-    assert (found.facts["method"], found.facts["step"], found.epoch, found.classes) == ("supervised", 4, 1, ("0", "1"))
+    assert (found.facts["method"], found.facts["step"], found.classes) == ("supervised", 4, ("0", "1"))
+    assert found.when == When(0, 1, 3 / 4, 3, 2)
     assert found.data.path == str(tmp_path / "data") and found.trained is found.method
     assert found.identity != open_model(plain()).identity
     with pytest.raises(SitusError, match=r"img_size=32: a run brings its own"):

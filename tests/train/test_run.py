@@ -14,7 +14,7 @@ import torch
 
 from situs.backbones import BackboneConfig
 from situs.config import from_dict, merge
-from situs.data.loader import StreamLoader
+from situs.data.loader import Loader
 from situs.errors import SitusError
 from situs.models import open_model
 from situs.models.data import open_several
@@ -158,7 +158,7 @@ def test_a_run_ends_its_workers(fails: bool, tmp_path: Path, monkeypatch: pytest
     if fails:
         monkeypatch.setattr("situs.train.run.fit", stop)
     closed: list[int] = []
-    monkeypatch.setattr(StreamLoader, "close", lambda self: closed.append(self.stream.workers))
+    monkeypatch.setattr(Loader, "close", lambda self: closed.append(self.stream.workers))
     own = config(data={"resident": "never", "workers": 1}, train={"max_steps": 1})
     with pytest.raises(SitusError, match="at once") if fails else nullcontext():
         train_run(own, out=tmp_path / "run", device="cpu")

@@ -23,7 +23,7 @@ from situs.core.tokens import mask_of, patchify, put_at, take, unpatchify
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.limits import check_value, check_values
-from situs.methods.base import Method, Puzzle
+from situs.methods.measured import Puzzle, SolvesPuzzles
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.models.model import puzzle_method, told_places
 from situs.results import Result, Summary, Table, percent
@@ -44,7 +44,7 @@ class PuzzleRatios(NamedTuple):
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """As `Method.at` takes them."""
+        """As `SolvesPuzzles.at` takes them."""
         return tuple(ratio for ratio in self if ratio is not None)
 
     @property
@@ -130,7 +130,7 @@ def _scores(sums: Tensor) -> PuzzleScores:
 
 
 def settings_of(
-    method: Method, ratios: Sequence[float] | None = None, position_ratios: Sequence[float] | None = None
+    method: SolvesPuzzles, ratios: Sequence[float] | None = None, position_ratios: Sequence[float] | None = None
 ) -> list[PuzzleRatios]:
     """What to try on a method with a position head: where nothing is said the papers' figures, as far as it can."""
     if ratios is not None:
@@ -143,7 +143,7 @@ def settings_of(
     return tried if ratios is not None else [setting for setting in tried if _can(method, setting)]
 
 
-def _can(method: Method, setting: PuzzleRatios) -> bool:
+def _can(method: SolvesPuzzles, setting: PuzzleRatios) -> bool:
     try:
         method.at(*setting.ratios)
     except SitusError:
@@ -152,7 +152,7 @@ def _can(method: Method, setting: PuzzleRatios) -> bool:
 
 
 @torch.no_grad()
-def solve(method: Method, batch: Batch, setting: PuzzleRatios, *, seed: int = 0) -> Puzzle:
+def solve(method: SolvesPuzzles, batch: Batch, setting: PuzzleRatios, *, seed: int = 0) -> Puzzle:
     """Puzzles of a batch at a setting, on the CPU; the method must be in eval mode. The same seed, the same puzzles."""
     puzzle = method.at(*setting.ratios).solve(batch, seed=seed)
     return puzzle._replace(places=puzzle.places.cpu(), guesses=puzzle.guesses.cpu(), ranks=None)
@@ -172,7 +172,7 @@ class Mix(NamedTuple):
 
 
 @torch.no_grad()
-def solve_mix(method: Method, pair: tuple[Tensor, Tensor], setting: PuzzleRatios, *, seed: int = 0) -> Mix:
+def solve_mix(method: SolvesPuzzles, pair: tuple[Tensor, Tensor], setting: PuzzleRatios, *, seed: int = 0) -> Mix:
     """What MP3 builds of two images' patches [B, C, H, W], dealt out in two sets; solutions come back on the CPU.
 
     A method that tells places is refused: in a mix of two images no patch has a true one.
@@ -231,7 +231,7 @@ class Reconstruction(Result):
         data = self.provenance.facts.get("data")
         title = f"{self.provenance.name}: puzzles" + (f" of {data}" if data else "")
         table = Table(title, ["setting", "right", "chance", "off by", "places left empty"], rows)
-        told = next(iter(self.solved.values())).told
+        told = next(iter(self.solved.values())).hint_ratio
         return Summary(
             f"{said}. The model was trained with {self.trained.text}.", (table,), told_places(told, self.told)
         )
@@ -274,12 +274,12 @@ def analyze_reconstruct(
     chosen.setdefault("count", 64)
     loader = load_set(model, data, **chosen)
     found = study(method, loader, settings, loader.shown, show=show, pairs=pairs, seed=seed)
-    assert model.method is not None
-    return replace(found, told=model.method.told, provenance=made_with(model, loader, seed))
+    assert isinstance(model.method, SolvesPuzzles)
+    return replace(found, told=model.method.hint_ratio, provenance=made_with(model, loader, seed))
 
 
 def study(
-    method: Method,
+    method: SolvesPuzzles,
     batches: Iterable[Batch],
     settings: Sequence[PuzzleRatios],
     look: Callable[[Tensor], Tensor],
@@ -308,8 +308,8 @@ def study(
     scores = {setting: _scores(found) for setting, found in sums.items()}
     chosen = torch.cat(images)
     solved = {setting: _first(_join(parts), show) for setting, parts in kept.items()}
-    trained = PuzzleRatios(*(getattr(method.config, name) for name in method.puzzle_ratios))
-    found = Reconstruction(look(chosen[:show]).cpu(), solved, scores, trained, seed=seed, told=method.told)
+    trained = PuzzleRatios(*method.trained_ratios)
+    found = Reconstruction(look(chosen[:show]).cpu(), solved, scores, trained, seed=seed, told=method.hint_ratio)
     couples = [(chosen[at : at + 1], chosen[at + 1 : at + 2]) for at in range(0, min(2 * pairs, len(chosen) - 1), 2)]
     if method.sees_positions:  # a mix has no true places that it could be told
         return found

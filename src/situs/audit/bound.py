@@ -22,7 +22,6 @@ from situs.audit.oracle import Oracle, estimate
 from situs.audit.scores.metrics import denormalise
 from situs.audit.scores.scoring import Scores, closer, extend, measure
 from situs.backbones.base import Backbone
-from situs.core.when import When
 from situs.errors import counted
 from situs.methods.base import Batch, Method
 
@@ -89,7 +88,7 @@ def _ask(case: Case, test: TestSet, pairs: Sequence[Outcome], blind: Blind, step
 
         x, y = client.pixels[here], client.labels[here]
         batch = Batch(x, torch.arange(here.start, here.stop, device=x.device), {"label": y})
-        draws = client.method.draw(batch, When(seed=client.step.seed, epoch=client.step.epoch))
+        draws = client.method.draw(batch, client.step.when._replace(seed=client.step.seed))
         known = replace(client.known(True, upload), labels=None)
         result = estimate(client.method, client.upload(upload), x, y, draws, known, enough, deadline.over)
         numbers += range(here.start, here.stop)

@@ -16,9 +16,10 @@ from situs.audit.defences.trained import drop_paths
 from situs.audit.stem import Stem, table_rows
 from situs.backbones.base import Backbone
 from situs.core.precision import full_float32
-from situs.core.when import When
+from situs.core.when import START, When
 from situs.errors import SitusError, counted, verb
 from situs.methods.base import Batch, Method
+from situs.methods.measured import HidesPlaces
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 """The types gradients may be sent in. They are computed in float32 and rounded on the way out."""
@@ -47,7 +48,7 @@ def victim_gradients(
     training: Training | None = None,
     seed: int = 0,
     ids: Tensor | None = None,
-    epoch: int = 0,
+    when: When = START,
 ) -> Gradients:
     """What a client sends for one batch: the mean gradient of its loss, by parameter name, under `defence`.
 
@@ -55,11 +56,11 @@ def victim_gradients(
     says (cross entropy, or MJP); a method is trained as it is, or as the defence changes it. local_steps: k > 1 sends a
     FedAvg update instead, from k steps of plain SGD, divided by k · rate: the mean of the k gradients, as it is before
     the weights are rounded. training: how the step is made. A defence may change all three of these. ids: [B], which
-    name the samples' own draws and noise. epoch: of the run, for draws and schedules.
+    name the samples' own draws and noise. when: of the run, for draws and schedules.
     """
     check_inputs(images, labels)
     ids = torch.arange(images.shape[0]) if ids is None else ids
-    step = Step(len(ids), local_steps, dtype, seed, epoch=epoch, training=training or Training())
+    step = Step(len(ids), local_steps, dtype, seed, when=when, training=training or Training())
     return upload_of(victim, Batch(images, ids.to(images.device), {"label": labels}), step, defence or NoDefence())
 
 
@@ -68,7 +69,7 @@ def upload_of(
 ) -> Gradients:
     """The same for a batch and a step. stop: asked before each local step behind the first; where it says so,
     `StoppedError` is raised."""
-    asked, seed, epoch = defence.step(step), step.seed, step.epoch
+    asked, seed, when = defence.step(step), step.seed, step.when._replace(seed=step.seed)
     local_steps, training = asked.local_steps, asked.training
     method = method_of(defence, victim, seed)
     if local_steps > 1 or training.dropout or training.drop_path:
@@ -79,7 +80,7 @@ def upload_of(
         if number and stop():
             raise StoppedError
         here = [parts[number % len(parts)]] if local_steps > 1 else parts
-        found = _mean([_step(method, part, defence, training, seed, epoch, number) for part in here])
+        found = _mean([_step(method, part, defence, training, when, number) for part in here])
         found = walk(found) if local_steps > 1 or training.adam else found
         total = _sum(total, found)
         if number + 1 < local_steps:
@@ -154,14 +155,14 @@ def least_likely(method: Method, images: Tensor) -> Tensor:
     return torch.cat([method.backbone(part).argmin(dim=-1) for part in images.split(8)])
 
 
-def known_gradient(method: Method, stem: Stem, gradients: Gradients, seed: int = 0, epoch: int = 0) -> Tensor | None:
+def known_gradient(method: Method, stem: Stem, gradients: Gradients, when: When = START) -> Tensor | None:
     """What an attacker subtracts from the table's gradient: λ ∂DAL/∂E_pos on the patch rows, [N, D]; None for no DAL.
 
     Batch 1. The mask that DAL leaves out is read off the rows that got no gradient at all.
     """
     hidden = hidden_places(table_rows(gradients[stem.table], stem))
     with torch.enable_grad():
-        loss = method.table_loss(hidden[None], When(seed=seed, epoch=epoch))
+        loss = method.table_loss(hidden[None], when) if isinstance(method, HidesPlaces) else None
         if loss is None:
             return None
         [found] = torch.autograd.grad(loss, [dict(method.backbone.named_parameters())[stem.table]])
@@ -219,18 +220,16 @@ def _mean(found: list[Gradients]) -> Gradients:
     return total if len(found) == 1 else {name: g / len(found) for name, g in total.items()}
 
 
-def _step(
-    method: Method, batch: Batch, defence: Defence, training: Training, seed: int, epoch: int, step: int = 0
-) -> Gradients:
+def _step(method: Method, batch: Batch, defence: Defence, training: Training, when: When, step: int = 0) -> Gradients:
     """The mean gradient over the batch, each sample bounded first where the defence asks for it."""
     count = len(batch.ids)
     size = 1 if defence.per_sample else count
     found = []
     for part in [batch.part(slice(at, at + size)) for at in range(0, count, size)]:
-        with torch.enable_grad(), full_float32(), _by_chance(training, part, seed, step):
+        with torch.enable_grad(), full_float32(), _by_chance(training, part, when.seed, step):
             # full_float32: what a GPU rounds off would count as protection
             with _mixed(training, part):
-                loss = method(part, method.draw(part, When(seed=seed, epoch=epoch))).loss
+                loss = method(part, method.draw(part, when)).loss
             named = parameter_names(method)
             made = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         held = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), made, strict=True)}

@@ -26,6 +26,7 @@ from situs.audit.scores.metrics import denormalise
 from situs.audit.scores.scoring import Lpips, Scores, closer, extend, facts_of, measure, measure_parts, pictures_of
 from situs.errors import counted, verb
 from situs.methods.base import Batch, Method
+from situs.methods.measured import HidesPlaces
 from situs.progress import task
 
 GROUP = 8
@@ -108,7 +109,7 @@ class Client:
         self.asked, self.step = self.step, case.defence.step(self.step)
         self.method: Method = method_of(case.defence, case.model, self.step.seed)
         self.sent = names_sent(self.method, case.defence)
-        moves = case.trained_on != "x" and self.method.hidden_share is None
+        moves = case.trained_on != "x" and not isinstance(self.method, HidesPlaces)
         self.pixels = self.test.inputs(case.trained_on if moves else "x")
         self.labels = least_likely(self.method, self.pixels) if case.hardest else self.test.labels
         self.stem = reading_stem(case.backbone)
@@ -123,7 +124,7 @@ class Client:
         plain |= {"first": first, "sent": step.dtype, "public": self.test.public}
         if not informed:
             return Knowledge(batch=step.batch, labels=labels, local_steps=step.local_steps, **plain)
-        fields = (labels, self.method, step.local_steps, step.epoch)
+        fields = (labels, self.method, step.local_steps, step.when)
         return Knowledge(self.case.defence, step.batch, step.seed, *fields, **plain, training=step.training)
 
     def upload(self, number: int, stop: Callable[[], bool] = lambda: False) -> Gradients:
@@ -135,7 +136,7 @@ class Client:
         with recorded(self.case.backbone, self.stem) as inputs:
             sent = upload_of(self.method, Batch(x, ids, {"label": y}), self.step, self.case.defence, stop)
         # A method that shuffles patches by itself is compared as its setting says.
-        shuffled = self.method.hidden_share is not None or self.case.trained_on != "x"
+        shuffled = isinstance(self.method, HidesPlaces) or self.case.trained_on != "x"
         fed = None if shuffled else pictures_fed(self.case.backbone, self.stem, inputs, x)
         if fed is not None:
             self.fed |= dict(zip(ids.tolist(), denormalise(fed, *self.test.normalisation), strict=True))

@@ -214,7 +214,7 @@ def audit_settings(
         with_informed(opened.attacks),
         settings=settings,
         ratio=shares[0] if shares else RATIO,
-        step=Step(seed=config.seed, epoch=opened.victim.epoch),
+        step=Step(seed=config.seed, when=opened.victim.when),
         lpips=opened.lpips,
         deadline=deadline,
         keep=keep,
@@ -255,7 +255,7 @@ class Opened(NamedTuple):
 def step_of(config: AuditConfig, victim: Victim) -> Step:
     """The step that is audited."""
     known = config.labels == "known"
-    return Step(config.batch, config.local_steps, DTYPES[config.precision], config.seed, known, victim.epoch)
+    return Step(config.batch, config.local_steps, DTYPES[config.precision], config.seed, known, victim.when)
 
 
 def config_from(options: Mapping[str, Any]) -> tuple[AuditConfig, dict[str, Any]]:

@@ -29,10 +29,10 @@ from situs.audit.tables import settings_table
 from situs.backbones.base import Backbone
 from situs.core.jigsaw import draw_puzzle, move_patches, puzzle_noise_shape
 from situs.core.random import uniform
-from situs.core.when import When
 from situs.errors import SitusError, counted, unknown_name
 from situs.limits import check_value
 from situs.methods.base import Batch, Method
+from situs.methods.measured import HidesPlaces
 from situs.results import Summary, Table
 
 RATIO = 0.27
@@ -89,7 +89,7 @@ class Comparison(Leak):
 
 def contestants(name: str, model: Backbone | Method) -> dict[str, Contestant]:
     """A run that hides patches as it is; any other model as it is, and with MJP's step on its weights."""
-    if isinstance(model, Method) and model.hidden_share is not None:
+    if isinstance(model, HidesPlaces):
         return {name: Contestant(model, mjp=True)}
     return {name: Contestant(model), f"{name} with MJP's step": Contestant(model, mjp=True)}
 
@@ -159,16 +159,17 @@ def _cases(
 
 def _puzzle(models: Mapping[str, Contestant], count: int, ratio: float, step: Step) -> tuple[Tensor, Tensor]:
     """Mask and index [n, N] of each image's shuffle: as MJP draws them in its own steps, the same for all models."""
-    seed, epoch = step.seed, step.epoch
+    when = step.when._replace(seed=step.seed)
     grid, ids = next(iter(models.values())).backbone.grid, torch.arange(count)
-    mask, index = draw_puzzle(uniform(seed, epoch, ids, "mjp.puzzle", puzzle_noise_shape(grid, ratio)), grid, ratio)
+    noise = uniform(when.seed, when.epoch, ids, "mjp.puzzle", puzzle_noise_shape(grid, ratio))
+    mask, index = draw_puzzle(noise, grid, ratio)
     drawn = None
     for name, model in models.items():
-        method = method_of(model.defence(ratio), model.trains, seed)
-        if method.hidden_share is None:
+        method = method_of(model.defence(ratio), model.trains, when.seed)
+        if not isinstance(method, HidesPlaces):
             continue
         # One by one, as the victim's steps are: a run with one puzzle a batch then has one for each image.
-        draws = [method.draw(Batch(one, one), When(seed=seed, epoch=epoch)) for one in ids.split(1)]
+        draws = [method.draw(Batch(one, one), when) for one in ids.split(1)]
         if method.backbone.grid != grid or any("index" not in draw or "mask" not in draw for draw in draws):
             raise SitusError(f"{name}: shuffles no patches of the grid {grid}, so it has no x̃", field="method.shuffle")
         mine = tuple(torch.cat([draw[part] for draw in draws]) for part in ("mask", "index"))

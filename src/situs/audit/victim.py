@@ -16,6 +16,7 @@ from situs.audit.cases import TestSet
 from situs.audit.defences import THREAT, Defence, OwnDp
 from situs.audit.stem import StemBackbone
 from situs.backbones.base import Backbone
+from situs.core.when import START, When
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader, settle
 from situs.data.sources import addressed, kind_of, open_source
@@ -24,6 +25,7 @@ from situs.errors import SitusError
 from situs.files import load_code
 from situs.locks.manifest import read_manifest
 from situs.methods.base import Batch, Draws, Method, Output
+from situs.methods.mp3 import MP3
 from situs.methods.supervised import Supervised, SupervisedConfig
 from situs.models import PUBLISHED, Model, open_model
 from situs.models.data import AnyData, opened
@@ -37,11 +39,11 @@ PUBLIC = 64
 @dataclass(frozen=True)
 class Victim:
     """model: what is audited, and how its images are prepared. trains: what makes the gradients, the bare backbone or
-    a run's own method. epoch: the run's last, for its method's schedules. notes: what a reader must know, by name."""
+    a run's own method. when: the run's last step, for its schedules. notes: what a reader must know, by name."""
 
     model: Model
     trains: Backbone | Method
-    epoch: int = 0
+    when: When = START
     notes: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -126,14 +128,14 @@ def _opened(source: Any, classes: int, asked: dict[str, Any], *, single: bool) -
         )
     method = model.method
     if method is None or "label" not in method.needs_targets:
-        return Victim(model, model.backbone, 0, notes)
+        return Victim(model, model.backbone, notes=notes)
     name = str(model.facts["method"])
     notes["trained by"] = (
         f"the run's own method, {name}, with what it trained: {describe(model.tuning)}; defences stand on top of it"
     )
     if model.spent is not None:
         notes["differential privacy"] = str(model.spent)
-    return Victim(model, method, model.epoch, notes)
+    return Victim(model, method, model.when, notes)
 
 
 def other_loss(backbone: Backbone) -> dict[str, str]:
@@ -158,13 +160,13 @@ def _check_loss(model: Model, *, single: bool) -> None:
         raise SitusError(f"{model.name}: {said}: there is no gradient to audit; two classes or more have one (MODEL)")
 
 
-def open_predictor(source: Any, victim: Backbone, device: torch.device | str = "cpu") -> Method:
+def open_predictor(source: Any, victim: Backbone, device: torch.device | str = "cpu") -> MP3:
     """A run that says of patches where they were (MP3), for images and patches of the victim's size."""
     try:
         method = open_model(source, any_weights=True, device=device).method
     except SitusError as error:
         raise SitusError(f"predictor={source}: {error}", field="predictor") from error
-    if method is None or not method.names_places:
+    if not isinstance(method, MP3):
         raise SitusError(field="predictor", value=str(source), allowed="a run of MP3, and is none")
     own, asked = ((model.input.shape, model.grid) for model in (method.backbone, victim))
     if own != asked:

@@ -14,3 +14,7 @@ class When(NamedTuple):
     progress: float = 0.0
     step: int = 0
     epochs: int | None = None
+
+
+START = When()
+"""The first step of a run of unknown length."""

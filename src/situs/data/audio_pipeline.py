@@ -155,9 +155,12 @@ class AudioPipeline(Pipeline):
 
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
         targets = {"label": values["label"]} if "label" in values else {}
-        return self.mix(Batch(self.view(values["wave"], noise), ids, targets), noise)
+        if self.augment is not None and self.augment.label_smoothing and targets:
+            assert self.source.classes is not None, "labels come with classes"
+            targets["label"] = soft_labels(targets["label"], len(self.source.classes), self.augment.label_smoothing)
+        return Batch(self._view(values["wave"], noise), ids, targets)
 
-    def view(self, samples: Tensor, noise: Noise) -> Tensor:
+    def _view(self, samples: Tensor, noise: Noise) -> Tensor:
         """Features [B, 1, width, frames] of waves [B, T] int16, of mean 0 and deviation 1 over the training set."""
         waves = self._heard(set_level(from_bits(samples), self.config.level), noise)
         mean, std = self.scale
@@ -165,14 +168,6 @@ class AudioPipeline(Pipeline):
         if "masks" in noise and self.augment is not None:
             frames = mask_frames(frames, noise["masks"], self.augment.audio)
         return frames[:, None].contiguous()
-
-    def mix(self, batch: Batch, noise: Noise) -> Batch:  # noqa: ARG002
-        """Label smoothing."""
-        if self.augment is None or not self.augment.label_smoothing or "label" not in batch.targets:
-            return batch
-        assert self.source.classes is not None, "labels come with classes"
-        soft = soft_labels(batch.targets["label"], len(self.source.classes), self.augment.label_smoothing)
-        return batch._replace(targets={"label": soft})
 
     def shown(self, inputs: Tensor) -> Tensor:
         """Grey levels [B, 1, width, frames] in [0, 1]: three deviations below the mean are 0, three above are 1."""

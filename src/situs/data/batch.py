@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+VOID = -1
+"""What stands in a target where there is no value: a pixel of no class, a label that nobody knows, padding. Left out of
+losses and scores."""
+
 
 class Batch(NamedTuple):
     """One batch on the device.

@@ -9,6 +9,7 @@ batch depends on neither ranks nor workers, and nothing is computed ahead but th
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from situs.core.random import bits
 from situs.data.config import DataConfig
-from situs.data.sampler import Balanced, BatchPlan, epoch_order
-from situs.data.sources.base import Blocks, Source
+from situs.data.pipeline import Pipeline
+from situs.data.sampler import Balanced, BatchPlan, LengthBuckets, epoch_order
+from situs.data.sources.base import Blocks
+from situs.data.sources.subset import check_one_class, class_labels
 from situs.errors import SitusError
 
 _MOST_LANES = 128  # as many processes can share the blocks without reading one twice
@@ -51,7 +54,8 @@ class BlockOrder:
     def mark(self) -> str:
         """The same for two orders that are the same."""
         sizes = f"{self.open} {self.rows} {self.steps}"
-        return hashlib.blake2b(sizes.encode() + np.ascontiguousarray(self.ends).tobytes(), digest_size=6).hexdigest()
+        marked = hashlib.blake2b(sizes.encode() + np.ascontiguousarray(self.ends).tobytes(), digest_size=6)
+        return f" in blocks ({marked.hexdigest()})"
 
     def __call__(self, seed: int, epoch: int, n: int, device: torch.device | str = "cpu") -> BlockEpoch:  # noqa: ARG002
         assert n == self.ends[-1], "the blocks are those of another set"
@@ -160,10 +164,27 @@ class BlockEpoch:
         self._open[lane], self._begin[lane] = block, start
 
 
-def with_order(plan: BatchPlan, source: Source, config: DataConfig) -> tuple[BatchPlan, str]:
-    """The plan in the order that the config wants of a streamed set, and what a log says of it."""
-    if isinstance(plan.order, Balanced):
-        return plan, ", each class equally often"
+def with_order(
+    plan: BatchPlan, pipeline: Pipeline, config: DataConfig, held: Mapping[str, Tensor] | None = None
+) -> tuple[BatchPlan, str]:
+    """The plan in the order that the config wants of a set, and what a log says of it. held: all samples in memory."""
+    source = pipeline.source
+    if not plan.shuffle:
+        return plan, ""
+    if config.balanced:
+        if plan.drawn is not None:
+            by_chance = "differential privacy draws each sample by itself, whatever its class; leave one of them out"
+            raise SitusError(f"balanced: {by_chance}", field="balanced")
+        check_one_class(source, "balanced")
+        labels = class_labels(source) if held is None or "label" not in held else held["label"]
+        return replace(plan, order=Balanced(labels, plan.repeated)), ", each class equally often"
+    if plan.drawn is not None or held is not None:
+        return plan, ""
+    if pipeline.in_memory:
+        lengths = pipeline.lengths()
+        if lengths is None:
+            return plan, ""
+        return replace(plan, order=LengthBuckets(lengths, plan.batch)), ", like lengths together"
     blocks = source.blocks()
     if config.order == "blocks" and blocks is None:
         raise SitusError(field="order", value="blocks", allowed=f"exact for {source.name}, which is not read by blocks")
@@ -173,5 +194,5 @@ def with_order(plan: BatchPlan, source: Source, config: DataConfig) -> tuple[Bat
     order = block_order(blocks, config.window_gib * 2**30, plan.distinct, plan.n // plan.batch)
     gib = blocks.bytes / len(blocks.ends) * order.open / 2**30
     why = " which memory does not hold," if blocks.dear else ""
-    said = f", shuffled in blocks: of {len(blocks.ends):,} {blocks.name},{why} {order.open:,} at a time ({gib:.2g} GiB)"
-    return replace(plan, order=order), said
+    shuffled = f"of {len(blocks.ends):,} {blocks.name},{why} {order.open:,} at a time ({gib:.2g} GiB)"
+    return replace(plan, order=order), f", shuffled in blocks: {shuffled}"

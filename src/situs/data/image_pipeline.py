@@ -20,8 +20,8 @@ from situs.data.batch import Batch
 from situs.data.pipeline import Noise
 from situs.data.pixel_pipeline import PixelPipeline, alike
 from situs.data.resize import channels_of, pack, resize_packed, resized
-from situs.data.sources.base import Source
-from situs.data.sources.images import centre_fit
+from situs.data.sources.base import Source, TensorSource
+from situs.data.sources.images import centre_fit, to_channels
 
 _LARGE = 2  # times the bytes of what the model sees: a larger crop is resized before it travels
 
@@ -29,8 +29,8 @@ _LARGE = 2  # times the bytes of what the model sees: a larger crop is resized b
 class ImagePipeline(PixelPipeline):
     """Images by themselves; evaluation crops their centre.
 
-    held: the images come as they lie on the device (`ResidentLoader`), not cropped by a worker. device_resizes: bytes
-    that a worker cut out are left to be resized by `join`.
+    held: the size of images that are kept on the device, not cropped by a worker. device_resizes: bytes that a worker
+    cut out are left to be resized by `join`.
     """
 
     def __init__(
@@ -42,22 +42,25 @@ class ImagePipeline(PixelPipeline):
         *,
         crop_share: float = 1.0,
         normalisation: tuple[tuple[float, ...], tuple[float, ...]] = ((0.0,), (1.0,)),
-        held: bool = False,
+        held: tuple[int, int] | None = None,
         device_resizes: bool = False,
     ) -> None:
         super().__init__(source, size, seed, augment, normalisation)
         self.crop_share = crop_share
         # The worker has made the resized crop; a shift is made on the device.
-        cropped = not held and augment is not None and augment.crop == "resized"
+        cropped = held is None and augment is not None and augment.crop == "resized"
         self.rest = replace(augment, crop="none") if augment is not None and cropped else augment
         self._apply, self.held = apply, held
         self.cuts = device_resizes and cropped
         self.by_rows = not self.cuts
+        self.pairs = augment is not None and augment.mixes
         self.row_bytes = (source.channels or 3) * size[0] * size[1] * (_LARGE if self.cuts else 1)
 
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         images, values = [sample["image"] for sample in samples], {}
-        if self.augment is None:
+        if self.held is not None:
+            images = [centre_fit(image, *self.held) for image in images]
+        elif self.augment is None:
             images = [centre_crop(image, self.size, self.crop_share) for image in images]
         elif self.augment.crop != "resized":
             images = [centre_fit(image, *self.size) for image in images]
@@ -73,6 +76,15 @@ class ImagePipeline(PixelPipeline):
         if "label" in samples[0]:
             values["label"] = _labels(samples)
         return values
+
+    def whole(self) -> dict[str, Tensor] | None:
+        source = self.source
+        if not isinstance(source, TensorSource) or tuple(source.images.shape[2:]) != self.held:
+            return None
+        images, channels = source.images, source.channels or source.images.shape[1]
+        if channels != images.shape[1]:
+            images = torch.stack([to_channels(image, channels, source.name) for image in images])
+        return {"image": images} | ({} if source.labels is None else {"label": source.labels})
 
     def _resized(self, cut: Tensor) -> Tensor:
         assert self.augment is not None
@@ -106,17 +118,17 @@ class ImagePipeline(PixelPipeline):
 
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
         targets = {self.source.target: values["label"]} if "label" in values else {}
-        return self.mix(Batch(self.view(values["image"], noise), ids, targets), noise)
+        return self._mix(Batch(self._view(values["image"], noise), ids, targets), noise)
 
-    def view(self, samples: Tensor, noise: Noise) -> Tensor:
+    def _view(self, samples: Tensor, noise: Noise) -> Tensor:
         """Normalised images, augmented in training; each by itself."""
         if self.rest is None:
-            if self.held:
+            if self.held is not None:
                 samples = centre_crop(samples, self.size, self.crop_share)
             return normalise(as_floats(samples), self.mean, self.std)
         return self._apply(samples, noise, self.rest, self.size, self.mean, self.std)
 
-    def mix(self, batch: Batch, noise: Noise) -> Batch:
+    def _mix(self, batch: Batch, noise: Noise) -> Batch:
         """MixUp, CutMix and label smoothing, which look at two samples of a batch."""
         count = len(self.source.classes) if self.source.classes is not None else None
         target = self.source.target

@@ -1,14 +1,14 @@
-"""From a path to batches on the device: small sets resident there, large ones streamed through workers."""
+"""From a path to batches on the device: small sets resident there, large ones streamed through workers.
+
+Both ways give parts of batches as a pipeline's `collate` makes them, and its `finish` does the rest.
+"""
 
 from __future__ import annotations
 
 import time
-import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,66 +20,73 @@ from situs.data.ahead import Pace, ahead
 from situs.data.audio_pipeline import AudioPipeline, Scale, measure_scale
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
-from situs.data.blocks import BlockOrder, with_order
+from situs.data.blocks import with_order
 from situs.data.config import BATCH, DENSE, NO_DATA, DataConfig
 from situs.data.image_pipeline import ImagePipeline
 from situs.data.mask_pipeline import MaskPipeline
 from situs.data.object_pipeline import ObjectPipeline
 from situs.data.pipeline import Pipeline, WorkerBatch
-from situs.data.resident import HeldStream, Resident, holds_clips, load_resident, resident_size
-from situs.data.sampler import Balanced, BatchPlan, Drawn, LengthBuckets, batches_for, sample_of
+from situs.data.resident import Resident, ResidentStream, hold, holds_clips, resident_size
+from situs.data.sampler import BatchPlan, Drawn
 from situs.data.sources import kind_of, open_source
 from situs.data.sources.audio import noise_folder, read_noise
 from situs.data.sources.base import Source
 from situs.data.sources.images import met_transparency
 from situs.data.sources.speech import part_of
-from situs.data.sources.subset import PerClass, Subset, check_one_class, class_labels
+from situs.data.sources.subset import PerClass, Subset
 from situs.data.streaming import WorkerStream
-from situs.data.text_pipeline import TextPipeline, check_augment, lengths_of
-from situs.errors import SitusError, counted, none_read
+from situs.data.text_pipeline import TextPipeline, check_augment
+from situs.errors import SitusError, none_read
 from situs.progress import tracked
 
-# On a GPU smaller batches, counted in numbers, are augmented several at a time: they cost launches, not work.
-_AT_ONCE = 1 << 24
-_DENSE = {"mask": MaskPipeline, "objects": ObjectPipeline}
 
-
-class Loader(ABC):
+class Loader:
     """Batches of one split. The same (epoch, step) always gives the same batch, on any number of ranks.
+
+    workers: processes that read the samples, 0 for this one. order: what a log says of the order. held: the samples,
+    where they lie on the device already.
 
     steps_per_epoch: batches an epoch, the same on every rank. global_batch: samples a step over all ranks. classes:
     names in label order; None for a set without labels. data_wait: seconds spent in here so far, preparing or waiting
-    for batches. On a GPU the kernels run behind the caller's back: of a set that is held there only their launching
-    counts, and of a streamed one what the GPU waits for, since a thread makes its batches beside the steps
-    (`situs.data.ahead`): the time of each batch at whose coming the GPU had nothing left to do.
-    beside: whether it is so; the same batches.
+    for batches. On a GPU a resident set's kernels run behind the caller's back, and only their launching counts; of a
+    streamed set a thread makes the batches beside the steps (`situs.data.ahead`), and only those count at whose coming
+    the GPU had nothing left to do. beside: whether it is so; the same batches.
     """
 
-    def __init__(self, pipeline: Pipeline, plan: BatchPlan, device: torch.device) -> None:
-        self.source, self.plan, self.device = pipeline.source, plan, device
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        plan: BatchPlan,
+        device: torch.device,
+        workers: int = 0,
+        order: str = "",
+        held: Resident | None = None,
+    ) -> None:
+        self.source, self.plan, self.device, self.order = pipeline.source, plan, device, order
         self.pipeline: Any = pipeline.to(device)
         self.steps_per_epoch, self.global_batch, self.classes = plan.steps, plan.batch, pipeline.source.classes
-        self.data_wait, self.beside = 0.0, False
+        # What is held lies on the caller's stream. On a CPU a thread would only take the steps' cores.
+        self.data_wait, self.beside = 0.0, device.type == "cuda" and held is None and pipeline.beside
+        self.stream: WorkerStream | ResidentStream
+        if held is None:
+            self.stream = WorkerStream(pipeline, plan, workers, pin=device.type == "cuda")
+        else:
+            self.stream = ResidentStream(pipeline, plan, held)
 
     def compile(self) -> Loader:
         """Fuse the augmentation with torch.compile."""
         self.pipeline.compile()
         return self
 
+    def describe(self) -> str:
+        """For the log: what the set is and where it lies, and a line for whatever was left out."""
+        return "\n".join([f"{self.source.name}: {self.stream.describe()}{self.order}", *self.source.notes])
+
     @property
     def mark(self) -> str:
         """How many samples there are and how they are shuffled; where it is another, so are the batches."""
-        order = self.plan.order
-        if self.plan.drawn is not None:
-            return f"{self.plan.n} samples, each step by chance"
-        if isinstance(order, Balanced):
-            mark = zlib.crc32(order.labels.cpu().numpy().tobytes())
-            return f"{self.plan.n} samples, each class equally often ({mark:08x})"
-        if isinstance(order, LengthBuckets):
-            return f"{self.plan.n} samples by their lengths ({int(order.lengths.sum())} in all)"
-        return (
-            f"{self.plan.n} samples {f'in blocks ({order.mark})' if isinstance(order, BlockOrder) else 'in any order'}"
-        )
+        order = ", each step by chance" if self.plan.drawn else getattr(self.plan.order, "mark", " in any order")
+        return f"{self.plan.n} samples{order}"
 
     def shown(self, inputs: Tensor) -> Tensor:
         """Its inputs as pictures for people, [B, C, H, W] in [0, 1]."""
@@ -100,12 +107,31 @@ class Loader(ABC):
             raise SitusError(f"{self.source.name}: holds {self.source.things}, and this looks at pixels", field="data")
         return self.pipeline
 
-    @abstractmethod
-    def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]: ...
+    def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
+        make, parts = partial(self._make, epoch), self._parts(epoch, start_step)
+        if self.beside:
+            return ahead(make, parts, self.device)
+        return (batch for each in parts for batch in _steps(make(each), each[0].sizes))
 
-    @abstractmethod
-    def describe(self) -> str:
-        """For the log: what the set is and where it lies, and a line for whatever was left out."""
+    def _make(self, epoch: int, parts: list[WorkerBatch]) -> Batch:
+        moved = [self.pipeline.move(part.values, self.device) for part in parts]
+        ids = [part.ids.to(self.device, non_blocking=True) for part in parts]
+        ids = torch.cat(ids) if len(ids) > 1 else ids[0]
+        return self.pipeline.finish(self.pipeline.join(moved), ids, self.pipeline.noise(ids, epoch))
+
+    def _parts(self, epoch: int, start_step: int) -> Iterator[list[WorkerBatch]]:
+        """What was read; in the caller's thread, who forks the workers and hears of their end."""
+        met_transparency()  # what others have met does not count
+        for parts in self.stream.batches(epoch, start_step):
+            for index, reason in (each for part in parts for each in part.broken):
+                self.source.skip(index, reason)
+            if any(part.transparent for part in parts):
+                self.source.note_transparency()
+            if any(len(part.ids) for part in parts):
+                yield parts
+        if not self.pipeline.training and (broken := self.source.skipped) and len(broken) == len(self.source):
+            none = none_read(self.source.name, len(broken), self.source.things)
+            raise SitusError(f"{none}; the first: {broken[0].reason}", field="data")
 
     def iterate(self, epoch: int = 0, start_step: int = 0) -> Iterator[Batch]:
         """The epoch's batches from number `start_step` on."""
@@ -120,125 +146,22 @@ class Loader(ABC):
             yield batch
             pace.launched()
 
-    def close(self) -> None:  # noqa: B027  (most have nothing to end)
+    def close(self) -> None:
         """Ends whatever works for it; the next batch begins anew."""
+        self.stream.close()
 
     def __iter__(self) -> Iterator[Batch]:
         return tracked(self.iterate(), self.source.name, self.steps_per_epoch)
 
 
-class ResidentLoader(Loader):
-    """The whole set on the device, images or clips; a batch is an index into it."""
-
-    def __init__(self, pipeline: Pipeline, plan: BatchPlan, held: Resident) -> None:
-        super().__init__(pipeline, plan, held.samples.device)
-        self.held = held
-
-    def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
-        waiting: list[Tensor] = []
-        at_once = self._steps_at_once()
-        for ids in batches_for(self.plan, epoch, start_step, self.device):
-            if len(ids):
-                waiting.append(ids)
-            if len(waiting) >= at_once:
-                yield from self._augmented(waiting, epoch)
-                waiting = []
-        if waiting:  # fewer would be another shape, for which the compiler takes half a minute
-            filled = waiting + [waiting[-1]] * (at_once - len(waiting))
-            yield from islice(self._augmented(filled, epoch), len(waiting))
-
-    def _steps_at_once(self) -> int:
-        """Batches that are augmented together."""
-        if self.device.type == "cpu" or not self.pipeline.training:
-            return 1
-        share = self.plan.batch // self.plan.world
-        return max(1, min(self.steps_per_epoch, _AT_ONCE // (share * self.pipeline.row_bytes)))
-
-    def _augmented(self, steps: list[Tensor], epoch: int) -> Iterator[Batch]:
-        ids, pipeline = torch.cat(steps), self.pipeline
-        rows = sample_of(ids)
-        if len(self.held.samples) < len(self.source):  # a broken one must not give its number to the next
-            ids = ids - rows + self.held.index[rows]
-        targets = {} if self.held.labels is None else {self.source.target: self.held.labels[rows]}
-        noise = pipeline.noise(ids, epoch)
-        together = Batch(pipeline.view(self.held.samples[rows], noise), ids, targets)
-        # Pairs stay within their batch where batches are even, so that all of them are mixed at once.
-        even = all(len(part) % 2 == 0 for part in steps)
-        if even:
-            together = pipeline.mix(together, noise)
-        start = 0
-        for part in steps:
-            span = slice(start, start := start + len(part))
-            own = together.part(span)
-            yield own if even else pipeline.mix(own, {"mix": noise["mix"][span]} if "mix" in noise else {})
-
-    def describe(self) -> str:
-        """Count, size and memory."""
-        count, *sides = self.held.samples.shape
-        mib, size = self.held.samples.nbytes / 2**20, " × ".join(map(str, sides)) + " samples" * (len(sides) == 1)
-        held = f"{counted(count, self.source.things)} of {size} on {self.device}, {mib:.0f} MiB"
-        return "\n".join([f"{self.source.name}: {held}", *self.source.notes])
-
-
-class StreamLoader(Loader):
-    """Any modality, read by workers as it is asked for. workers: 0 reads in this process. order: said of the order.
-
-    held: bytes that the samples may take where they are read once and kept on the device.
-    """
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        plan: BatchPlan,
-        device: torch.device,
-        workers: int = 0,
-        order: str = "",
-        *,
-        held: int | None = None,
-    ) -> None:
-        super().__init__(pipeline, plan, device)
-        self.order = order
-        # What is held lies on the caller's stream. On a CPU a thread would only take the steps' cores.
-        self.beside = device.type == "cuda" and held is None and pipeline.beside
-        self.stream: WorkerStream | HeldStream
-        if held is None:
-            self.stream = WorkerStream(pipeline, plan, workers, pin=device.type == "cuda")
-        else:
-            self.stream = HeldStream(pipeline, plan, device, held)
-
-    def close(self) -> None:
-        """Ends the workers."""
-        if isinstance(self.stream, WorkerStream):
-            self.stream.close()
-
-    def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
-        make, parts = partial(self._make, epoch), self._parts(epoch, start_step)
-        return ahead(make, parts, self.device) if self.beside else map(make, parts)
-
-    def _make(self, epoch: int, parts: list[WorkerBatch]) -> Batch:
-        moved = [self.pipeline.move(part.values, self.device) for part in parts]
-        ids = torch.cat([part.ids.to(self.device, non_blocking=True) for part in parts])
-        return self.pipeline.finish(self.pipeline.join(moved), ids, self.pipeline.noise(ids, epoch))
-
-    def _parts(self, epoch: int, start_step: int) -> Iterator[list[WorkerBatch]]:
-        """What the workers read; in the caller's thread, who forks them and hears of their end."""
-        met_transparency()  # what others have met does not count
-        for parts in self.stream.batches(epoch, start_step):
-            for index, reason in (found for part in parts for found in part.broken):
-                self.source.skip(index, reason)
-            if any(part.transparent for part in parts):
-                self.source.note_transparency()
-            if any(len(part.ids) for part in parts):
-                yield parts
-        if not self.pipeline.training and (broken := self.source.skipped) and len(broken) == len(self.source):
-            said = none_read(self.source.name, len(broken), self.source.things)
-            raise SitusError(f"{said}; the first: {broken[0].reason}", field="data")
-
-    def describe(self) -> str:
-        """Count, of masks and objects their classes, and workers or memory."""
-        many, how = counted(len(self.source), self.source.things), self.stream.describe()
-        many += f" of {counted(len(self.source.classes or ()), 'classes')}," if self.source.target in _DENSE else ""
-        return "\n".join([f"{self.source.name}: {many} {how}{self.order}", *self.source.notes])
+def _steps(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
+    """A batch of several steps, one by one; one step as it is."""
+    if len(sizes) < 2 and (not sizes or sizes[0] == len(batch.ids)):
+        yield batch
+        return
+    start = 0
+    for size in sizes:
+        yield batch.part(slice(start, start := start + size))
 
 
 def make_loader(
@@ -257,30 +180,21 @@ def make_loader(
     already, such as a `TensorSource`; else those at `config.path`. drawn: which samples a step takes, where that is not
     an order of theirs.
     """
-    device = torch.device(device)
+    device, training = torch.device(device), augment is not None
     if source is None:
         if not config.path:
             raise SitusError(NO_DATA, field="data")
         # What an evaluation sees is scaled by the training split, whatever split it looks at.
-        settled = settle(config if augment is not None else replace(config, split=None))
+        settled = settle(config if training else replace(config, split=None))
         config = replace(settled, split=config.split)
-        split = config.split or (None if augment is not None else "val")
-        source = open_source(config.path, split, **config.wanted())
-    if augment is not None and config.count is not None:
+        source = open_source(config.path, config.split or (None if training else "val"), **config.wanted())
+    if training and config.count is not None:
         source = Subset(source, config.count)
-    if augment is not None and config.per_class is not None:
+    if training and config.per_class is not None:
         source = PerClass(source, config.per_class)
-    if config.kind == "text":
-        return _text_loader(source, config, augment, device, rank, world, drawn)
-    clips = config.kind == "audio"
-    if not clips and source.things == "clips":
-        raise SitusError(f"{source.name}: holds clips, and images are asked for", field="data")
-    size = None if clips or source.target in _DENSE else resident_size(source, config)
-    held = None
-    if size is not None or (clips and holds_clips(source, config)):
-        held = load_resident(source, device, size, max_bytes=int(config.resident_gib * 2**30))
-    training = augment is not None
-    count = len(source) if held is None else len(held.samples)
+    pipeline = _PIPELINES[config.kind or "image"](source, config, augment, device)
+    held = hold(pipeline, device, int(config.resident_gib * 2**30)) if pipeline.held else None
+    count = len(source) if held is None else len(held.index)
     plan = BatchPlan(
         count,
         config.batch or default_batch(count, world, training=training, drawn=drawn is not None),
@@ -292,59 +206,8 @@ def make_loader(
         drop_last=training,
         drawn=drawn,
     )
-    plan = _balanced(plan, source, config, held)
-    pipeline = (_clips if clips else _images)(source, config, augment, device, held=held is not None)
-    if held is not None:
-        return ResidentLoader(pipeline, plan, held)
-    if training and config.resident == "always":  # of images with masks; an evaluation looks at each once
-        if source.target == "mask":
-            return StreamLoader(pipeline, plan, device, held=int(config.resident_gib * 2**30))
-        source.notes.append(f"{source.name}: is streamed whatever resident says, as images with objects are")
-    plan, said = with_order(plan, source, config) if training and drawn is None else (plan, "")
-    return StreamLoader(pipeline, plan, device, config.workers, said)
-
-
-def _balanced(plan: BatchPlan, source: Source, config: DataConfig, held: Resident | None = None) -> BatchPlan:
-    """The plan of a training in which every class comes equally often, where the config asks for that."""
-    if not config.balanced or not plan.shuffle:
-        return plan
-    if plan.drawn is not None:
-        asked = "balanced: differential privacy draws each sample by itself, whatever its class; leave one of them out"
-        raise SitusError(asked, field="balanced")
-    check_one_class(source, "balanced")
-    labels = class_labels(source) if held is None or held.labels is None else held.labels
-    return replace(plan, order=Balanced(labels, plan.repeated))
-
-
-class TextLoader(StreamLoader):
-    """Sentences, or blocks of words, whose ids are in memory already."""
-
-    def describe(self) -> str:
-        """Count, and how they are shuffled."""
-        said = f"{self.source.name}: {counted(len(self.source), self.source.things)} in memory as ids{self.order}"
-        return "\n".join([said, *self.source.notes])
-
-
-def _text_loader(
-    source: Source,
-    config: DataConfig,
-    augment: AugmentConfig | None,
-    device: torch.device,
-    rank: int,
-    world: int,
-    drawn: Drawn | None,
-) -> Loader:
-    training, words = augment is not None, config.target == "words"
-    if augment is not None:
-        check_augment(augment)
-    batch = config.batch or default_batch(len(source), world, training=training, drawn=drawn is not None)
-    plan = BatchPlan(len(source), batch, config.seed, rank, world, shuffle=training, drop_last=training, drawn=drawn)
-    said = ""
-    if training and not words and drawn is None:
-        plan, said = replace(plan, order=LengthBuckets(lengths_of(source), batch)), ", like lengths together"
-    plan = _balanced(plan, source, config)
-    said = ", each class equally often" if isinstance(plan.order, Balanced) else said
-    return TextLoader(TextPipeline(source, config.longest, training=training, words=words), plan, device, 0, said)
+    plan, order = with_order(plan, pipeline, config, None if held is None else held.values)
+    return Loader(pipeline, plan, device, 0 if pipeline.in_memory else config.workers, order, held)
 
 
 def settle(config: DataConfig) -> DataConfig:
@@ -375,12 +238,19 @@ def settle(config: DataConfig) -> DataConfig:
     return replace(config, mean=config.mean or mean, std=config.std or std)
 
 
-def _images(
-    source: Source, config: DataConfig, augment: AugmentConfig | None, device: torch.device, *, held: bool
-) -> Pipeline:
+def _images(source: Source, config: DataConfig, augment: AugmentConfig | None, device: torch.device) -> Pipeline:
+    if source.things == "clips":
+        raise SitusError(f"{source.name}: holds clips, and images are asked for", field="data")
     given = source, config.size, config.seed, augment
-    if source.target in _DENSE:
-        return _DENSE[source.target](*given, config.normalisation)
+    always = augment is not None and config.resident == "always"  # an evaluation looks at each once
+    if source.target == "mask":
+        pipeline = MaskPipeline(*given, config.normalisation)
+        pipeline.held = always
+        return pipeline
+    if source.target == "objects":
+        if always:
+            source.notes.append(f"{source.name}: is streamed whatever resident says, as images with objects are")
+        return ObjectPipeline(*given, config.normalisation)
     if augment is not None and augment.crop in ("scaled", "fitted"):
         allowed = "none, resized or pad without masks or objects"
         raise SitusError(field="augment.crop", value=augment.crop, allowed=allowed)
@@ -388,18 +258,12 @@ def _images(
         *given,
         crop_share=config.crop_share,
         normalisation=config.normalisation,
-        held=held,
+        held=resident_size(source, config),
         device_resizes=serves(device),
     )
 
 
-def _clips(
-    source: Source,
-    config: DataConfig,
-    augment: AugmentConfig | None,
-    *_: object,
-    held: bool,  # noqa: ARG001
-) -> Pipeline:
+def _clips(source: Source, config: DataConfig, augment: AugmentConfig | None, _: torch.device) -> Pipeline:
     """Noise is read where training or the evaluation mixes some in; a split has its own part of it."""
     bank, noisy = None, config.audio.snr_db is not None
     if augment is not None:
@@ -411,7 +275,18 @@ def _clips(
         if bank is None:
             source.notes.append(f"{source.name}: has no background noise, so that none is mixed in")
     scale = Scale(*(torch.tensor(part) for part in config.normalisation))
-    return AudioPipeline(source, config.audio, scale, augment=augment, noise_bank=bank, seed=config.seed)
+    pipeline = AudioPipeline(source, config.audio, scale, augment=augment, noise_bank=bank, seed=config.seed)
+    pipeline.held = holds_clips(source, config)
+    return pipeline
+
+
+def _sentences(source: Source, config: DataConfig, augment: AugmentConfig | None, _: torch.device) -> Pipeline:
+    if augment is not None:
+        check_augment(augment)
+    return TextPipeline(source, config.longest, training=augment is not None, words=config.target == "words")
+
+
+_PIPELINES = {"image": _images, "audio": _clips, "text": _sentences}
 
 
 UPDATES, FEWEST = 10, 8

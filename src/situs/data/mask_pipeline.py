@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.data.augment.recipes import AugmentConfig, apply_masked, as_floats, normalise
-from situs.data.batch import Batch
-from situs.data.masks import VOID
+from situs.data.batch import VOID, Batch
 from situs.data.pipeline import Noise
 from situs.data.pixel_pipeline import PixelPipeline, alike, brought_to, check_augment, repeat_border, take_nearest
 from situs.data.sources.images import covering_size

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from situs.config import Checked
+from situs.data.batch import VOID
 from situs.errors import BrokenSampleError, SitusError
 from situs.limits import Natural
-
-VOID = -1
-"""The class of a pixel that has none: left out of losses and scores."""
 
 _STRANGE = -2
 _NUMBERS = 1 << 16  # that a mask file may hold

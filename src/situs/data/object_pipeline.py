@@ -18,12 +18,11 @@ from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE
 from situs.data.augment.objects import apply_objects
 from situs.data.augment.recipes import as_floats, normalise
-from situs.data.batch import Batch
-from situs.data.objects import NONE
+from situs.data.batch import VOID, Batch
 from situs.data.pipeline import Noise
 from situs.data.pixel_pipeline import PixelPipeline, alike, brought_to, check_augment, repeat_border, take_nearest
 
-_FILL = {"boxes": 0.0, "classes": NONE, "crowd": False, "masks": 0}
+_FILL = {"boxes": 0.0, "classes": VOID, "crowd": False, "masks": 0}
 
 
 class ObjectPipeline(PixelPipeline):

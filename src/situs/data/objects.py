@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from situs.config import Checked
+from situs.data.batch import VOID
 from situs.errors import SitusError
-
-NONE = -1
-"""The class of what is no object: padding, and what a crop has cut away."""
 
 _BITS = 8
 
@@ -80,7 +78,7 @@ def extents(packed: Tensor, count: int) -> Tensor:
 def objects_of(targets: Mapping[str, Tensor], *, crowd: bool = False) -> list[Objects]:
     """The objects of each image of a batch, without padding; with `crowd` the crowds among them too."""
     classes, crowds = targets["classes"], targets["crowd"]
-    wanted = (classes != NONE) & (True if crowd else ~crowds)
+    wanted = (classes != VOID) & (True if crowd else ~crowds)
     found = []
     for number, sides in enumerate(targets["sides"].tolist()):
         which = wanted[number].nonzero()[:, 0]

@@ -1,7 +1,7 @@
 """The way of one modality from a source to a batch: read in a worker, noise for each sample, finished on the device.
 
 A new modality is a `Source` whose `read` gives what a sample holds, and a `Pipeline` with `collate` and `finish`;
-`situs.data.loader.StreamLoader` and the training loop know nothing else of it.
+`situs.data.loader.Loader` and the training loop know nothing else of it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ class WorkerBatch(NamedTuple):
     """A batch as a worker gives it. values: [b, …] by name. ids: [b] draw numbers.
 
     broken: (row, reason) for each sample found broken on the way. Without rows where every sample was. transparent:
-    whether an image was laid over white.
+    whether an image was laid over white. sizes: the rows of each step, where these are several steps.
     """
 
     values: dict[str, Tensor]
     ids: Tensor
     broken: list[tuple[int, str]]
     transparent: bool = False
+    sizes: Sequence[int] = ()
 
     def part(self, span: slice) -> WorkerBatch:
         """The samples of a span; what was broken is told with the first."""
@@ -45,14 +46,19 @@ class WorkerBatch(NamedTuple):
 class Pipeline(ABC):
     """Plain data, so that it can be sent to a worker process; `to` gives the loader's own copy, on its device.
 
-    training: the next readable sample stands in for a broken one, under the broken one's draw, so that batches keep
-    their size. Otherwise it is left out. by_rows: whether `collate` gives a row of every value for each sample.
-    row_bytes: about what a sample takes on its way from a worker; 0 where nobody knows. beside: whether a thread may
-    make its batches while a step runs, as `situs.data.ahead` asks.
+    training: whether samples are augmented. stand_in: the next readable sample stands in for a broken one, under the
+    broken one's draw, so that batches keep their size, as in training; otherwise it is left out. by_rows: whether
+    `collate` gives a row of every value for each sample. row_bytes: about what a sample takes on its way from a worker;
+    0 where nobody knows. beside: whether a thread may make its batches while a step runs, as `situs.data.ahead` asks.
+    pairs: whether `finish` looks at two rows of a batch, (0, 1), (2, 3)…. in_memory: what a log says of samples that no
+    worker need read. held: whether all samples are read once and kept on the device (`situs.data.resident`).
     """
 
     by_rows = beside = True
+    pairs = False
     row_bytes = 0
+    in_memory = ""
+    held: Any = None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -60,7 +66,7 @@ class Pipeline(ABC):
         return {}
 
     def __init__(self, source: Source, *, training: bool) -> None:
-        self.source, self.training = source, training
+        self.source, self.training, self.stand_in = source, training, training
 
     def read(self, epoch: int, draws: Sequence[int], done: Mapping[int, Sequence[int]] | None = None) -> WorkerBatch:
         """The samples of some draws. Nothing is drawn but by (seed, epoch, draw): no worker changes anything.
@@ -84,7 +90,7 @@ class Pipeline(ABC):
     def _sample(self, epoch: int, draw: int, broken: list[tuple[int, str]], blocks: bool) -> dict[str, Any] | None:
         row, count = sample_of(draw), len(self.source)
         fields: tuple[str, ...] = ()
-        for offset in range(count if self.training else 1):
+        for offset in range(count if self.stand_in else 1):
             index = (row + offset) % count
             try:
                 return self.fetch(index, epoch, draw)
@@ -96,7 +102,7 @@ class Pipeline(ABC):
             finally:
                 if blocks and offset:
                     self._release_other(row, index)
-        if self.training:
+        if self.stand_in:
             said = none_read(self.source.name, count, self.source.things)
             raise SitusError(f"{said}; {broken[-1][1]}", field=fields)
         return None
@@ -110,6 +116,14 @@ class Pipeline(ABC):
     def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:  # noqa: ARG002
         """What `collate` is given of sample `index`; epoch, draw: for those who read only what a view needs."""
         return self.source.read(index)
+
+    def whole(self) -> dict[str, Tensor] | None:
+        """What `collate` would give of all samples, where they are in memory like that already."""
+        return None
+
+    def lengths(self) -> Tensor | None:
+        """How long each sample is, [n], where batches of like lengths are cheaper."""
+        return None
 
     @abstractmethod
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -137,14 +151,6 @@ class Pipeline(ABC):
     @abstractmethod
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
         """The batch that a method sees."""
-
-    def view(self, samples: Tensor, noise: Noise) -> Tensor:
-        """Of a modality that can be held on the device: what samples [B, …] held there become, each by itself."""
-        raise NotImplementedError
-
-    def mix(self, batch: Batch, noise: Noise) -> Batch:  # noqa: ARG002  (those who look at pairs use it)
-        """What comes after `view` and looks at the labels, or at two samples of a batch."""
-        return batch
 
     def shown(self, inputs: Tensor) -> Tensor:
         """A model's inputs as pictures for people, [B, C, H, W] in [0, 1]."""

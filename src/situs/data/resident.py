@@ -1,39 +1,36 @@
-"""Small sets held whole on the device: decoded once, then every batch is an index away."""
+"""Sets held whole on the device: read once, then every batch is an index away."""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from situs.data.audio_pipeline import to_bits
 from situs.data.config import DataConfig
 from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.sampler import BatchPlan, batches_for, sample_of
 from situs.data.sources.base import Source, TensorSource
-from situs.data.sources.images import centre_fit, met_transparency, to_channels
+from situs.data.sources.images import met_transparency
 from situs.errors import BrokenSampleError, SitusError, counted, none_read
 from situs.progress import tracked
 
-DEFAULT_BYTES = 4 << 30
-_AT_ONCE = 256  # images a task: enough to make handing out tasks cheap, few enough for a smooth progress bar
+_TASK = 256  # samples: enough to make handing out tasks cheap, few enough for a smooth progress bar
 _PROBES = 16
 _LARGEST = 8  # times the size the model sees
-_TASK = 32  # of images with masks, which take longer
+# On a GPU smaller batches, counted in numbers, are augmented several at a time: they cost launches, not work.
+_AT_ONCE = 1 << 24
 
 
 class Resident(NamedTuple):
-    """samples: [n, C, H, W] uint8, or float32 in [0, 1]; of clips [n, T] int16. labels: [n] int64, or [n, K] int8.
+    """values: what the pipeline's `collate` gives of each readable sample, [n, …] by name. index: [n] their rows in the
+    source."""
 
-    index: [n] source's rows.
-    """
-
-    samples: Tensor
-    labels: Tensor | None
+    values: dict[str, Tensor]
     index: Tensor
 
 
@@ -65,73 +62,48 @@ def _probe(source: Source) -> set[tuple[int, int]]:
     """The sizes (height, width) of some images spread over the set."""
     if isinstance(source, TensorSource):
         return {(source.images.shape[2], source.images.shape[3])}
-    found = set()
+    sizes = set()
     for index in range(0, len(source), max(1, len(source) // _PROBES)):
         try:
-            found.add(tuple(source.read(index)["image"].shape[1:]))
+            sizes.add(tuple(source.read(index)["image"].shape[1:]))
         except BrokenSampleError:
             continue
-    return found
+    return sizes
 
 
-def load_resident(
-    source: Source,
-    device: torch.device | str = "cpu",
-    size: tuple[int, int] | None = None,
-    *,
-    max_bytes: int = DEFAULT_BYTES,
-    threads: int | None = None,
-) -> Resident:
-    """Every readable image or clip of `source` as one tensor on `device`.
-
-    size:     (height, width) that each image is resized and centre-cropped to; None keeps the images'
-              own size, and then all must have the same.
+def hold(pipeline: Pipeline, device: torch.device | str, max_bytes: int) -> Resident:
+    """Every readable sample of a pipeline whose `collate` gives the same in every epoch.
 
     Broken ones are left out and noted in `source.skipped`, unless the source is strict.
     """
-    if isinstance(source, TensorSource):
-        images, labels, index = _from_tensor(source, size, max_bytes)
+    source, count = pipeline.source, len(pipeline.source)
+    if (whole := pipeline.whole()) is not None:
+        _check_bytes(source, sum(value.nbytes for value in whole.values()), max_bytes)
+        values, index = whole, torch.arange(count)
     else:
-        images, labels, index = _decode_all(source, size, max_bytes, threads)
-    return Resident(images.to(device), None if labels is None else labels.to(device), index.to(device))
-
-
-class HeldStream:
-    """Batches of a set whose samples are read once and kept on the device as the pipeline's workers would give them.
-
-    For a pipeline that reads the same of a sample in every epoch: then they are a `WorkerStream`'s, bit for bit, with
-    the same stand-ins for broken samples. max_bytes: what they may take, by the pipeline's own estimate.
-    """
-
-    def __init__(self, pipeline: Pipeline, plan: BatchPlan, device: torch.device, max_bytes: int) -> None:
-        self.plan, self.device, source = plan, device, pipeline.source
-        _check_bytes(source, (pipeline.row_bytes,), torch.uint8, max_bytes)
-        starts = range(0, len(source), _TASK)
-        met_transparency()
+        reader = copy.copy(pipeline)
+        reader.stand_in = False
+        spans = [range(start, min(start + _TASK, count)) for start in range(0, count, _TASK)]
+        met_transparency()  # what others have met does not count
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-            read = pool.map(lambda start: pipeline.read(0, range(start, min(start + _TASK, len(source)))), starts)
-            parts = list(tracked(read, f"reading {source.name}", len(starts)))
-        for index, reason in (found for part in parts for found in part.broken):
-            source.skip(index, reason)
+            first = reader.read(0, spans[0])
+            share = len(first.ids) / count if len(first.ids) else 1.0
+            _check_bytes(source, sum(value.nbytes for value in first.values.values()) / share, max_bytes)
+            rest = pool.map(lambda span: reader.read(0, span), spans[1:])
+            parts = [first, *tracked(rest, f"reading {source.name}", len(spans) - 1)]
+        broken = [each for part in parts for each in part.broken]
+        for row, reason in broken:
+            source.skip(row, reason)
+        if len(broken) == count:
+            raise SitusError(f"{none_read(source.name, count, source.things)}; the last: {broken[-1][1]}")
         if any(part.transparent for part in parts):
             source.note_transparency()
-        self.values = pipeline.move(pipeline.join([part.values for part in parts]), device)
-
-    def describe(self) -> str:
-        """For the log: where they lie."""
-        return f"on {self.device}, {sum(value.nbytes for value in self.values.values()) / 2**20:.0f} MiB"
-
-    def batches(self, epoch: int, start_step: int) -> Iterator[list[WorkerBatch]]:
-        """As `WorkerStream` gives them, one part each."""
-        for ids in batches_for(self.plan, epoch, start_step, self.device):
-            rows = sample_of(ids)
-            yield [WorkerBatch({name: value[rows] for name, value in self.values.items()}, ids, [])]
+        values = dict(pipeline.join([part.values for part in parts if len(part.ids)]))
+        index = torch.cat([part.ids for part in parts])
+    return Resident(pipeline.move(values, torch.device(device)), index.to(device))
 
 
-def _check_bytes(source: Source, shape: tuple[int, ...], dtype: torch.dtype, max_bytes: int) -> None:
-    needed = len(source) * torch.empty(0, dtype=dtype).element_size()
-    for side in shape:
-        needed *= side
+def _check_bytes(source: Source, needed: float, max_bytes: int) -> None:
     if needed > max_bytes:
         raise SitusError(
             f"{source.name}: {len(source)} {source.things} take {needed / 2**30:.1f} GiB and "
@@ -141,102 +113,48 @@ def _check_bytes(source: Source, shape: tuple[int, ...], dtype: torch.dtype, max
         )
 
 
-def _from_tensor(
-    source: TensorSource, size: tuple[int, int] | None, max_bytes: int
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    images = source.images
-    channels = source.channels or images.shape[1]
-    _check_bytes(source, (channels, *(size or images.shape[2:])), images.dtype, max_bytes)
-    if channels != images.shape[1]:
-        images = torch.stack([to_channels(image, channels, source.name) for image in images])
-    if size is not None:
-        images = centre_fit(images, *size)
-    return images, source.labels, torch.arange(len(source))
+class ResidentStream:
+    """The batches of a set that is held, from any step of any epoch, several steps together where that is cheaper."""
 
+    def __init__(self, pipeline: Pipeline, plan: BatchPlan, held: Resident) -> None:
+        self.pipeline, self.plan, self.held, self.device = pipeline, plan, held, held.index.device
 
-def _decode_all(
-    source: Source,
-    size: tuple[int, int] | None,
-    max_bytes: int,
-    threads: int | None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    count = len(source)
-    met_transparency()  # what others have met does not count
-    first = _first_readable(source, size)
-    shape = tuple(first.shape)
-    _check_bytes(source, shape, first.dtype, max_bytes)
-    images = torch.empty((count, *shape), dtype=first.dtype)
-    labels = None
-    if source.classes is not None:
-        shape = (count, len(source.classes)) if source.multi_label else (count,)
-        labels = torch.zeros(shape, dtype=torch.int8 if source.multi_label else torch.int64)
-    good = torch.zeros(count, dtype=torch.bool)
+    def describe(self) -> str:
+        """For the log: count, size and memory."""
+        count, *sides = next(iter(self.held.values.values())).shape
+        size = " × ".join(map(str, sides)) + " samples" * (len(sides) == 1)
+        mib = sum(value.nbytes for value in self.held.values.values()) / 2**20
+        return f"{counted(count, self.pipeline.source.things)} of {size} on {self.device}, {mib:.0f} MiB"
 
-    def fill(start: int) -> list[tuple[int, str]]:
-        broken = []
-        for index in range(start, min(start + _AT_ONCE, count)):
-            try:
-                sample = source.read(index)
-            except BrokenSampleError as error:
-                if source.strict:
-                    raise
-                broken.append((index, str(error)))
-                continue
-            held = _held(sample, size)
-            images[index] = held if "wave" in sample else _same_form(held, images, index, source)
-            if labels is not None and "label" in sample:
-                labels[index] = sample["label"]
-            good[index] = True
-        return broken
+    def close(self) -> None:
+        """Nothing works for it."""
 
-    starts = range(0, count, _AT_ONCE)
-    with ThreadPoolExecutor(threads or min(16, os.cpu_count() or 1)) as pool:
-        for broken in tracked(pool.map(fill, starts), f"reading {source.name}", len(starts)):
-            for index, reason in broken:
-                source.skip(index, reason)
-    if met_transparency():
-        source.note_transparency()
-    index = good.nonzero().flatten()
-    if len(index) == count:
-        return images, labels, index
-    return images[index], None if labels is None else labels[index], index
+    def steps_at_once(self) -> int:
+        """Batches that are augmented together."""
+        share = self.plan.batch // self.plan.world
+        odd = share % 2 or self.plan.drawn is not None
+        if self.device.type == "cpu" or not self.pipeline.training or (self.pipeline.pairs and odd):
+            return 1  # pairs stay within their batch, whose rows are even
+        return max(1, min(self.plan.steps, _AT_ONCE // (share * self.pipeline.row_bytes)))
 
+    def batches(self, epoch: int, start_step: int) -> Iterator[list[WorkerBatch]]:
+        """One part each, of several steps (`sizes`)."""
+        waiting: list[Tensor] = []
+        at_once = self.steps_at_once()
+        for ids in batches_for(self.plan, epoch, start_step, self.device):
+            if len(ids):
+                waiting.append(ids)
+            if len(waiting) >= at_once:
+                yield self._together(waiting, len(waiting))
+                waiting = []
+        if waiting:  # fewer would be another shape, for which the compiler takes half a minute
+            yield self._together(waiting + [waiting[-1]] * (at_once - len(waiting)), len(waiting))
 
-def _held(sample: dict[str, Any], size: tuple[int, int] | None) -> Tensor:
-    """A sample as it is held: a clip in 16 bits, an image at the wanted size."""
-    if "wave" in sample:
-        return to_bits(sample["wave"])
-    return sample["image"] if size is None else centre_fit(sample["image"], *size)
-
-
-def _first_readable(source: Source, size: tuple[int, int] | None) -> Tensor:
-    reason = "it is empty"
-    for index in range(len(source)):
-        try:
-            return _held(source.read(index), size)
-        except BrokenSampleError as error:
-            if source.strict:
-                raise
-            reason = str(error)
-    raise SitusError(f"{none_read(source.name, len(source), source.things)}; the last: {reason}")
-
-
-def _same_form(image: Tensor, images: Tensor, index: int, source: Source) -> Tensor:
-    """`image` if it fits into the set, in the set's dtype; else the sentence that says what does not fit."""
-    if image.shape[0] != images.shape[1]:
-        raise SitusError(
-            f"{source.name}: image {index} has {counted(image.shape[0], 'channels')}, the first has {images.shape[1]}; "
-            "say how many you want",
-            field="channels",
-        )
-    if image.shape != images.shape[1:]:
-        raise SitusError(
-            f"{source.name}: image {index} is {image.shape[1]} × {image.shape[2]} and the first is "
-            f"{images.shape[2]} × {images.shape[3]}; give a size to bring them to, or stream them",
-            field="resident",
-        )
-    if image.dtype == images.dtype:
-        return image
-    if images.dtype == torch.uint8:
-        return (image * 255.0).round().clamp(0, 255).to(torch.uint8)
-    return image.to(torch.float32) / 255.0
+    def _together(self, steps: list[Tensor], count: int) -> list[WorkerBatch]:
+        """count: how many of the steps are handed out."""
+        ids = torch.cat(steps)
+        rows = sample_of(ids)
+        if len(self.held.index) < len(self.pipeline.source):  # a broken one must not give its number to the next
+            ids = ids - rows + self.held.index[rows]
+        values = {name: value[rows] for name, value in self.held.values.items()}
+        return [WorkerBatch(values, ids, [], sizes=[len(step) for step in steps[:count]])]

@@ -6,6 +6,7 @@ see exactly what one rank would, and a run that resumes at step t only starts co
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -103,6 +104,11 @@ class LengthBuckets:
     batch: int
     pool: int = 16
 
+    @property
+    def mark(self) -> str:
+        """The same for two orders that are the same."""
+        return f" by their lengths ({int(self.lengths.sum())} in all)"
+
     def __call__(self, seed: int, epoch: int, n: int, device: torch.device | str = "cpu") -> Tensor:
         order, lengths = epoch_order(seed, epoch, n, device), self.lengths.to(device)
         whole = n // self.batch * self.batch
@@ -125,6 +131,11 @@ class Balanced:
 
     labels: Tensor
     repeated: int = 1
+
+    @property
+    def mark(self) -> str:
+        """The same for two orders that are the same."""
+        return f", each class equally often ({zlib.crc32(self.labels.cpu().numpy().tobytes()):08x})"
 
     def __call__(self, seed: int, epoch: int, n: int, device: torch.device | str = "cpu") -> Tensor:
         labels = self.labels.to(device)

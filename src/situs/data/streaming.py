@@ -22,7 +22,7 @@ from situs.data.blocks import BlockEpoch, BlockOrder
 from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.sampler import BatchPlan, Permutation, batches_for
 from situs.data.work import cores, processes, told_of_the_killed
-from situs.errors import SitusError
+from situs.errors import SitusError, counted
 
 _PREFETCH = 4  # tasks that each worker prepares ahead, as far as memory allows: one at least
 _AHEAD_BYTES = 8 << 30  # of all that is prepared by the workers of a process
@@ -141,7 +141,7 @@ class WorkerStream:
     """
 
     def __init__(self, pipeline: Pipeline, plan: BatchPlan, workers: int, pin: bool) -> None:
-        self.plan = plan
+        self.plan, self.pipeline = plan, pipeline
         self.workers = workers = min(workers, cores())
         self._schedule = _Schedule(plan, max(1, workers) if isinstance(plan.order, BlockOrder) else 1)
         self._loader = DataLoader(
@@ -159,9 +159,10 @@ class WorkerStream:
         weakref.finalize(self, _end_workers, self._loader, os.getpid())
 
     def describe(self) -> str:
-        """For the log: who reads."""
+        """For the log: how many there are, and who reads them."""
         by = f"by {self.workers} worker{'s' if self.workers > 1 else ''}" if self.workers else "without workers"
-        return f"streamed {by}"
+        source = self.pipeline.source
+        return f"{counted(len(source), source.things)} {self.pipeline.in_memory or f'streamed {by}'}"
 
     def close(self) -> None:
         """Ends the workers now. When Python ends, torch gives each of them five seconds in turn and stops it then."""

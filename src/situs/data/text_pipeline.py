@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from situs.data.augment.recipes import AugmentConfig
-from situs.data.batch import Batch
+from situs.data.batch import VOID, Batch
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.base import Source
 from situs.data.sources.text import BlockSource, TextSource
@@ -39,12 +39,6 @@ def text_of(source: Source) -> TextSource | BlockSource:
     return whole
 
 
-def lengths_of(source: Source) -> Tensor:
-    """How many ids each sample has, [n]."""
-    whole = text_of(source)
-    return torch.tensor([whole.length(source.origin(index)[1]) for index in range(len(source))])
-
-
 class TextPipeline(Pipeline):
     """A source of ids ("ids", and "label" where there is one) to batches of them.
 
@@ -52,6 +46,7 @@ class TextPipeline(Pipeline):
     """
 
     by_rows = False  # each batch has a width of its own
+    in_memory = "in memory as ids"
 
     def __init__(self, source: Source, longest: int, *, training: bool, words: bool) -> None:
         super().__init__(source, training=training)
@@ -65,6 +60,13 @@ class TextPipeline(Pipeline):
     def facts(self) -> dict[str, Any]:
         """How many ids a sample has at most."""
         return {"longest": self.longest}
+
+    def lengths(self) -> Tensor | None:
+        """How many ids each sample has, [n]; those of blocks are alike."""
+        if self.words:
+            return None
+        whole = text_of(self.source)
+        return torch.tensor([whole.length(self.source.origin(index)[1]) for index in range(len(self.source))])
 
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:  # noqa: ARG002
         """ "ids" ([b, N], of pairs [b, 2, N]), "mask" [b, N], and the labels."""
@@ -81,9 +83,9 @@ class TextPipeline(Pipeline):
         return values
 
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:  # noqa: ARG002
-        """The words of a language model are its own targets, -1 where there is none."""
+        """The words of a language model are its own targets."""
         mask = values["mask"]
         targets = {"label": values["label"]} if "label" in values else {}
         if self.words:
-            targets = {"words": torch.where(mask, values["ids"], -1)}
+            targets = {"words": torch.where(mask, values["ids"], VOID)}
         return Batch(values["ids"], ids, targets, mask)

@@ -29,6 +29,7 @@ from situs.limits import check_value
 from situs.methods import METHODS
 from situs.methods.base import Batch, Method
 from situs.methods.detection import Detection
+from situs.methods.measured import SolvesPuzzles
 from situs.methods.segmentation import Segmentation
 from situs.models.inference import evaluating
 from situs.progress import task
@@ -92,7 +93,7 @@ class OnlineProbe(_Looks):
             if train.labels is not None and test.labels is not None and train.labels.dim() == 1:
                 pairs = (train.features, hard(train.labels), test.features, hard(test.labels))
                 found["knn_accuracy"] = knn_accuracy(*pairs, min(self.k, len(train.labels)))
-        if method.puzzle_ratios:
+        if isinstance(method, SolvesPuzzles):
             found["position_accuracy_test"] = position_accuracy(method, self.test(), precision=self.precision)
         return found
 

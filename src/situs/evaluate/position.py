@@ -16,7 +16,8 @@ from torch import Tensor
 
 from situs.errors import SitusError
 from situs.limits import check_values
-from situs.methods.base import Batch, Method
+from situs.methods.base import Batch
+from situs.methods.measured import SolvesPuzzles
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.models.inference import Total, evaluating
 from situs.models.model import puzzle_method, told_places
@@ -170,13 +171,13 @@ def evaluate_position(
         found = position_grid(method, loader, ratios, asked, **draws)
     else:
         found = position_curve(method, loader, ratios, **draws)
-        assert model.method is not None
-        found = replace(found, trained_anchors=model.method.told)
+        assert isinstance(model.method, SolvesPuzzles)
+        found = replace(found, trained_anchors=model.method.hint_ratio)
     return replace(found, provenance=made_with(model, loader, seed, precision))
 
 
 def position_grid(
-    method: Method,
+    method: SolvesPuzzles,
     batches: Iterable[Batch],
     ratios: Sequence[float] = MASK_RATIOS,
     position_ratios: Sequence[float] = POSITION_RATIOS,
@@ -192,11 +193,11 @@ def position_grid(
     settings = [(gamma, gamma_pos) for gamma in ratios for gamma_pos in position_ratios]
     found = _ask(method, batches, settings, seed, precision)
     cells = [Cell(*setting, *found.cells[setting], found.top5.get(setting)) for setting in settings]
-    return PositionGrid(tuple(cells), found.count, math.prod(method.grid), trained_ratios(method))
+    return PositionGrid(tuple(cells), found.count, math.prod(method.grid), method.trained_ratios)
 
 
 def position_curve(
-    method: Method,
+    method: SolvesPuzzles,
     batches: Iterable[Batch],
     ratios: Sequence[float] = RATIOS,
     *,
@@ -210,20 +211,17 @@ def position_curve(
     found = _ask(method, batches, [(ratio,) for ratio in ratios], seed, precision)
     shares = {ratio: found.share((ratio,)) for ratio in ratios}
     top5 = {ratio: found.top5[ratio,] for ratio in ratios}
-    places, trained = math.prod(method.grid), trained_ratios(method)
-    told = {"anchors": found.told, "trained_anchors": method.told}
+    places, trained = math.prod(method.grid), method.trained_ratios
+    told = {"anchors": found.told, "trained_anchors": method.hint_ratio}
     return PositionCurve(shares, found.count, places, *trained, top5=top5, **told)
 
 
-def position_accuracy(method: Method, batches: Iterable[Batch], *, seed: int = 0, precision: str = "fp32") -> float:
+def position_accuracy(
+    method: SolvesPuzzles, batches: Iterable[Batch], *, seed: int = 0, precision: str = "fp32"
+) -> float:
     """The share of the places asked for that are named rightly, at the ratios of the training."""
-    own = trained_ratios(method)
+    own = method.trained_ratios
     return _ask(method, batches, [own], seed, precision).share(own)
-
-
-def trained_ratios(method: Method) -> tuple[float, ...]:
-    """The values of `puzzle_ratios` that the method was trained with."""
-    return tuple(getattr(method.config, name) for name in method.puzzle_ratios)
 
 
 class _Found(NamedTuple):
@@ -246,10 +244,10 @@ class _Found(NamedTuple):
 
 
 def _ask(
-    method: Method, batches: Iterable[Batch], settings: Sequence[tuple[float, ...]], seed: int, precision: str
+    method: SolvesPuzzles, batches: Iterable[Batch], settings: Sequence[tuple[float, ...]], seed: int, precision: str
 ) -> _Found:
     """The method's puzzles at several ratios, solved in one pass over the samples of all ranks."""
-    views: dict[tuple[float, ...], Method] = {}
+    views: dict[tuple[float, ...], SolvesPuzzles] = {}
     cells: dict[tuple[float, ...], tuple[int | None, int | None, float | None, str | None]] = {}
     check_values("ratios", [setting[0] for setting in settings], "[0, 1)")
     for setting in settings:
@@ -268,7 +266,7 @@ def _ask(
             for setting, view in views.items():
                 with autocast(batch.inputs.device, precision):
                     puzzle = view.solve(batch, seed=seed)
-                shapes[setting], told = (puzzle.places.shape[1], puzzle.right.shape[1]), puzzle.told
+                shapes[setting], told = (puzzle.places.shape[1], puzzle.right.shape[1]), puzzle.hint_ratio
                 assert puzzle.ranks is not None
                 hits += [puzzle.right.sum().double(), (puzzle.ranks < TOP).sum().double()]
             sums.add(torch.stack([*hits, hits[0].new_tensor(float(len(batch.ids)))]))

@@ -20,7 +20,6 @@ from situs.core.jigsaw import move_patches
 from situs.core.selection import Tokens
 from situs.core.when import When
 from situs.data.batch import Batch
-from situs.errors import SitusError
 
 Draws = dict[str, Tensor]
 """Everything random (or scheduled) about one step, by name; saved beside a batch it can be replayed exactly."""
@@ -43,29 +42,6 @@ class UnknownPosition(NamedTuple):
     vector: Tensor | None
     words: str
     sighted: bool = True
-
-
-class Puzzle(NamedTuple):
-    """Where a method puts the patches of a batch, patches in one order throughout.
-
-    places: [B, K], where each patch that it saw really was. guesses: [B, K], where it puts it. known: how many come
-    first that are special: the context of MP3 (guessed too), the patches that DropPos is told (not guessed). asked: the
-    first patch whose guess counts. grid: (h, w) of the places. told: share of the patches asked that were told theirs.
-    ranks: [B, K - asked], how many places were held likelier than the true one.
-    """
-
-    places: Tensor
-    guesses: Tensor
-    known: int
-    asked: int
-    grid: tuple[int, ...]
-    told: float = 0.0
-    ranks: Tensor | None = None
-
-    @property
-    def right(self) -> Tensor:
-        """[B, K - asked]: whether a guess is right, of those that count."""
-        return (self.guesses == self.places)[:, self.asked :]
 
 
 @dataclass(frozen=True)
@@ -92,9 +68,6 @@ class Method(nn.Module, ABC):
     reads_text: ClassVar[bool] = False
     """Whether it learns from sentences, padding and all."""
 
-    puzzle_ratios: ClassVar[tuple[str, ...]] = ()
-    """Fields of its config that say how a puzzle for its position head is made; none where it has no such head."""
-
     def __init__(self, backbone: Backbone | nn.Module, config: Any = None) -> None:
         """backbone: or a module of timm or transformers, which is wrapped and trained as it is. config: its own
         defaults where None."""
@@ -117,13 +90,6 @@ class Method(nn.Module, ABC):
     def tokens(self, batch: Batch) -> Tokens:
         """The tokens of a batch that may be selected one by one."""
         return self.backbone.tokens(batch.inputs, batch.mask)
-
-    def puzzling(self, batch: Batch) -> Batch:
-        """The batch, refused where its samples differ in length, so that their puzzles have no common form."""
-        if self.tokens(batch).real is not None:
-            said = "samples differ in length, as sentences do, so that their puzzles have no common form"
-            raise SitusError(f"{type(self).__name__}: {said}")
-        return batch
 
     @abstractmethod
     def forward(self, batch: Batch, draws: Draws) -> Output:
@@ -155,26 +121,6 @@ class Method(nn.Module, ABC):
     def check(self) -> None:
         """Refuses a config that does not fit the backbone."""
 
-    def at(self, *ratios: float) -> Self:
-        """The same weights with other values of `puzzle_ratios`, to be looked at."""
-        if not self.puzzle_ratios:
-            raise SitusError(f"{type(self).__name__} has no position head")
-        return self.under(**dict(zip(self.puzzle_ratios, ratios, strict=True)))
-
-    @property
-    def told(self) -> float:
-        """The share of the patches asked for that its puzzles tell their place."""
-        return 0.0
-
-    def telling(self, share: float) -> Self:
-        """The same weights with another share `told`, to be looked at."""
-        said = f"{type(self).__name__} asks for no patch that it tells its place"
-        raise SitusError(f"{said}; MP3 may", field="anchor_ratio", value=share)
-
-    def solve(self, batch: Batch, *, seed: int) -> Puzzle:
-        """Puts the patches of a batch where its position head says that they were, by the draws of its first epoch."""
-        raise SitusError(f"{type(self).__name__} has no position head")
-
     def encode(self, inputs: Tensor, hidden: Tensor | None = None, index: Tensor | None = None) -> Features:
         """Features of inputs [B, …] whose patches are moved by `index` [B, N], those at `hidden` [B, N] without
         their places, which get the vector of `unknown_position`."""
@@ -188,34 +134,8 @@ class Method(nn.Module, ABC):
 
     @property
     def chance(self) -> dict[str, float]:
-        """What a blind guess comes to, by the name of the metric: where its position head guesses places, and all
-        samples have the same number of them."""
-        if not self.puzzle_ratios or self.backbone.input.words:
-            return {}
-        return {"position_accuracy": self.told + (1 - self.told) / self.backbone.num_tokens}
-
-    @property
-    def hidden_share(self) -> float | None:
-        """The share of the patches that its step shuffles and gives one shared place; None where it is no such step."""
-        return None
-
-    def at_hidden_share(self, share: float) -> Self | None:
-        """The same parameters in a step that hides another share; None where it hides none."""
-        return None
-
-    def table_loss(self, hidden: Tensor, when: When) -> Tensor | None:
-        """What it adds to the loss that no sample decides, but the position table alone; None where there is nothing.
-
-        hidden: [B, N] bool, the places that are hidden.
-        """
-        return None
-
-    names_places: ClassVar[bool] = False
-    """Whether `place_logits` says where patches belong."""
-
-    def place_logits(self, inputs: Tensor) -> Tensor:
-        """Logits [B, N, N] over the places that the patches of inputs may have, by their content alone."""
-        raise NotImplementedError
+        """What a blind guess comes to, by the name of the metric."""
+        return {}
 
     def no_decay(self) -> set[str]:
         """Names of the method's own parameters that weight decay must leave alone (tokens, tables)."""

@@ -26,8 +26,9 @@ from situs.core.tokens import fill
 from situs.core.when import When
 from situs.errors import SitusError, counted, verb
 from situs.limits import Count, Natural, NotNegative, Positive, Within
-from situs.methods.base import Batch, Draws, Method, Output, Puzzle, UnknownPosition
+from situs.methods.base import Batch, Draws, Output, UnknownPosition
 from situs.methods.heads import Decoder, asked_weights, check_decoder, place_ranks, position_accuracy
+from situs.methods.measured import Puzzle, SolvesPuzzles
 from situs.methods.retired import RETIRED
 
 
@@ -69,7 +70,7 @@ class DropPosConfig(Checked):
         check_decoder(self.decoder_width, self.decoder_heads)
 
 
-class DropPos(Method):
+class DropPos(SolvesPuzzles):
     """`draw` orders the visible patches, anchors first; `forward` reads like Figure 2."""
 
     Config: ClassVar[type[DropPosConfig]] = DropPosConfig
@@ -153,17 +154,14 @@ class DropPos(Method):
         """The smoothed target of each place, [N, N]."""
         return smoothed_targets(self.grid, sigma)
 
-    def at(self, *ratios: float) -> DropPos:
-        """Only positions are asked for, and no loss, whose weights cost a forward."""
-        return super().at(*ratios).under(affinity=None)
-
     def unknown_position(self) -> UnknownPosition:
         return UnknownPosition(self.mask_token.detach(), "the [MASK] vector that this DropPos run learned")
 
     def solve(self, batch: Batch, *, seed: int) -> Puzzle:
-        """The anchors stand first, and are told; the other visible patches are asked for."""
-        draws = self.draw(self.puzzling(batch), When(seed=seed, progress=1.0))
-        visible, extras = draws["visible"], self(batch, draws).extras
+        """The anchors stand first, with their places; the other visible patches are asked for."""
+        self.check_puzzle(batch)
+        draws = self.draw(batch, When(seed=seed, progress=1.0))
+        visible, extras = draws["visible"], self.under(affinity=None)(batch, draws).extras  # whose weights are dear
         guesses = torch.cat([visible[:, : self.anchors], extras["logits"].argmax(dim=-1)], dim=1)
         ranks = place_ranks(extras["logits"], extras["places"])
         return Puzzle(visible, guesses, self.anchors, self.anchors, self.grid, ranks=ranks)

@@ -12,10 +12,8 @@ from situs.core.attention import attend_own
 from situs.core.compiled import takes_kernels
 from situs.core.joined import Layer, Norm, Parts, heard, run_joined
 from situs.core.norm import norm_suits
+from situs.data.batch import VOID
 from situs.errors import SitusError
-
-_LEFT_OUT = -100
-"""What cross entropy reads as no place."""
 
 
 def position_loss(logits: Tensor, places: Tensor, real: Tensor | None = None) -> Tensor:
@@ -25,8 +23,8 @@ def position_loss(logits: Tensor, places: Tensor, real: Tensor | None = None) ->
     real: [B, K] bool, False for padding.
     """
     if real is not None:
-        places = places.masked_fill(~real, _LEFT_OUT)
-        total = F.cross_entropy(logits.flatten(0, 1).float(), places.flatten(), ignore_index=_LEFT_OUT, reduction="sum")
+        places = places.masked_fill(~real, VOID)
+        total = F.cross_entropy(logits.flatten(0, 1).float(), places.flatten(), ignore_index=VOID, reduction="sum")
         return total / real.sum().clamp(min=1)
     return F.cross_entropy(logits.flatten(0, 1).float(), places.flatten())
 

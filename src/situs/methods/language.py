@@ -16,11 +16,9 @@ from torch.nn import functional as F
 from situs.backbones.base import Backbone
 from situs.config import Checked
 from situs.core.when import When
+from situs.data.batch import VOID
 from situs.errors import SitusError
 from situs.methods.base import Batch, Draws, Method, Output
-
-NONE = -1
-"""In `Batch.targets["words"]`: no word."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,9 @@ class Language(Method):
 def word_losses(logits: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
     """-log p of each word but the first, [B, N - 1], 0 where there is none, and whether there is one.
 
-    logits: [B, N, V]. words: [B, N], NONE for padding.
+    logits: [B, N, V]. words: [B, N], VOID for padding.
     """
     truth = words[:, 1:]
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    each = F.cross_entropy(logits[:, :-1].to(dtype).flatten(0, 1), truth.flatten(), ignore_index=NONE, reduction="none")
-    return each.view_as(truth), truth != NONE
+    each = F.cross_entropy(logits[:, :-1].to(dtype).flatten(0, 1), truth.flatten(), ignore_index=VOID, reduction="none")
+    return each.view_as(truth), truth != VOID

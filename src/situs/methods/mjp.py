@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,9 @@ from situs.core.tokens import take
 from situs.core.when import When
 from situs.errors import SitusError
 from situs.limits import NotNegative, Share, Within
-from situs.methods.base import Batch, Draws, Method, Output, UnknownPosition
+from situs.methods.base import Batch, Draws, Output, UnknownPosition
 from situs.methods.dal import Dal, DalKind, Regressor, dal_loss
+from situs.methods.measured import HidesPlaces
 from situs.methods.retired import RETIRED
 from situs.methods.supervised import label_loss
 
@@ -78,7 +79,7 @@ class MJPConfig(Checked):
             raise SitusError(field=("dal", "positions"), value=self.dal, allowed="'none' without positions")
 
 
-class MJP(Method):
+class MJP(HidesPlaces):
     """`draw` chooses mask and shuffle; `forward` reads like Figure 2(d). Without tokens, pixels are moved."""
 
     Config: ClassVar[type[MJPConfig]] = MJPConfig
@@ -206,9 +207,6 @@ class MJP(Method):
     @property
     def hidden_share(self) -> float:
         return self.config.mask_ratio
-
-    def at_hidden_share(self, share: float) -> Self:
-        return self.under(mask_ratio=share)
 
     def table_loss(self, hidden: Tensor, when: When) -> Tensor | None:
         """λ DAL."""

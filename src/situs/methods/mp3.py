@@ -13,7 +13,7 @@ to either is half right: accuracy on sentences does not reach 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -24,8 +24,9 @@ from situs.core.random import uniform
 from situs.core.selection import Selection
 from situs.core.when import When
 from situs.limits import Within
-from situs.methods.base import Batch, Draws, Method, Output, Puzzle
+from situs.methods.base import Batch, Draws, Method, Output
 from situs.methods.heads import init_classifier, place_ranks, position_accuracy, position_loss
+from situs.methods.measured import Puzzle, SolvesPuzzles
 from situs.methods.retired import RETIRED
 
 
@@ -42,31 +43,43 @@ class MP3Config(Checked):
     """Share of patches that are told their place. 0 on images; .05 in speech, where the task is too hard without."""
 
 
-class MP3(Method):
-    """`draw` orders the tokens, context first; `forward` reads like Figure 1."""
+class DrawnContext(Method):
+    """All tokens in a drawn order, of which the first are the keys and values of every layer."""
 
-    Config: ClassVar[type[MP3Config]] = MP3Config
+    Config: ClassVar[type[Any]] = MP3Config
     needs: ClassVar[tuple[str, ...]] = ("tokens", "context")
-    puzzle_ratios: ClassVar[tuple[str, ...]] = ("mask_ratio",)
-    names_places: ClassVar[bool] = True
     reads_text: ClassVar[bool] = True
 
-    def __init__(self, backbone: Backbone | nn.Module, config: MP3Config | None = None) -> None:
-        super().__init__(backbone, config)
-        self.position_head = init_classifier(self.new_head())
-
-    def new_head(self) -> nn.Linear:
-        """Reads a token, tells its place."""
-        return nn.Linear(self.backbone.out_dim, self.backbone.num_tokens)
-
     def draw(self, batch: Batch, when: When) -> Draws:
-        """order: [B, N], the context's places first. anchors: [B, N] bool in that order, where places are told."""
+        """order: [B, N], the context's places first. anchors: [B, N] bool in that order, where places are given."""
         tokens = self.tokens(batch)
         order = tokens.shuffled(uniform(when.seed, when.epoch, batch.ids, "mp3.context", (tokens.total,)))
         if not self.config.anchor_ratio:
             return {"order": order}
         chance = uniform(when.seed, when.epoch, batch.ids, "mp3.anchors", (tokens.total,))
         return {"order": order, "anchors": tokens.select(order).some(chance, self.config.anchor_ratio)}
+
+    def encode_drawn(self, batch: Batch, draws: Draws) -> tuple[Features, Selection]:
+        """Features of all tokens, the context in front: without positions their order means nothing, and keys and
+        values are then a slice in every layer instead of a gather."""
+        selected, anchors = self.tokens(batch).select(draws["order"]), draws.get("anchors")
+        context, forgotten = selected.context(self.config.mask_ratio), None if anchors is None else ~anchors
+        known = anchors is not None
+        return self.backbone.encode_at(batch.inputs, selected, context, positions=known, forgotten=forgotten), selected
+
+    @classmethod
+    def uses_positions(cls, config: MP3Config) -> bool:
+        return config.anchor_ratio > 0
+
+
+class MP3(DrawnContext, SolvesPuzzles):
+    """`draw` orders the tokens, context first; `forward` reads like Figure 1."""
+
+    puzzle_ratios: ClassVar[tuple[str, ...]] = ("mask_ratio",)
+
+    def __init__(self, backbone: Backbone | nn.Module, config: MP3Config | None = None) -> None:
+        super().__init__(backbone, config)
+        self.position_head = init_classifier(nn.Linear(self.backbone.out_dim, self.backbone.num_tokens))
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
         features, selected = self.encode_drawn(batch, draws)
@@ -75,36 +88,23 @@ class MP3(Method):
         metrics = {"position_accuracy": position_accuracy(logits, places, asked)}
         return Output(position_loss(logits, places, asked), metrics, {"logits": logits.detach(), "places": places})
 
-    def encode_drawn(self, batch: Batch, draws: Draws) -> tuple[Features, Selection]:
-        """Features of all tokens, the context in front: without positions their order means nothing, and keys and
-        values are then a slice in every layer instead of a gather."""
-        selected, told = self.tokens(batch).select(draws["order"]), draws.get("anchors")
-        context, forgotten = selected.context(self.config.mask_ratio), None if told is None else ~told
-        known = told is not None
-        return self.backbone.encode_at(batch.inputs, selected, context, positions=known, forgotten=forgotten), selected
-
     @property
     def context(self) -> int:
         """M: how many patches serve as keys and values."""
         return kept_of(self.config.mask_ratio, self.backbone.num_tokens)
 
-    @classmethod
-    def uses_positions(cls, config: MP3Config) -> bool:
-        return config.anchor_ratio > 0
-
     @property
-    def told(self) -> float:
+    def hint_ratio(self) -> float:
         return self.config.anchor_ratio
-
-    def telling(self, share: float) -> MP3:
-        """The same weights with another share of hints, for evaluations; 0: none."""
-        return self.under(anchor_ratio=share)
 
     def solve(self, batch: Batch, *, seed: int) -> Puzzle:
         """The context stands first; every patch is asked for."""
-        extras = self(self.puzzling(batch), self.draw(batch, When(seed=seed, epoch=0))).extras
+        self.check_puzzle(batch)
+        extras = self(batch, self.draw(batch, When(seed=seed))).extras
         logits, places = extras["logits"], extras["places"]
-        return Puzzle(places, logits.argmax(dim=-1), self.context, 0, self.grid, self.told, place_ranks(logits, places))
+        ranks = place_ranks(logits, places)
+        return Puzzle(places, logits.argmax(dim=-1), self.context, 0, self.grid, self.hint_ratio, ranks)
 
     def place_logits(self, inputs: Tensor) -> Tensor:
+        """Logits [B, N, N] over the places that the patches of inputs may have, by their content alone."""
         return self.position_head(self.backbone.encode(self.backbone.embed(inputs), None).patches)

@@ -7,18 +7,18 @@ the order that MP3 drew, and says how far before or behind it stands, up to W pl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from situs.backbones.base import Backbone
 from situs.core.selection import Selection
 from situs.core.tokens import take
-from situs.errors import SitusError
 from situs.limits import Count
-from situs.methods.base import Batch, Draws, Output, Puzzle
-from situs.methods.heads import position_accuracy, position_loss
-from situs.methods.mp3 import MP3, MP3Config
+from situs.methods.base import Batch, Draws, Output
+from situs.methods.heads import init_classifier, position_accuracy, position_loss
+from situs.methods.mp3 import DrawnContext, MP3Config
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,14 @@ class OffsetsConfig(MP3Config):
     """W: a token farther away than so many places counts as W places away."""
 
 
-class Offsets(MP3):
+class Offsets(DrawnContext):
     """MP3 whose head reads two tokens and says how far apart they are."""
 
     Config: ClassVar[type[Any]] = OffsetsConfig
-    puzzle_ratios: ClassVar[tuple[str, ...]] = ()
-    names_places: ClassVar[bool] = False
 
-    def new_head(self) -> nn.Linear:
-        """Reads two tokens, tells how far apart they are: -W to W."""
-        return nn.Linear(2 * self.backbone.out_dim, 2 * self.config.window + 1)
+    def __init__(self, backbone: Backbone | nn.Module, config: OffsetsConfig | None = None) -> None:
+        super().__init__(backbone, config)
+        self.position_head = init_classifier(nn.Linear(2 * self.backbone.out_dim, 2 * self.config.window + 1))
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
         features, selected = self.encode_drawn(batch, draws)
@@ -51,14 +49,6 @@ class Offsets(MP3):
         offsets = apart.clamp(-window, window) + window
         metrics = {"position_accuracy": position_accuracy(logits, offsets, paired)}
         return Output(position_loss(logits, offsets, paired), metrics, {"logits": logits.detach(), "places": offsets})
-
-    def solve(self, batch: Batch, *, seed: int) -> Puzzle:
-        """It has no puzzle."""
-        return self.place_logits(batch.inputs)
-
-    def place_logits(self, inputs: Tensor) -> NoReturn:
-        """It has no places."""
-        raise SitusError(f"{type(self).__name__} learned how far tokens are apart, and names no places")
 
 
 def partners(selected: Selection) -> tuple[Tensor, Tensor]:

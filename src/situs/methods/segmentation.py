@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from situs.backbones.base import Backbone
 from situs.config import Checked
 from situs.core.when import When
-from situs.data.masks import VOID
+from situs.data.batch import VOID
 from situs.errors import SitusError
 from situs.limits import Count, NotNegative, Within
 from situs.methods.base import Batch, Draws, Method, Output

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 
 from situs.backbones.base import Backbone
+from situs.core.when import START, When
 from situs.data.config import DataConfig
 from situs.errors import SitusError, counted
 from situs.methods.base import Method
+from situs.methods.measured import SolvesPuzzles
+from situs.methods.mp3 import MP3
 from situs.results import Origin, percent
 from situs.train.private.accounting import Spent
 from situs.train.tuning import TuningConfig
@@ -29,8 +32,8 @@ class Model:
     positions: whether its positions took part in training. locked: whether it is a locked folder opened without its
     key. identity: a hash of where it was opened from, by which one model's results are told from another's. home: the
     folder it lies in, or its weights, which tells it from another of its name. notes: what a reader of its results must
-    know, by name. epoch: a run's last, where its method's schedules stand. tuning: which of its weights a run trained.
-    spent: what a run of DP-SGD promises.
+    know, by name. when: a run's last step, where its method's schedules stand. tuning: which of its weights a run
+    trained. spent: what a run of DP-SGD promises.
     """
 
     name: str
@@ -45,7 +48,7 @@ class Model:
     identity: str = ""
     home: str = ""
     notes: dict[str, str] = field(default_factory=dict)
-    epoch: int = 0
+    when: When = START
     tuning: TuningConfig = field(default_factory=TuningConfig)
     spent: Spent | None = None
 
@@ -145,7 +148,7 @@ def folder_name(path: str | Path) -> str:
 
 def puzzle_method(
     model: Model, position_ratios: Sequence[float] | None = None, anchor_ratio: float | None = None
-) -> Method:
+) -> SolvesPuzzles:
     """The method of a run with a position head; any other model is refused.
 
     position_ratios: asked for, which one that hides every place (MP3) does not have. anchor_ratio: the share of the
@@ -153,13 +156,17 @@ def puzzle_method(
     """
     if model.method is None:
         raise SitusError(f"{model.name}: is no run, and only a run keeps its position head; name a DropPos or MP3 run")
-    if not model.method.puzzle_ratios:
-        kind = type(model.method).__name__
+    method, kind = model.method, type(model.method).__name__
+    if not isinstance(method, SolvesPuzzles):
         raise SitusError(f"{model.name}: was trained by {kind}, which has no position head; DropPos and MP3 runs do")
-    if position_ratios is not None and len(model.method.puzzle_ratios) == 1:
-        kind = type(model.method).__name__
+    if position_ratios is not None and len(method.puzzle_ratios) == 1:
         raise SitusError(f"{model.name}: {kind} hides every place, and no share of them", field="position_ratios")
-    return model.method if anchor_ratio is None else model.method.telling(anchor_ratio)
+    if anchor_ratio is None:
+        return method
+    if not isinstance(method, MP3):
+        said = f"{kind} asks for no patch that it tells its place; MP3 may"
+        raise SitusError(said, field="anchor_ratio", value=anchor_ratio)
+    return method.under(anchor_ratio=anchor_ratio)
 
 
 def told_places(share: float, trained: float) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from situs.backbones.shapes import shapes_alone
 from situs.backbones.weights import load_into, load_weights, read_state_dict
 from situs.config import from_dict
 from situs.core.tokens import Size, pair
+from situs.core.when import When
 from situs.data.tokeniser import hold_tokeniser
 from situs.errors import SitusError
 from situs.files import names_code, read_json
@@ -171,10 +172,16 @@ def _open_run(source: str, device: torch.device | str, **asked: Any) -> Model:
         facts,
         classifier="label" in method.needs_targets,
         positions=method.sees_positions,
-        epoch=max(0, state["step"] - 1) // state["steps_per_epoch"] if "steps_per_epoch" in state else 0,
+        when=_last_step(state),
         tuning=loaded.config.tuning,
         spent=spent_of(loaded),
     )
+
+
+def _last_step(state: Mapping[str, Any]) -> When:
+    """The last step that a checkpoint has behind it."""
+    step, total, per_epoch = max(0, state["step"] - 1), state["total_steps"], state["steps_per_epoch"]
+    return When(0, step // per_epoch, step / total, step, -(-total // per_epoch))
 
 
 def spent_of(loaded: Loaded) -> Spent | None:

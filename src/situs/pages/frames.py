@@ -13,7 +13,7 @@ from situs.analyze.reconstruct import Mix, PuzzleRatios, Reconstruction, place_p
 from situs.core.permutation import random_permutation
 from situs.core.random import uniform
 from situs.core.tokens import mask_of
-from situs.methods.base import Puzzle
+from situs.methods.measured import Puzzle
 from situs.report.html import Page
 from situs.report.strips import Order, Strip, orders, strips
 from situs.results import percent

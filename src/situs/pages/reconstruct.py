@@ -20,7 +20,7 @@ from situs.analyze.reconstruct import (
 from situs.core.permutation import random_permutation
 from situs.core.random import uniform
 from situs.core.tokens import mask_of
-from situs.methods.base import Puzzle
+from situs.methods.measured import Puzzle
 from situs.pages.frames import frame_sections, in_a_row
 from situs.report.figures import channels_drawn
 from situs.report.html import Page

@@ -65,7 +65,7 @@ def described(model: Model, trained: Method | nn.Module | None = None) -> tuple[
         "weights": sum(value.numel() for value in tensors.values()),
     }
     about["mean"], about["std"] = (list(each) for each in model.data.normalisation)
-    if isinstance(method, MP3) and method.names_places:
+    if isinstance(method, MP3):
         about["hidden"] = method.config.mask_ratio
         tensors |= _linear("place", method.position_head)
     elif isinstance(method, DropPos):
@@ -87,7 +87,7 @@ def described(model: Model, trained: Method | nn.Module | None = None) -> tuple[
 
 def _kind(model: Model, method: Method | None) -> str:
     """What the page asks the model: places told by content alone, dropped places, or classes."""
-    if isinstance(method, MP3) and method.names_places:
+    if isinstance(method, MP3):
         return "places"
     if isinstance(method, DropPos):
         return "dropped"

@@ -20,6 +20,7 @@ from situs.errors import SitusError
 from situs.files import write_result
 from situs.limits import check_value
 from situs.methods.base import Method
+from situs.methods.measured import SolvesPuzzles
 from situs.models.data import AnyData, load_set, top1_reason
 from situs.models.inference import evaluating
 from situs.models.model import Model
@@ -116,7 +117,7 @@ def _difference(model: Model, coarse: Any, inputs: Tensor) -> float:
 
 
 def _logits(trained: Any, inputs: Tensor) -> Tensor:
-    if isinstance(trained, Method) and trained.puzzle_ratios:
+    if isinstance(trained, SolvesPuzzles):
         ids = torch.arange(len(inputs), device=inputs.device)
         batch = Batch(inputs, ids)
         return trained(batch, trained.draw(batch, When(seed=0, epoch=0, progress=1.0))).extras["logits"]

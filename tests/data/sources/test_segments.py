@@ -14,9 +14,10 @@ import torch
 from masked import disc, write_ade
 from PIL import Image
 
+from situs.data.batch import VOID
 from situs.data.config import DataConfig
 from situs.data.loader import settle
-from situs.data.masks import VOID, MaskConfig
+from situs.data.masks import MaskConfig
 from situs.data.sources import open_source, splits_at
 from situs.errors import BrokenSampleError, SitusError
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from situs.data.augment.recipes import RECIPES
-from situs.data.blocks import BlockOrder, with_order
+from situs.data.blocks import BlockOrder
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader
 from situs.data.sampler import BatchPlan, batches_for, exact_order
@@ -155,13 +155,11 @@ def test_blocks_are_runs_within_a_shard(shards):
     blocks = source.blocks()
     assert blocks.ends.tolist() == [3, 6, 8, 11, 14, 16, 19, 22, 24]
     assert (blocks.dear, blocks.bytes) == (False, sum(file.stat().st_size for file in shards.glob("*.tar")))
-    plan, said = with_order(BatchPlan(24, 4), source, DataConfig())
-    assert (plan.order, said) == (exact_order, ", shuffled exactly")
-    marks = {make_loader(DataConfig(str(shards), img_size=5, resident="never", order=order), RECIPES["none"]).mark
-             for order in ("exact", "blocks")}  # fmt: skip
-    assert len(marks) == 2 and "24 samples in any order" in marks
-    _, said = with_order(BatchPlan(24, 4), source, DataConfig(order="blocks"))
-    assert said == ", shuffled in blocks: of 9 pieces of shards, 9 at a time (3.8e-05 GiB)"
+    config = DataConfig(str(shards), img_size=5, batch=4, resident="never", workers=0)
+    exact, mixed = (make_loader(replace(config, order=order), RECIPES["none"]) for order in ("auto", "blocks"))
+    assert (exact.plan.order, exact.order, exact.mark) == (exact_order, ", shuffled exactly", "24 samples in any order")
+    assert mixed.mark.startswith("24 samples in blocks (")
+    assert mixed.order == ", shuffled in blocks: of 9 pieces of shards, 9 at a time (3.8e-05 GiB)"
 
 
 @pytest.mark.parametrize(("world", "workers"), [(1, 0), (1, 2), (3, 1)])

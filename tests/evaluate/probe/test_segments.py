@@ -10,9 +10,10 @@ from builders import small_vit
 from masked import write_ade
 from torch.nn import functional as F
 
+from situs.data.batch import VOID
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
-from situs.data.masks import VOID, MaskConfig
+from situs.data.masks import MaskConfig
 from situs.errors import SitusError
 from situs.evaluate.probe.classes import evaluate_probe
 from situs.evaluate.probe.segments import _centres, fit_patches, grid_logits

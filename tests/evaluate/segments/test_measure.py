@@ -10,8 +10,9 @@ from builders import small_method, small_vit
 from masked import write_ade
 from torch.nn import functional as F
 
+from situs.data.batch import VOID
 from situs.data.config import DataConfig
-from situs.data.masks import VOID, MaskConfig
+from situs.data.masks import MaskConfig
 from situs.data.sources import open_source
 from situs.data.sources.images import centre_fit
 from situs.errors import SitusError

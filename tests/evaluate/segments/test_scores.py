@@ -8,7 +8,7 @@ import pytest
 import torch
 from sklearn.metrics import confusion_matrix, jaccard_score
 
-from situs.data.masks import VOID
+from situs.data.batch import VOID
 from situs.evaluate.segments.scores import SegmentScores, class_iou, count_answers
 
 

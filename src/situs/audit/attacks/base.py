@@ -15,7 +15,9 @@ from situs.audit.client import EPS, LEVELS
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Gradients, NoDefence, Training
 from situs.backbones.base import Backbone
+from situs.core.when import START, When
 from situs.methods.base import Method
+from situs.methods.measured import HidesPlaces
 
 Fact = float | int | str | None
 Normalisation = tuple[Sequence[float], Sequence[float]]
@@ -33,7 +35,7 @@ class Knowledge:
     """What the attacker knows beside the gradients: the defence, the step, what seeded the weights.
 
     labels: [uploads, batch], where the server is told them. method: what was trained with its own tokens and heads,
-    where it is a run's and not the defence's own. local_steps: steps of plain SGD behind an upload. epoch: of the run,
+    where it is a run's and not the defence's own. local_steps: steps of plain SGD behind an upload. when: of the run,
     for the method's schedules. size: height and width of the images, where the model takes any. normalisation: mean and
     deviation of the channels, which bound what a pixel can be. first: the number of the first upload he is given.
     sent: the type that numbers came in, where their tensors do not show it (int8). training: how the step was made.
@@ -46,13 +48,18 @@ class Knowledge:
     labels: Tensor | None = None
     method: Method | None = None
     local_steps: int = 1
-    epoch: int = 0
+    when: When = START
     size: tuple[int, int] | None = None
     normalisation: Normalisation | None = None
     first: int = 0
     sent: torch.dtype | None = None
     training: Training = field(default_factory=Training)
     public: Tensor | None = None
+
+    def hides(self, backbone: Backbone) -> bool:
+        """Whether the places of some patches are hidden."""
+        method = self.trained(backbone)
+        return isinstance(method, HidesPlaces) and method.hidden_share > 0
 
     @property
     def blurs(self) -> bool:

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from situs.backbones.base import Backbone
+from situs.core.when import START, When
 from situs.errors import SitusError
 from situs.limits import Within, check_value
 from situs.methods.base import Method
+from situs.methods.measured import HidesPlaces
 from situs.methods.supervised import Supervised, SupervisedConfig
 
 Gradients = dict[str, Tensor]
@@ -61,7 +63,7 @@ class Training:
 class Step:
     """How the audited step is made: images in it, local steps, the type of what is sent, and the seed.
 
-    labels_known: whether the attacker is told the labels. epoch: of the run, for its method's draws and schedules.
+    labels_known: whether the attacker is told the labels. when: of the run, for its method's draws and schedules.
     training: how the client makes it, beyond that.
     """
 
@@ -70,7 +72,7 @@ class Step:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     labels_known: bool = False
-    epoch: int = 0
+    when: When = START
     training: Training = field(default_factory=Training)
 
     def __post_init__(self) -> None:
@@ -162,7 +164,7 @@ def method_of(defence: Defence, victim: Backbone | Method, seed: int = 0) -> Met
 
 def blurred(method: Method) -> str:
     """Why the figure of an attack that does not separate hidden patches is a lower bound; "" where none are hidden."""
-    if method.hidden_share is None:
+    if not isinstance(method, HidesPlaces):
         return ""
     return (
         f"a lower bound, and no credit to {type(method).__name__}: the gradients of the hidden patches blur all "

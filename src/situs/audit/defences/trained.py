@@ -58,7 +58,9 @@ class MaskedJigsaw(Defence):
 
     def retrain(self, method: Method, seed: int = 0) -> Method:
         """MJP with this γ: over a run of MJP its own trained tokens and heads, over another's backbone new ones."""
-        return method.at_hidden_share(self.mask_ratio) or self.method(method.backbone, seed)
+        if isinstance(method, MJP):
+            return method.under(mask_ratio=self.mask_ratio)
+        return self.method(method.backbone, seed)
 
     @property
     def hidden_share(self) -> float:

@@ -82,8 +82,9 @@ def audit_numbers(audit: Audit, verdict: str) -> dict[str, Any]:
 
 def _step(step: Step) -> dict[str, Any]:
     """How the step was made; what is special about the training where something is."""
-    made = {**asdict(step), "dtype": str(step.dtype).removeprefix("torch.")}
-    return made if step.training != Training() else {name: each for name, each in made.items() if name != "training"}
+    made = {**asdict(step), "dtype": str(step.dtype).removeprefix("torch."), "epoch": step.when.epoch}
+    left_out = ("when",) if step.training != Training() else ("when", "training")
+    return {name: each for name, each in made.items() if name not in left_out}
 
 
 def settings_numbers(comparison: Comparison, verdict: str) -> dict[str, Any]:

@@ -52,9 +52,7 @@ def scale_of(victim: Backbone | Method, test: TestSet, step: Step, count: int = 
     """From a few images, without a defence."""
     norms, size = [], 1
     for i in range(min(count, len(test))):
-        sent = victim_gradients(
-            victim, test.pixels[i : i + 1], test.labels[i : i + 1], seed=step.seed, epoch=step.epoch
-        )
+        sent = victim_gradients(victim, test.pixels[i : i + 1], test.labels[i : i + 1], seed=step.seed, when=step.when)
         flat = torch.cat([g.double().flatten() for g in sent.values()])
         norms.append(float(flat.norm()))
         size = flat.numel()
@@ -144,7 +142,7 @@ def cost_of(victim: Backbone | Method, rung: Rung, test: TestSet, config: CostCo
     for number in range(max(1, min(4, len(test) // batch))):
         span = slice(number * batch, (number + 1) * batch)
         ids = torch.arange(span.start, span.stop)
-        fields = {"local_steps": step.local_steps, "seed": step.seed, "epoch": step.epoch, "ids": ids}
+        fields = {"local_steps": step.local_steps, "seed": step.seed, "when": step.when, "ids": ids}
         x, y = test.pixels[span], test.labels[span]
         sent = victim_gradients(victim, x, y, defence=defence, dtype=step.dtype, **fields)
         own = victim_gradients(victim, x, y, **fields)

@@ -17,10 +17,11 @@ from situs.audit.victim import other_loss
 from situs.backbones.hf.encoders import TextEncoder
 from situs.backbones.hf.text import TextBackbone, open_tokeniser
 from situs.core.precision import full_float32
-from situs.core.when import When
+from situs.core.when import START, When
 from situs.data.tokeniser import tokeniser_files
 from situs.errors import SitusError, counted
 from situs.methods.base import Batch, Method
+from situs.methods.measured import HidesPlaces
 from situs.models import open_model
 from situs.models.data import opened
 
@@ -49,8 +50,8 @@ class TextVictim:
     method: Method | None = None
     """What trains it, where that shuffles words and hides their places (MJP)."""
 
-    epoch: int = 0
-    """The epoch of the audited step, by which that may hang."""
+    when: When = START
+    """The audited step, on which that may depend."""
 
     @property
     def unknown(self) -> Tensor | None:
@@ -125,11 +126,11 @@ def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVict
         tokeniser = open_tokeniser(folder)
     if task == "masked words" and tokeniser.mask_token_id is None:
         raise SitusError(f"{model.name}: learns masked words, and its tokeniser has no mask", field="texts")
-    hides = model.method if model.method is not None and model.method.hidden_share is not None else None
+    hides = model.method if isinstance(model.method, HidesPlaces) else None
     if hides is not None:
         share = f"{hides.hidden_share:g} of the words of a sentence, in spans"
         notes["mjp"] = f"{share}, are shuffled and get one vector in the stead of their places"
-    return TextVictim(backbone, tokeniser, task, model.name, notes, hides, model.epoch)
+    return TextVictim(backbone, tokeniser, task, model.name, notes, hides, model.when)
 
 
 def word_weight(backbone: TextBackbone) -> str:
@@ -191,7 +192,7 @@ def _loss(victim: TextVictim, sentences: Sequence[Sentence], labels: Sequence[in
     if victim.method is not None:
         rows = seed + torch.arange(len(sentences), device=device)
         batch = Batch(ids, rows, {"label": torch.tensor(list(labels), device=device)}, mask)
-        return victim.method(batch, victim.method.draw(batch, When(seed=seed, epoch=victim.epoch))).loss
+        return victim.method(batch, victim.method.draw(batch, victim.when._replace(seed=seed))).loss
     if victim.task == "classes":
         return F.cross_entropy(victim.backbone(ids, mask), torch.tensor(list(labels), device=device))
     if victim.task == "next words":

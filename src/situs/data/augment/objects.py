@@ -9,7 +9,8 @@ from torch import Tensor
 
 from situs.data.augment import geometry
 from situs.data.augment.recipes import AugmentConfig, Noise, as_floats, places_of, recoloured
-from situs.data.objects import NONE, extents
+from situs.data.batch import VOID
+from situs.data.objects import extents
 
 _CUT = 1e-3  # pixels beyond the border that rounding may bring
 
@@ -39,12 +40,12 @@ def apply_objects(
     cut = ((moved - within).abs() > _CUT).any(-1) if affine is None else torch.ones_like(values["crowd"])
     tight = torch.cat([within[..., :2].maximum(left[..., :2]), within[..., 2:].minimum(left[..., 2:])], dim=-1)
     boxes = torch.where(cut[..., None], tight, within)
-    there = (left[..., 2] > left[..., 0]) & (boxes[..., 2:] > boxes[..., :2]).all(-1) & (values["classes"] != NONE)
+    there = (left[..., 2] > left[..., 0]) & (boxes[..., 2:] > boxes[..., :2]).all(-1) & (values["classes"] != VOID)
     whole = torch.cat([torch.zeros_like(sides), sides.flip(1)], dim=1)[:, None].float()
     ends = geometry.warp_boxes(whole, *told, affine)[:, 0, [3, 2]].round().long().clamp(min=1)
     targets = {
         "boxes": torch.where(there[..., None], boxes, 0.0),
-        "classes": torch.where(there, values["classes"], NONE),
+        "classes": torch.where(there, values["classes"], VOID),
         "crowd": values["crowd"] & there,
         "masks": masks,
         "sides": ends,

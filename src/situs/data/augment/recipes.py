@@ -17,7 +17,7 @@ from situs.config import Checked
 from situs.core.random import uniform
 from situs.data.augment import colour, erasing, geometry, mix, randaugment
 from situs.data.augment.audio import AudioAugment
-from situs.data.masks import VOID
+from situs.data.batch import VOID
 from situs.errors import unknown_name
 from situs.limits import Count, Natural, NotNegative, Positive, Rule, Share, Within
 

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.data.sources.table import BOTH, UNKNOWN
+from situs.data.batch import VOID
+from situs.data.sources.table import BOTH
 from situs.errors import SitusError
 
 
@@ -49,7 +50,7 @@ def classes_in(column: Any) -> set[Any]:
 
 
 def multi_hot(columns: Sequence[Any], names: Sequence[str], classes: Sequence[str], where: str) -> Tensor:
-    """The labels [n, K] int8 of some rows: 1, 0 or UNKNOWN. where: what an error calls these rows."""
+    """The labels [n, K] int8 of some rows: 1, 0 or VOID. where: what an error calls these rows."""
     import pyarrow as pa
 
     if not pa.types.is_nested(columns[0].type):
@@ -67,7 +68,7 @@ def _from_list(column: Any, classes: Sequence[str], where: str) -> Tensor:
         said = f"class {held[strange[0]].as_py()!r} is not among the {len(classes):,}"
         raise SitusError(f"{where}, row {rows[strange[0]]}: {said}", field="data")
     labels[rows, numbers] = 1
-    labels[column.is_null().to_numpy(zero_copy_only=False)] = UNKNOWN
+    labels[column.is_null().to_numpy(zero_copy_only=False)] = VOID
     return torch.from_numpy(labels)
 
 
@@ -85,7 +86,7 @@ def _from_columns(columns: Sequence[Any], names: Sequence[str], where: str) -> T
     minus, zero = (values == -1).any(1), (values == 0).any(1)
     if minus.any() and zero.any():
         raise SitusError(f"{where}, row {max(minus.argmax(), zero.argmax())}: {BOTH}", field="data")
-    return torch.from_numpy(np.where(known, values > 0, UNKNOWN).astype(np.int8))
+    return torch.from_numpy(np.where(known, values > 0, VOID).astype(np.int8))
 
 
 def _is_list(kind: Any) -> bool:

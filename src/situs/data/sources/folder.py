@@ -54,16 +54,15 @@ class FolderSource(FileSource):
             raise _no_images(path, [])  # which is more to the point than that it has no such split
         chosen = choose_split(splits, wanted.split, str(path))
         self.root = path / chosen if chosen else path
-        found = walk(self.root)
-        self._files = found.files
+        self._files, left_out = walk(self.root)
         name = path.name + (f" ({chosen})" if chosen else "")
         if not self._files:
-            raise _no_images(self.root, found.notes(name))
+            raise _no_images(self.root, left_out.notes(name))
         classes, self._labels = None, None
         if wanted.labels:
             classes, self._labels = self._label_files(path, splits)
         super().__init__(name, classes, wanted.channels, wanted.strict)
-        self.notes = found.notes(name)
+        self.notes = left_out.notes(name)
 
     def _label_files(self, path: Path, splits: list[str]) -> tuple[tuple[str, ...] | None, list[int] | None]:
         home = next((path / name for name in ("train", "training") if name in splits), self.root)
@@ -81,7 +80,7 @@ class FolderSource(FileSource):
             return None, None  # a folder for the images alone, as CelebA has one: its table tells of several classes
         own = names
         if home != self.root or table.is_file():  # the subfolder of each image below `home` that lies in one
-            own = [file.partition("/")[0] for file in walk(home).files if "/" in file]
+            own = [file.partition("/")[0] for file in walk(home)[0] if "/" in file]
         classes = tuple(sorted(set(own)))
         number = {name: index for index, name in enumerate(classes)}
         stranger = next((i for i, name in enumerate(names) if name not in number), None)

@@ -18,7 +18,7 @@ from torch import Tensor
 from situs.data.masks import MaskConfig, class_numbers, names_beside, numbered, to_classes
 from situs.data.sources.base import EncodedSource, Source, Wanted, choose_split, list_shards, splits_of
 from situs.data.sources.folder import FileSource, split_folders
-from situs.data.sources.images import check_bytes, decode, decode_numbers, said_size
+from situs.data.sources.images import decode, decode_numbers, read_bytes, said_size
 from situs.data.sources.parquet import ParquetSource
 from situs.data.sources.walk import plain, walk
 from situs.errors import BrokenSampleError, SitusError, counted, none_read
@@ -74,15 +74,14 @@ class MaskFiles(MaskReader, FileSource):
         assert wanted.masks is not None
         self.masks = wanted.masks
         self.root, self._mask_root, chosen = _pair(path, wanted.split)
-        found = walk(self.root)
-        self._files, self._labels = found.files, None
+        (self._files, left_out), self._labels = walk(self.root), None
         name = path.name + (f" ({chosen})" if chosen else "")
         if not self._files:
             raise SitusError(f"{self.root}: holds no images", field="data")
-        masks = {_stem(file): file for file in walk(self._mask_root).files}
+        masks = {_stem(file): file for file in walk(self._mask_root)[0]}
         self._masks = [masks.pop(_stem(file), None) for file in self._files]
         super().__init__(name, wanted.masks.classes or None, wanted.channels, wanted.strict)
-        self.notes = found.notes(name)
+        self.notes = left_out.notes(name)
         if masks:
             more = f"{counted(len(masks), 'masks')} without an image, the first {min(masks.values())}"
             self.notes.append(f"{name}: left out {more}")
@@ -91,12 +90,7 @@ class MaskFiles(MaskReader, FileSource):
         name = self._masks[index]
         if name is None:
             raise BrokenSampleError(f"{self.entry(index)}: has no mask of its name in {plain(str(self._mask_root))}")
-        file = self._mask_root / name
-        try:
-            check_bytes(file.stat().st_size, lambda: str(file))
-            return file.read_bytes()
-        except OSError as error:
-            raise BrokenSampleError(f"{file}: cannot be read ({error.strerror or error})") from error
+        return read_bytes(self._mask_root / name, lambda: str(self._mask_root / name))
 
 
 class MaskRows(MaskReader, ParquetSource):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from situs.data.batch import VOID
 from situs.data.sources.base import ANY, SPLITS, Wanted, choose_split, lonely
 from situs.data.sources.folder import TABLES, FileSource, find_table, split_folders
 from situs.data.sources.walk import plain, walk
@@ -27,7 +28,6 @@ PARTITION = "list_eval_partition.txt"
 SUFFIXES = (".csv", ".txt")
 LISTS = ("labels", "classes", "tags")
 """Columns that hold names, and are no classes of their own."""
-UNKNOWN = -1
 BOTH = "-1 and 0 both stand beside 1, and only one of them can mean no: what is unknown has no value"
 
 _SPLITS = {"0": "train", "1": "val", "2": "test"}
@@ -38,7 +38,7 @@ _CODES |= {"": _UNSAID, "nan": _UNSAID}
 
 @dataclass(frozen=True)
 class Table:
-    """A line a file. names: as the table has them. lines: their numbers. labels: [n, K] int8, 1, 0 or UNKNOWN.
+    """A line a file. names: as the table has them. lines: their numbers. labels: [n, K] int8, 1, 0 or VOID.
 
     listed: whether the classes are those that a column of names has, and not the heading's.
     """
@@ -95,20 +95,19 @@ class TableSource(FileSource):
         home = next((folder / name for name in ("train", "training") if name in splits), folder)
         first = find_table(home) if file.parent not in (home, folder) else None
         table = read_table(file, None if first is None else read_table(first).classes)
-        found = walk(file.parent)
-        labels = table.match(found.files)
-        rows, prefix = range(len(found.files)), f"{chosen}/" if self.root != file.parent else ""
+        files, left_out = walk(file.parent, (file.name, PARTITION))
+        labels = table.match(files)
+        rows, prefix = range(len(files)), f"{chosen}/" if self.root != file.parent else ""
         if self.root == folder and chosen is not None:
-            told = _partition(folder / PARTITION, found.files)
-            rows = [row for row in rows if told[row] == chosen]
-        rows = [row for row in rows if found.files[row].startswith(prefix)]
+            splits_of = _partition(folder / PARTITION, files)
+            rows = [row for row in rows if splits_of[row] == chosen]
+        rows = [row for row in rows if files[row].startswith(prefix)]
         if not rows:
             raise SitusError(f"{self.root}: holds no image of the split", field="data")
-        self._files, self._labels = [found.files[row].removeprefix(prefix) for row in rows], labels[torch.tensor(rows)]
+        self._files, self._labels = [files[row].removeprefix(prefix) for row in rows], labels[torch.tensor(rows)]
         name = folder.name + (f" ({chosen})" if chosen else "")
         super().__init__(name, table.classes, wanted.channels, wanted.strict, multi_label=True)
-        found.others = [other for other in found.others if other not in (file.name, PARTITION)]
-        self.notes = found.notes(name)
+        self.notes = left_out.notes(name)
         if table.listed and chosen in (None, *SPLITS["train"]):
             self.notes += lonely(name, table.classes, (self._labels == 1).sum(0).tolist())
 
@@ -190,7 +189,7 @@ def _coded(file: Path, header: list[str], rows: Rows) -> np.ndarray:
             raise _wrong(file, line, BOTH)
         held += codes
     codes = np.frombuffer(held, np.uint8).reshape(-1, len(header))
-    return np.where(codes == _UNSAID, UNKNOWN, codes == 1).astype(np.int8)
+    return np.where(codes == _UNSAID, VOID, codes == 1).astype(np.int8)
 
 
 def _listed(file: Path, rows: Rows, classes: tuple[str, ...] | None) -> tuple[tuple[str, ...], np.ndarray]:
@@ -207,7 +206,7 @@ def _listed(file: Path, rows: Rows, classes: tuple[str, ...] | None) -> tuple[tu
     labels = np.zeros((len(told), len(found)), np.int8)
     for row, (line, names) in enumerate(told):
         if names is None:
-            labels[row] = UNKNOWN
+            labels[row] = VOID
         for name in names or ():
             if name not in number:
                 raise _wrong(file, line, f"class {name!r} is not among the {len(found):,} of the training split")

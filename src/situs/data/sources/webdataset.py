@@ -29,7 +29,7 @@ from situs.data.sources.base import (
 from situs.data.sources.images import check_bytes
 from situs.data.sources.remote import USUAL_BYTES, is_kept, open_shard
 from situs.data.sources.tar_index import open_index
-from situs.data.sources.walk import LeftOut, plain
+from situs.data.sources.walk import plain
 from situs.errors import BrokenSampleError, SitusError, counted
 
 _BLOCK = 4 << 20  # bytes: long enough for a disk to read them about as fast as it can
@@ -44,6 +44,7 @@ class TarSource(EncodedSource):
     def __init__(self, path: Path, wanted: Wanted = ANY) -> None:
         self._shards = find_shards(path, ".tar", wanted.split)
         self._index = open_index(self._shards, wanted.labels)
+        self._ends: list[int] = self._index.arrays["ends"].tolist()  # of the shards
         self._remote = is_kept(self._shards[0])
         self._held: dict[int, tuple[int, bytes]] | None = None  # of each block its first byte's place, and its bytes
         if not len(self._index):
@@ -59,7 +60,7 @@ class TarSource(EncodedSource):
             classes = _class_names(folder / "classes.txt", most + 1)
         chosen = split_of(self._shards[0])
         super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, wanted.channels, wanted.strict)
-        self.notes = LeftOut.notes(self.name, self._index.left_out)
+        self.notes = self._index.left_out.notes(self.name)
         if chosen in (None, *SPLITS["train"]):
             self.notes += unseen(self.name, classes, np.unique(labels))
 
@@ -67,14 +68,14 @@ class TarSource(EncodedSource):
         return len(self._index)
 
     def _file(self, index: int) -> Path:
-        return self._shards[bisect_right(self._index.ends, index)]
+        return self._shards[bisect_right(self._ends, index)]
 
     def blocks(self) -> Blocks:
         """Runs of samples that lie behind each other in a shard; of a remote set whole shards, which come whole.
 
         What is dear does not depend on what this machine's cache may hold: a run goes on with the same order anywhere.
         """
-        ends, total = np.array(self._index.ends), sum(size for size, _ in self._index.states)
+        ends, total = self._index.arrays["ends"], sum(size for size, _ in self._index.states)
         if self._remote:
             return Blocks(np.unique(ends[ends > 0]), total, total > USUAL_BYTES, "shards")
         return Blocks(self._block_ends, total, dear=False, name="pieces of shards")
@@ -83,7 +84,7 @@ class TarSource(EncodedSource):
     def _block_ends(self) -> np.ndarray:
         """[m] int64, where each block ends: by the place of its first byte in its shard."""
         offsets, ends, start = self._index.arrays["offsets"], [], 0
-        for stop, (size, _) in zip(self._index.ends, self._index.states, strict=True):
+        for stop, (size, _) in zip(self._ends, self._index.states, strict=True):
             ends.append(start + np.searchsorted(offsets[start:stop], np.arange(_BLOCK, size, _BLOCK)))
             ends.append(np.array([stop]))
             start = stop
@@ -121,7 +122,7 @@ class TarSource(EncodedSource):
 
     def _read(self, index: int, offset: int, size: int) -> bytes:
         """Bytes of the shard of an image, which must be what the index was made of."""
-        number = bisect_right(self._index.ends, index)
+        number = bisect_right(self._ends, index)
         file = self._shards[number]
         try:
             handle = open_shard(file) if self._remote else os.open(file, os.O_RDONLY)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
+from situs.data.image_pipeline import ImagePipeline
 from situs.data.loader import default_batch
-from situs.data.resident import load_resident, resident_size
+from situs.data.resident import hold, resident_size
 from situs.data.sources import open_source
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.subset import Joined, PerClass, Subset
@@ -150,8 +151,8 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
     if test is not None and test.classes != train.classes:
         raise SitusError(f"{test.name}: its classes are not those of the training split", field="data")
     if data.kind != "audio" and (size := resident_size(train, data)) is not None:
-        images, labels, _ = load_resident(train, "cpu", size, max_bytes=int(data.resident_gib * 2**30))
-        whole, train = train, TensorSource(images, labels, train.classes, train.name)
+        held = hold(ImagePipeline(train, size, 0, None, held=size), "cpu", int(data.resident_gib * 2**30)).values
+        whole, train = train, TensorSource(held["image"], held["label"], train.classes, train.name)
         train.notes += whole.left_out()
     empty = torch.zeros(len(train), dtype=torch.int64)
     augment = AugmentConfig() if data.kind == "audio" else config.augment  # crops and flips are for images

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
-from situs.data.masks import VOID
+from situs.data.batch import VOID
 from situs.errors import SitusError, counted
 from situs.evaluate.probe.linear import (
     AT_ONCE,

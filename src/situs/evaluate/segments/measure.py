@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from situs.data.batch import VOID
 from situs.data.loader import Loader
-from situs.data.masks import VOID, names_beside
+from situs.data.masks import names_beside
 from situs.data.sampler import sample_of
 from situs.data.sources.remote import is_remote
 from situs.errors import SitusError, counted

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from situs.data.masks import VOID
+from situs.data.batch import VOID
 
 
 @dataclass(frozen=True)

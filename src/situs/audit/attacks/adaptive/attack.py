@@ -39,13 +39,15 @@ from situs.audit.defences import UNKNOWN, Gradients
 from situs.audit.stem import Stem, flat_weight, require_stem, table_rows
 from situs.backbones.base import Backbone
 from situs.methods.base import Method
+from situs.methods.measured import HidesPlaces
+from situs.methods.mp3 import MP3
 
 
 @dataclass(frozen=True)
 class AdaptiveConfig(Effort):
     """How long it tries for each image, and who helps."""
 
-    predictor: Method | None = None
+    predictor: MP3 | None = None
     """A trained method that names places (MP3), which is asked about the order, beside the borders."""
 
 
@@ -90,7 +92,7 @@ class AdaptiveMJP(Attack):
         for number, upload in enumerate(uploads):
             if images and deadline.over():
                 break
-            hides = method.hidden_share is not None
+            hides = isinstance(method, HidesPlaces)
             if hides and known.batch == 1:
                 upload = _without_noise(upload, stem, known.defence.noise_level(1))
             hidden = hidden_places(table_rows(upload[stem.table], stem))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from situs.audit.attacks.adaptive.jigsaw import floating_orders
 from situs.core.tokens import take, unpatchify
-from situs.methods.base import Method
+from situs.methods.mp3 import MP3
 
 SIDES = {"right": (0, 1), "left": (0, -1), "below": (1, 0), "above": (-1, 0)}
 """side -> the step (rows, columns) to the neighbour there."""
@@ -101,7 +101,7 @@ def _usual_cost(patches: Tensor, hidden: Tensor, grid: tuple[int, ...], size: tu
     return every.mean().clamp(min=1e-6) if len(every) else patches.new_ones(())
 
 
-def predicted_costs(predictor: Method, patches: Tensor, hidden: Tensor, size: tuple[int, int]) -> Tensor:
+def predicted_costs(predictor: MP3, patches: Tensor, hidden: Tensor, size: tuple[int, int]) -> Tensor:
     """-log p(place t | patch j) by a trained MP3 that sees all patches, [m, m]; it sees no order, so any will do.
 
     patches: normalised as the predictor's training images were.
@@ -120,7 +120,7 @@ def order_hidden(
     grid: tuple[int, ...],
     size: tuple[int, int],
     *,
-    predictor: Method | None = None,
+    predictor: MP3 | None = None,
     weight: float = 1.0,
     stop: Callable[[], bool] = lambda: False,
 ) -> Tensor:

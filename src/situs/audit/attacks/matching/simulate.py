@@ -17,8 +17,8 @@ from situs.audit.client import Walk, hidden_places
 from situs.audit.defences import Gradients
 from situs.audit.stem import find_stem, table_rows
 from situs.backbones.base import Backbone
-from situs.core.when import When
 from situs.methods.base import Batch, Draws, Method
+from situs.methods.measured import HidesPlaces
 
 Simulation = Callable[[Tensor, Tensor, Draws], Gradients]
 """(images [B, C, H, W], labels [B], draws) -> gradients by name."""
@@ -67,11 +67,11 @@ def guessed_draws(method: Method, upload: Gradients, known: Knowledge) -> Draws:
     no gradient, so that any will do. A batch has a mask an image, which the sum hides: none is assumed.
     """
     ids = torch.zeros(known.batch, dtype=torch.int64)
-    draws = method.draw(Batch(ids, ids), When(seed=known.seed, epoch=known.epoch))
+    draws = method.draw(Batch(ids, ids), known.when._replace(seed=known.seed))
     for name in {"index", "pixels"} & draws.keys():
         draws[name] = torch.arange(draws[name].shape[1]).expand_as(draws[name]).contiguous()
     if "mask" in draws:
-        mask = _mask_of(method.backbone, upload) if method.hidden_share is not None and known.batch == 1 else None
+        mask = _mask_of(method.backbone, upload) if isinstance(method, HidesPlaces) and known.batch == 1 else None
         draws["mask"] = torch.zeros_like(draws["mask"]) if mask is None else mask[None].to(draws["mask"].device)
     device = next(method.parameters()).device
     return {name: value.to(device) for name, value in draws.items()}

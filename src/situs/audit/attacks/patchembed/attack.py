@@ -130,7 +130,7 @@ class PatchEmbedding(Attack):
                 break
             parts.append(self._by_every_path(backbone, group, known, deadline))
         found = joined(parts)
-        if known.trained(backbone).hidden_share:
+        if known.hides(backbone):
             for fact in found.facts:  # hidden patches are no part of these equations, whatever noise explains
                 fact.update(fits=False, verdict=FAILED)
         return found
@@ -225,7 +225,7 @@ def facts_of(found: Solution, index: int, unknowns: int) -> dict[str, Fact]:
 def patch_rows(method: Method, stem: Stem, upload: Gradients, known: Knowledge) -> Tensor:
     """∂l/∂E_pos on the patch rows of one upload in float64, [N, D]; NaN where it overflowed."""
     rows = known_numbers(table_rows(upload[stem.table], stem))
-    extra = known_gradient(method, stem, upload, known.seed, known.epoch)
+    extra = known_gradient(method, stem, upload, known.when._replace(seed=known.seed))
     if extra is None:
         return rows
     extra = extra.double()

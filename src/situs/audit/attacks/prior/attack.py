@@ -77,7 +77,7 @@ class PatchEmbeddingPrior(Attack):
             return Refused(f"a batch of {known.batch}: the rows of the table's gradient are sums over the images")
         if known.training.adam:
             return Refused("Adam divides every number by its own size, and the noise with it")
-        if known.trained(backbone).hidden_share:
+        if known.hides(backbone):
             return Refused("hidden patches are no part of the table's gradient")
         view = view_of(backbone, stem)
         if view is not None and not view.affine:
@@ -159,7 +159,7 @@ def _table_gradient(method: Method, stem: Stem, image: Tensor, number: int, chan
     label = logits.argmax(dim=-1) if number % 2 else anything
     batch = Batch(image, torch.zeros(1, dtype=torch.int64, device=image.device), {"label": label})
     with torch.enable_grad(), full_float32():
-        loss = method(batch, method.draw(batch, When(seed=0, epoch=0))).loss
+        loss = method(batch, method.draw(batch, When())).loss
         [found] = torch.autograd.grad(loss, [dict(method.backbone.named_parameters())[stem.table]])
     return table_rows(found, stem).double()
 

@@ -41,7 +41,8 @@ from situs.audit.defences import Gradients
 from situs.audit.stem import patches_of
 from situs.backbones.base import Backbone
 from situs.backbones.lora import low_rank_names
-from situs.methods.base import Method
+from situs.methods.measured import HidesPlaces
+from situs.methods.mp3 import MP3
 
 BLURRED = "rounding and noise blur the row spaces so far that a wrong token passes like a right one: nothing is proved"
 
@@ -61,7 +62,7 @@ class TokensConfig(Effort):
     seconds: float = 60.0
     """For one upload, at most. A search that needs far longer on this device is not begun, which is said."""
 
-    predictor: Method | None = None
+    predictor: MP3 | None = None
     """A trained method that names places (MP3), asked beside the borders where nothing else tells the order."""
 
 
@@ -92,7 +93,7 @@ class TokenSpans(Attack):
         block = self._block(backbone)
         if isinstance(block, str):
             return Refused(block)
-        if known.trained(backbone).hidden_share is not None:
+        if isinstance(known.trained(backbone), HidesPlaces):
             return Refused("patches whose places are hidden are what adaptive-mjp separates")
         layers, stem = block.layers, block.stem
         patches = (stem.weight,) if stem.weight in sent else ()

@@ -21,7 +21,7 @@ from situs.audit.attacks.tokens.roots import Roots, shared_places
 from situs.audit.defences import Gradients
 from situs.audit.stem import to_images
 from situs.core.tokens import patchify
-from situs.methods.base import Method
+from situs.methods.mp3 import MP3
 
 TOGETHER = 1e-2
 """Tokens are of one image if its attention gives them their streams up to this share."""
@@ -39,7 +39,7 @@ SEEDS = 8
 
 
 def make_images(
-    block: Block, roots: Roots, batch: int, predictor: Method | None = None, stop: Callable[[], bool] = lambda: False
+    block: Block, roots: Roots, batch: int, predictor: MP3 | None = None, stop: Callable[[], bool] = lambda: False
 ) -> tuple[Tensor, Tensor]:
     """Patches [B, N, K] and whether each is proved [B, N]; what is missing is grey, 0. predictor: asked for places."""
     first, tokens = shared_places(block.base), roots.tokens
@@ -61,9 +61,7 @@ def make_images(
     return _copied(patches, proved, batch)
 
 
-def _in_order(
-    block: Block, patches: Tensor, loose: Tensor, predictor: Method | None, stop: Callable[[], bool]
-) -> Tensor:
+def _in_order(block: Block, patches: Tensor, loose: Tensor, predictor: MP3 | None, stop: Callable[[], bool]) -> Tensor:
     """Patches [N, K] with the loose ones brought to the places where their borders fit best."""
     cells, size = patches, block.stem.patch_size
     if block.stem.layout != "patches":

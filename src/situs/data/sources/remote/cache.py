@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
+import io
 import json
+import math
 import os
 import re
 import stat
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from situs.data.sources.remote.names import redacted
 from situs.data.sources.remote.transfer import RangedFile, RemoteError, read_pieces, state_of
 from situs.errors import SitusError
 from situs.files import read_json, write_bytes, write_text
+from situs.hold import in_turn
 
 FOLDER, LIMIT = "SITUS_CACHE", "SITUS_CACHE_GIB"
 """Environment: where remote shards are kept (default: ~/.cache/situs/remote), and how many GiB (default: 64)."""
@@ -38,6 +39,7 @@ USUAL_BYTES = 64 << 30
 _LIST = ".shards.json"
 _FRESH = 10  # seconds for which a shard's last use need not be noted again
 _RECENT = 30.0  # seconds for which a list of shards is good: a set's splits are opened one after the other
+_STOPPED = 600.0  # seconds without a byte after which nobody fetches a shard any more
 _mounted: dict[tuple[str, str], float] = {}
 _known: dict[str, Entry] = {}
 """Entries by the shard's path, with their whole addresses; forked workers inherit it."""
@@ -141,28 +143,19 @@ def open_shard(path: Path) -> int:
             raise _unwritable(error) from error
 
 
-def opened(path: Path, *, parts: bool = False) -> KeptFile | RangedFile:
+def opened(path: Path, *, parts: bool = False) -> io.RawIOBase:
     """A shard as a file object. parts: only a little is read, and asked of the server where the shard is not here."""
     entry = _entry(path)
     if parts and entry is not None and not path.stat().st_mode & stat.S_IWUSR:
         return RangedFile(entry.url, entry.size)
-    return KeptFile(open_shard(path))
+    return _KeptFile(open_shard(path))
 
 
-class KeptFile(RangedFile):
-    """An open file by its handle, closed when nobody has it any more."""
+class _KeptFile(io.FileIO):
+    """Closed when nobody has it any more."""
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-        super().__init__("", os.fstat(handle).st_size)
-
-    def _read(self, start: int, end: int) -> bytes:
-        return os.pread(self._handle, end - start, start)
-
-    def close(self) -> None:
-        if not self.closed:
-            os.close(self._handle)
-        super().close()
+    def __del__(self) -> None:
+        self.close()
 
 
 def _unwritable(error: OSError) -> SitusError:
@@ -189,29 +182,15 @@ def _set_aside(path: Path, entry: Entry) -> None:
     aside.replace(path)
 
 
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """One process at a time; the others wait."""
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
-    with path.open("ab") as file:
-        with contextlib.suppress(OSError):  # a disk that knows no locks: two may fetch the same, each to its own file
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _fetch(path: Path, entry: Entry) -> None:
-    with _alone(path.with_name(f".{path.name}.lock")):
+    with in_turn(path.with_name(f".{path.name}.lock")):
         if path.stat().st_mode & stat.S_IWUSR:
             return  # another process has fetched it meanwhile
         part = path.with_name(f".{path.name}.{_mark(entry)}.part")
         for other in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
             if other != part:  # of a version that is gone
                 other.unlink()
-        with _alone(cache_folder() / ".limit.lock"):  # who frees space next counts this one
+        with in_turn(cache_folder() / ".limit.lock"):  # who frees space next counts this one
             _free_space(entry, path)
             part.touch()
         with part.open("ab") as file:
@@ -274,40 +253,22 @@ def _free_space(entry: Entry, path: Path) -> None:
     if entry.size > limit:
         size, kept = (f"{count / 2**30:.2f} GiB" for count in (entry.size, limit))
         raise SitusError(f"{redacted(entry.url)}: has {size}, and {kept} are kept of remote sets; allow more ({LIMIT})")
-    held = []
+    held, now = [], time.time()
     for file in cache_folder().rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # renamed by another process
             state = file.stat()
             if not stat.S_ISREG(state.st_mode) or not state.st_mode & stat.S_IWUSR:
                 continue
-            if file.suffix == ".part" and _whole(file) != path:  # as much as it will take
-                held.append((state.st_mtime_ns, max(state.st_size, _whole(file).stat().st_size), file))
+            whole = file.with_name(file.name[1:].rsplit(".", 2)[0])  # that a part is fetched for
+            if file.suffix == ".part" and whole != path:
+                if now - state.st_mtime > _STOPPED:
+                    file.unlink()
+                else:  # as much as it will take
+                    held.append((math.inf, max(state.st_size, whole.stat().st_size), file))
             elif file.suffix in SHARDS:
-                held.append((state.st_atime_ns, state.st_size, file))
+                held.append((state.st_atime, state.st_size, file))
     total = entry.size + sum(size for _, size, _ in held)
     for _, size, file in sorted(held, key=lambda each: each[0]):
-        if total <= limit:
-            return
-        if file.suffix != ".part" and (other := _entry(file)) is not None:
+        if total > limit and (other := _entry(file)) is not None:
             _set_aside(file, other)
-        elif file.suffix != ".part" or not _dropped(file):
-            continue  # somebody is fetching it
-        total -= size
-
-
-def _whole(part: Path) -> Path:
-    """The shard that a part is fetched for."""
-    return part.with_name(part.name[1:].rsplit(".", 2)[0])
-
-
-def _dropped(part: Path) -> bool:
-    """Takes away what a fetch has left that was stopped; False where it goes on."""
-    if sys.platform == "win32":
-        return False
-    import fcntl
-
-    with contextlib.suppress(OSError), part.with_name(f".{_whole(part).name}.lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        part.unlink()
-        return True
-    return False
+            total -= size
