@@ -25,8 +25,8 @@ from situs.core.when import When
 from situs.methods import create_method
 from situs.methods.base import Batch
 from situs.train.checkpoint import RunFolder
+from situs.train.checkpoint.files import digest, sync
 from situs.train.checkpoint.state import Files, capture
-from situs.train.checkpoint.storage import digest, sync
 from situs.train.optim import OptimConfig
 from situs.train.step import Stepper
 

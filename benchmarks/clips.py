@@ -33,7 +33,7 @@ from situs.data.sources.audio import NoiseBank
 from situs.data.sources.base import Source
 from situs.presets import load_preset
 from situs.results import Table, percent
-from situs.train.run import RunConfig, make_method, settled
+from situs.train.assemble import RunConfig, make_method, settled
 from situs.train.step import Stepper
 
 PRESETS = ("speech-supervised", "speech-mp3", "speech-droppos")
@@ -104,7 +104,7 @@ def measure(preset: str, args: argparse.Namespace, device: torch.device) -> Row:
     compiled = train.compile and device.type == "cuda"
     stepper = Stepper(
         method, config.optim, seed=0, precision=precision, accumulate=1, parallel="ddp", compiled=compiled,
-        graph=train.graph, say=lambda _: None,
+        graph=train.graph,
     )  # fmt: skip
     batches = endless(loader)
     ready, done = next(batches), 0

@@ -29,7 +29,7 @@ import torch
 from situs.config import from_dict
 from situs.data.batch import Batch
 from situs.split.transport.certificates import make_certificates
-from situs.train.run import RunConfig, make_method
+from situs.train.assemble import RunConfig, make_method
 
 HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.parent / "examples" / "split_in_flower.py"

@@ -173,7 +173,7 @@ def main(grid: Grid, context: Context) -> None:
 def parts_of(recipe: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, Tensor]]:
     """(the blocks, the client's tensors by name) of the model that a recipe starts with."""
     from situs.config import from_dict
-    from situs.train.run import RunConfig, make_method
+    from situs.train.assemble import RunConfig, make_method
 
     model: Any = make_method(from_dict(RunConfig, recipe), tuple(map(str, range(10)))).backbone.model
     state = model.state_dict()

@@ -45,7 +45,7 @@ from situs.split.transport.certificates import make_certificates, read_credentia
 from situs.split.transport.connect import Connection
 from situs.split.transport.serve import run_server
 from situs.split.view import make_view
-from situs.train.run import RunConfig, make_method
+from situs.train.assemble import RunConfig, make_method
 from situs.train.step import Stepper
 
 CLASSES = tuple(map(str, range(100)))

@@ -20,7 +20,7 @@ from situs.cli.main import SECTIONS
 from situs.cli.parser.flags import Flag, configured_of, flags_of, metavar_of, texts_of
 from situs.config import Checked, choices_of
 from situs.limits import Rule
-from situs.train.run import RunConfig
+from situs.train.assemble import RunConfig
 
 HEADER = {"verbs": ("flag", "default", "meaning"), "config": ("field", "type", "default", "meaning")}
 SPECIAL = re.compile(r"([|*$<>\[\]])")

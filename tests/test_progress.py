@@ -7,7 +7,7 @@ from itertools import zip_longest
 import pytest
 
 from situs import progress
-from situs.progress import clock, hearing, in_words, note, seconds_left, share, shown, task, took, tracked
+from situs.progress import clock, hearing, in_words, latest, seconds_left, share, shown, task, took, tracked
 
 
 class Ear:
@@ -21,7 +21,7 @@ class Ear:
 def test_without_a_listener_nothing_changes() -> None:
     with task("work", 3) as own:
         own.tell(1, "now")
-    note("unheard")
+    latest("unheard")
     assert [*tracked("abc", "letters")] == ["a", "b", "c"]
 
 
@@ -30,7 +30,7 @@ def test_loops_within_loops_are_one_share() -> None:
     with hearing(ear):
         for _ in tracked(range(2), "outer"):
             for number in tracked(iter("abcd"), "inner", 4):
-                note(number)
+                latest(number)
     shares = [done for _, done in ear.heard if done is not None]
     assert shares == sorted(shares) and set(shares) == {eighth / 8 for eighth in range(8)}
     assert ("outer › inner: c", 2 / 8) in ear.heard

@@ -7,6 +7,7 @@ over the one before. The command line parses its flags to the same config and go
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
@@ -16,9 +17,9 @@ from situs.errors import SitusError
 from situs.files import read_toml
 from situs.limits import check_value
 from situs.presets import laid, load_preset, one_length
+from situs.progress import notes_to, silent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Unpack
 
     from torch import nn
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
     from situs.models import Model
     from situs.models.data import AnyData, AnyModel
     from situs.models.open import Unlock
+    from situs.train.assemble import Hooks, RunConfig
     from situs.train.contract import TrainResult
     from situs.train.rehearse import Rehearsal
-    from situs.train.run import Hooks, RunConfig
 
 Config = TypeVar("Config", bound="RunConfig")
 Table = Mapping[str, Any]
@@ -67,7 +68,6 @@ class Options(TypedDict, total=False):
     """What a training takes besides: where it starts and goes on (`PLACE`), a TOML file, fields of the run's config."""
 
     resume: str | Path | None
-    start_over: bool
     device: str | None
     key: AnyKey | None
     withheld: str | Path | None
@@ -102,7 +102,7 @@ class AdaptOptions(TypedDict, total=False):
     quiet: bool
 
 
-PLACE = ("out", "resume", "start_over", "device", "key", "withheld", "quiet")
+PLACE = ("out", "resume", "device", "key", "withheld", "quiet")
 """Options that are no part of the config."""
 
 
@@ -131,12 +131,12 @@ def pretrain(
     Every field of a run's config can be given, as a TOML file holds it: `optim={"lr": 1e-3}`,
     `method={"name": "mp3", "mask_ratio": 0.5}`, `data={"path": "photos/", "img_size": 160}`. Further options: steps,
     parallel, augment, train, init (a model or weights to start from, whose architecture is taken where no backbone is
-    named; key and withheld open a locked folder), init_positions, probe_every, start_over, device, quiet.
+    named; key and withheld open a locked folder), init_positions, probe_every, device, quiet.
     `situs pretrain --help all` explains each.
 
     >>> run = situs.pretrain("photos/", method="mp3", backbone="vit_small_patch16_224", out="runs/mp3")
     """
-    from situs.train.run import RunConfig
+    from situs.train.assemble import RunConfig
 
     given = {"out": out, "data": data, "method": method, "backbone": backbone, "preset": preset}
     config, place = _asked(RunConfig, {**given, "epochs": epochs, "batch": batch, "seed": seed}, options)
@@ -288,8 +288,7 @@ def open_model(
 
 
 def train_pretraining(config: RunConfig, **place: Any) -> TrainResult | Rehearsal:
-    """Trains what `config` says. place: by the names in `PLACE`; `say`, which receives a few lines; `dry_run`: all is
-    checked and nothing trained."""
+    """Trains what `config` says. place: by the names in `PLACE`; `dry_run`: all is checked and nothing trained."""
     from situs.evaluate.hooks import probe_hooks
 
     return _train(config, probe_hooks, **place)
@@ -329,19 +328,20 @@ def _train(
     key: AnyKey | None = None,
     withheld: str | Path | None = None,
     quiet: bool = False,
-    say: Callable[[str], None] = print,
     dry_run: bool = False,
     **place: Any,
 ) -> Any:
     from situs.models.initialise import starting
+    from situs.train.assemble import Setup
     from situs.train.rehearse import rehearse
     from situs.train.run import train_run
 
     start = starting(None if config.init is None else unlock_of(config.init, key, withheld))
+    setup = Setup(start=start, hooks=hooks)
     if dry_run:
-        return rehearse(config, hooks=hooks, start=start, **place)
-    say = (lambda _: None) if quiet else say
-    return train_run(config, hooks=hooks, start=start, say=say, quiet=quiet, **place)
+        return rehearse(config, setup, **place)
+    with notes_to(silent) if quiet else nullcontext():
+        return train_run(config, setup, quiet=quiet, **place)
 
 
 def _begun(config: RunConfig, source: str | Path | None, positions: PositionKind | None) -> RunConfig:

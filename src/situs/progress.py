@@ -101,7 +101,7 @@ def tracked(items: Iterable[T], what: str, total: int | None = None) -> Iterator
             yield item
 
 
-def note(text: str) -> None:
+def latest(text: str) -> None:
     """The latest word on the innermost task."""
     heard = _heard.get()
     if heard is not None and heard.tasks:
@@ -144,6 +144,43 @@ def clock(seconds: float) -> str:
     whole = int(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+# --- notes to the user ----------------------------------------------------------------------------------------
+
+
+def silent(text: str) -> None:
+    """Where nobody wants to hear."""
+
+
+def printed(text: str) -> None:
+    """One line on stdout, of the first of torchrun's ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError:  # the terminal is gone, and what was at work goes on
+            pass
+
+
+_noted: ContextVar[Callable[[str], None]] = ContextVar("situs.notes", default=printed)
+
+
+def note(text: str) -> None:
+    """A line that the user should read, to whoever listens (`notes_to`)."""
+    _noted.get()(text)
+
+
+@contextmanager
+def notes_to(listener: Callable[[str], None]) -> Iterator[None]:
+    """Within, the listener is given all notes of this thread; else they are printed."""
+    before = _noted.set(listener)
+    try:
+        yield
+    finally:
+        _noted.reset(before)
 
 
 # --- shown on stderr ------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from situs.errors import SitusError
 from situs.pages import make_page
 from situs.report import figures
 from situs.report.html import Page
-from situs.train.checkpoint.storage import FORMAT, sealed
+from situs.train.checkpoint.files import FORMAT, with_checksum
 
 CONFIG: dict[str, Any] = {
     "method": {"name": "mp3", "mask_ratio": 0.5},
@@ -44,7 +44,7 @@ def write_run(
     state: dict[str, Any] | None = None,
 ) -> Path:
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.json").write_text(sealed(config or CONFIG, "config.json"))
+    (folder / "config.json").write_text(with_checksum(config or CONFIG, "config.json"))
     text = ""
     if records is not None:
         text = records if isinstance(records, str) else "".join(json.dumps(record) + "\n" for record in records)
@@ -54,7 +54,7 @@ def write_run(
         place.mkdir()
         log = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
         (place / "state.json").write_text(
-            sealed({"format": FORMAT, "files": {}, "metrics": log, **state}, "state.json")
+            with_checksum({"format": FORMAT, "files": {}, "metrics": log, **state}, "state.json")
         )
     return folder
 
@@ -96,7 +96,7 @@ def test_how_far_runs_came(runs: list[Path]) -> None:
     assert read_runs(runs)[1].status == "ended after step 20 by a step that was not finite"
     for folder, step in zip(runs, (25, 24), strict=True):  # the first went on behind that step, and to its end
         (folder / "nan").mkdir(exist_ok=True)
-        (folder / "nan" / "state.json").write_text(sealed({"format": FORMAT, "step": step}, "state.json"))
+        (folder / "nan" / "state.json").write_text(with_checksum({"format": FORMAT, "step": step}, "state.json"))
     assert [run.stopped for run in read_runs(runs)] == [False, True]
     assert read_runs(runs)[0].status == "finished, 40 steps"
     assert Runs([whole]).summary().tables[0].rows[0] == ["whole", "mp3", "finished, 40 steps", "1:20", 2.5]

@@ -233,8 +233,8 @@ def test_a_refused_class_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         return model
 
     monkeypatch.setattr(timm, "create_model", spy)
-    with pytest.raises(SitusError, match="its class Beit is not among"):
-        create_backbone("beit_base_patch16_224", model_args={"depth": 1})
+    with pytest.raises(SitusError, match="its class Cait is not among"):
+        create_backbone("cait_xxs24_224", model_args={"depth": 1})
     assert devices == ["meta"]
     assert create_backbone("resnest14d").num_tokens == 0  # made in another module, of a class that is known
     assert devices == ["meta", "meta", "cpu"]

@@ -34,7 +34,7 @@ def test_every_update_moves_the_weights_with_draws_of_its_own() -> None:
     seen = []
     plain = method.draw
     method.draw = lambda batch, when: seen.append(plain(batch, when)) or seen[-1]  # type: ignore[method-assign]
-    update = make_update(method, case, CPU, print)
+    update = make_update(method, case, CPU)
     before = method.position_head.weight.detach().clone()
     update()
     after = method.position_head.weight.detach().clone()

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from situs.cli.main import main
-from situs.train.run import load_run, make_eval_loader
+from situs.train.assemble import make_eval_loader
+from situs.train.run import load_run
 
 
 def with_timm(folder: Path, images: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Every backbone family through the same demands, in float64, at a rectangular size, against timm's own forward.
 
 The slow reference for contexts and subsets is timm's own model with `scaled_dot_product_attention` replaced by one
-that shuts out the keys that are not in the context: nothing of `situs.backbones.timm.attention` takes part in it.
+that shuts out the keys that are not in the context: nothing of `situs.backbones.block` takes part in it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,15 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "vit_relpos_base_patch16_clsgap_224": dict(img_size=(64, 48), model_args=SMALL),
     "vit_srelpos_small_patch16_224": dict(img_size=(64, 96), model_args=SMALL),
     "vit_relpos_small_patch16_rpn_224": dict(img_size=(64, 96), model_args=SMALL),
+    "beit_base_patch16_224": dict(img_size=(64, 96), model_args=SMALL),
+    "beitv2_base_patch16_224": dict(img_size=(64, 48), model_args={**SMALL, "use_shared_rel_pos_bias": True}),
     "swin_tiny_patch4_window7_224": dict(
         img_size=(64, 96), positions="learned", model_args={"depths": (1, 1, 2, 1), "embed_dim": 24}
+    ),
+    "swinv2_tiny_window8_256": dict(
+        img_size=(64, 96),
+        positions="learned",
+        model_args={"depths": (1, 1, 2, 1), "embed_dim": 24, "window_size": (2, 3)},
     ),
     "resnet26": dict(model_args={"layers": (1, 2, 1, 1), "channels": (8, 16, 16, 24)}),
 }
@@ -244,7 +251,7 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
     assert silent == {f"model.{n}" for n, p in own.model.named_parameters() if p.requires_grad and p.grad is None}
 
 
-@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "resnet26"])
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "resnet26"])
 def test_refusals_are_sentences(name: str) -> None:
     backbone = make(name)
     assert set(backbone.refusals) <= set(CAPABILITIES)

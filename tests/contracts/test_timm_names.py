@@ -56,10 +56,16 @@ def opened(name: str, **fields: Any) -> Backbone | str:
         return sentence
 
 
+def side_of(name: str) -> int:
+    """A side that its patches fill, and its windows too where they must."""
+    return 192 if name.startswith("swin") else 224
+
+
 def shallow(name: str, module: str) -> dict[str, Any]:
     """The arguments that leave two blocks of a model, none of them wide."""
-    if module == "swin_transformer":
-        return {"depths": (2, 2, 1, 1), "embed_dim": 32, "num_heads": (2, 2, 4, 4)}
+    if module.startswith("swin_transformer"):
+        windows = {} if module == "swin_transformer" else {"window_size": (2, 3)}  # its second version fills none up
+        return {"depths": (2, 2, 1, 1), "embed_dim": 32, "num_heads": (2, 2, 4, 4), **windows}
     backbone = opened(name, img_size=224, model_args={"depth": 2})
     if isinstance(backbone, str) and "num_kv_heads sequence" in backbone:  # one entry a block
         return {"depth": 2, **NARROW, "num_kv_heads": (3, 6)}
@@ -69,9 +75,9 @@ def shallow(name: str, module: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def assert_exact(name: str, arguments: dict[str, Any]) -> None:
-    probe = opened(name, img_size=224, model_args=arguments)
+    probe = opened(name, img_size=side_of(name), model_args=arguments)
     assert isinstance(probe, Backbone), probe
-    ph, pw = (224 // side for side in probe.grid)
+    ph, pw = (side_of(name) // side for side in probe.grid)
     unit = 8 if name.startswith("swin") else 1  # a merge, and windows that are shifted
     torch.manual_seed(0)
     backbone = create_backbone(name, img_size=(2 * ph * unit, 3 * pw * unit), model_args=arguments).double().eval()
@@ -101,7 +107,7 @@ def test_every_transformer_is_exact_or_refused(module: str, names: list[str]) ->
     counts: Counter[str] = Counter()
     for name in names:
         arguments = shallow(name, module)
-        backbone = opened(name, img_size=224, model_args=arguments)
+        backbone = opened(name, img_size=side_of(name), model_args=arguments)
         if isinstance(backbone, str):
             assert any(reason in backbone for reason in KNOWN_REFUSALS.get(module, ())), backbone
             counts["refused"] += 1

@@ -10,7 +10,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from situs.core import masking, random
+from situs.core import masking
+from situs.core.kernels import when
 from situs.core.masking import (
     BlockRule,
     block_mask,
@@ -275,7 +276,7 @@ def test_subset_and_jigsaw_compile_in_one_graph():
 def test_masks_on_the_gpu_are_those_of_the_cpu_without_a_wait(
     rule: BlockRule, triton: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(random, "_can_run_triton", lambda: triton)
+    monkeypatch.setattr(when, "_can_run_triton", lambda: triton)
     for grid in GRIDS:
         for ratio in RATIOS:
             noise, n = noise_for(256, *block_noise_shape(grid, ratio, rule=rule)), grid[0] * grid[1]

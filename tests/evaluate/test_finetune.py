@@ -12,8 +12,10 @@ from situs.config import from_dict, merge
 from situs.errors import SitusError
 from situs.evaluate.finetune import FinetuneConfig, data_as_seen, finetune_config
 from situs.models.initialise import initialise, starting
+from situs.progress import notes_to
+from situs.train.assemble import Setup, make_eval_loader
 from situs.train.checkpoint import RunFolder
-from situs.train.run import RunConfig, load_run, make_eval_loader, make_method, train_run
+from situs.train.run import RunConfig, load_run, make_method, train_run
 
 BASE: dict[str, Any] = {
     "method": {"name": "mp3", "mask_ratio": 0.5},
@@ -99,7 +101,8 @@ def test_positions_are_kept_where_they_meant_something(
 def test_fine_tuning_runs_with_every_kind_of_position(positions: Any, runs: dict[str, Path], tmp_path: Path) -> None:
     own = finetune_config(tables(runs["mp3"], data={"batch": 16}, train={"max_steps": 1}), runs["mp3"], positions)
     said: list[str] = []
-    train_run(own, out=tmp_path / "ft", device="cpu", start=starting(), say=said.append)
+    with notes_to(said.append):
+        train_run(own, Setup(start=starting()), out=tmp_path / "ft", device="cpu")
     before = RunFolder.open(runs["mp3"], writer=False).latest()
     assert before is not None
     encoder = {n for n in before.tensors("model") if n.startswith("backbone.model.") and "pos_embed" not in n}

@@ -17,10 +17,12 @@ from situs.data.loader import Loader
 from situs.errors import SitusError
 from situs.evaluate.accuracy import measure_accuracy
 from situs.evaluate.hooks import PROBED, OnlineProbe, Validation, probe_hooks, validation_hooks
+from situs.progress import notes_to
+from situs.train.assemble import make_eval_loader, make_training_loader
 from situs.train.contract import RunState
 from situs.train.distributed import Ranks
 from situs.train.ema import Ema
-from situs.train.run import RunConfig, make_eval_loader, make_method, make_training_loader
+from situs.train.run import RunConfig, make_method
 
 CPU = torch.device("cpu")
 CLASSES = tuple(map(str, range(10)))
@@ -49,7 +51,7 @@ def looks(hook: Any, total: int, per_epoch: int) -> list[int]:
     found = []
     for step in range(1, total + 1):
         state = RunState(SimpleNamespace(), None, step, (step - 1) // per_epoch, total, per_epoch,  # pyright: ignore[reportArgumentType]
-                         lambda _, step=step: found.append(step), lambda _: None)  # fmt: skip
+                         lambda _, step=step: found.append(step))  # fmt: skip
         hook.after_step(state)
         if step % per_epoch == 0:
             hook.after_epoch(state)
@@ -79,7 +81,7 @@ def test_validation_gives_the_accuracy_of_the_mean_and_puts_the_weights_back() -
             parameter.add_(torch.randn_like(parameter))
     [hook] = validation_hooks(1)(own, loader(own), CPU)
     logged: dict[str, float] = {}
-    hook.after_epoch(RunState(method, ema, 18, 0, 18, 18, logged.update, lambda _: None))
+    hook.after_epoch(RunState(method, ema, 18, 0, 18, 18, logged.update))
     held = make_eval_loader(own)
     now = measure_accuracy(method.backbone, held)
     with ema.applied():
@@ -114,8 +116,8 @@ def test_it_is_said_once_where_the_best_is_chosen_by_what_it_is_judged_on(
     monkeypatch.setattr(type(hook), "look", lambda *_: {})
     method = make_method(own, CLASSES)
     for step in (1, 2):
-        state = RunState(method, None, step, step - 1, 2, 1, lambda _: None, told.append)
-        hook.after_epoch(state)
+        with notes_to(told.append):
+            hook.after_epoch(RunState(method, None, step, step - 1, 2, 1, lambda _: None))
     assert [line.startswith("the data has one split beside that") for line in told] == [True] * (
         keep_best and splits == 1
     )
@@ -181,5 +183,6 @@ def test_what_validation_skips_is_told_once() -> None:
     hook.look = lambda _method: held.source.skip(3, "broken") or {}  # pyright: ignore[reportAttributeAccessIssue]
     method = make_method(own, CLASSES)
     for step in (1, 2):
-        hook.after_epoch(RunState(method, None, step, step - 1, 2, 1, lambda _: None, said.append))
+        with notes_to(said.append):
+            hook.after_epoch(RunState(method, None, step, step - 1, 2, 1, lambda _: None))
     assert len(said) == 1 and said[0].endswith("could not be read and was skipped; the first: broken")

@@ -33,7 +33,7 @@ def probe(labels: bool = True, **config) -> OnlineProbe:
 
 def state(subject: Method, step: int, total: int = 100, ema: Ema | None = None) -> tuple[RunState, dict[str, float]]:
     log: dict[str, float] = {}
-    return RunState(subject, ema, step, (step - 1) // 10, total, 10, log.update, print), log
+    return RunState(subject, ema, step, (step - 1) // 10, total, 10, log.update), log
 
 
 def test_the_numbers_are_those_of_the_evaluations() -> None:

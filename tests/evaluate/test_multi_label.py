@@ -33,6 +33,7 @@ from situs.methods import Batch, SupervisedConfig
 from situs.models import open_model
 from situs.models.export import export_run
 from situs.models.initialise import starting
+from situs.train.assemble import Setup
 from situs.train.checkpoint import RunFolder
 from situs.train.config import TrainConfig
 from situs.train.optim import OptimConfig
@@ -181,7 +182,7 @@ def config(folder: Path, steps: int = 40, **data: object) -> RunConfig:
 @pytest.fixture(scope="module")
 def run(squares: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "run"
-    train_run(config(squares), out=out, device="cpu", hooks=validation_hooks(3), quiet=True)
+    train_run(config(squares), Setup(hooks=validation_hooks(3)), out=out, device="cpu", quiet=True)
     return out
 
 
@@ -240,7 +241,9 @@ def test_an_export_keeps_that_it_is_multi_label(run: Path, squares: Path, tmp_pa
 
 def test_fine_tuning_goes_on_with_the_run_s_labels(run: Path, squares: Path, tmp_path: Path) -> None:
     begun = finetune_config(FinetuneConfig(**vars(config(squares, 2))), run, None)
-    train_run(begun, out=tmp_path / "tuned", device="cpu", hooks=validation_hooks(1), start=starting(), quiet=True)
+    train_run(
+        begun, Setup(hooks=validation_hooks(1), start=starting()), out=tmp_path / "tuned", device="cpu", quiet=True
+    )
     tuned = load_run(tmp_path / "tuned")
     assert tuned.classes == ("red", "green", "blue") and tuned.config.data.multi_label
 

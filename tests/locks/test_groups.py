@@ -309,7 +309,7 @@ def test_what_we_have_not_read_is_refused_by_name() -> None:
         backbone.groups()
     backbone = make("vit")
     backbone.model.blocks[1].mlp = nn.Sequential(OrderedDict(fc2=nn.Linear(4, 24)))
-    with pytest.raises(SitusError, match="unknown lockable MLP class 'Sequential'"):
+    with pytest.raises(SitusError, match="its MLP, a Sequential, is not among"):
         backbone.groups()
 
 

@@ -44,11 +44,19 @@ TIMM: dict[str, tuple[str, dict[str, Any]]] = {
     "relpos": ("vit_relpos_small_patch16_224", WIDE),
     "relpos_table": ("vit_relpos_small_patch16_224", {**WIDE, "model_args": {**SMALL, "rel_pos_type": "bias"}}),
     "relpos_shared": ("vit_srelpos_small_patch16_224", WIDE),
+    "beit": ("beit_base_patch16_224", WIDE),
     "swin": (
         "swin_tiny_patch4_window7_224",
         {
             "img_size": (32, 48),
             "model_args": {"embed_dim": 12, "depths": (1, 2), "num_heads": (2, 3), "window_size": 4},
+        },
+    ),
+    "swin_v2": (
+        "swinv2_tiny_window8_256",
+        {
+            "img_size": (32, 48),
+            "model_args": {"embed_dim": 12, "depths": (1, 2), "num_heads": (2, 3), "window_size": (2, 3)},
         },
     ),
 }
@@ -96,8 +104,8 @@ ROTARY = [
     "qwen3",
     "gpt_neox",
 ]
-RELATIVE = ["res_post", "relpos", "relpos_table", "relpos_shared"]
-NO_ROWS = [*CAUSAL, *RELATIVE, "swin"]
+RELATIVE = ["res_post", "relpos", "relpos_table", "relpos_shared", "beit"]
+NO_ROWS = [*CAUSAL, *RELATIVE, "swin", "swin_v2"]
 
 
 def make(name: str, dtype: torch.dtype = torch.float64) -> Backbone:

@@ -10,9 +10,9 @@ from builders import small_vit
 from torch import nn
 
 from situs.backbones import create_backbone
-from situs.backbones.timm.mlp import join_bias_and_gelu
-from situs.core import attention as few_keys
-from situs.core import compiled
+from situs.backbones.timm.mlp import use_compiled_gelu
+from situs.core.kernels import attention as few_keys
+from situs.core.kernels import when
 from situs.core.when import When
 from situs.methods import MAE, MP3, Batch, DropPos
 from situs.methods.heads import Decoder
@@ -34,7 +34,7 @@ def test_attention_over_few_keys_changes_nothing(kind: Any, settings: dict[str, 
         loss = method(batch, draws).loss
         loss.backward()
         made.append([loss.detach(), *(p.grad for p in method.parameters() if p.grad is not None)])
-        monkeypatch.setattr(few_keys, "suits", lambda _, __, keys, ___: seen.append(keys) or True)
+        monkeypatch.setattr(few_keys, "fits_kernel", lambda _, __, keys, ___: seen.append(keys) or True)
     assert seen
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-13) for a, b in zip(*made, strict=True))
 
@@ -52,14 +52,14 @@ def test_a_compiled_step_is_one_graph_with_kernels_of_our_own(
         names.extend(str(node.target) for part in graphs for node in part.graph.nodes)
         return graph
 
-    monkeypatch.setattr(compiled, "serves", lambda _: True)
+    monkeypatch.setattr(when, "has_kernels", lambda _: True)
     torch.compiler.reset()
     torch.manual_seed(0)
     backbone = create_backbone(
         "vit_tiny_patch16_224", img_size=32, patch_size=8, model_args={"depth": 1, "embed_dim": 32, "num_heads": 2}
     )
     method = kind(backbone, kind.Config(**settings))
-    join_bias_and_gelu(method)
+    use_compiled_gelu(method)
     batch = Batch(torch.randn(2, 3, 32, 32), torch.arange(2))
     draws = method.draw(batch, When(seed=0, epoch=0))
     plain = method(batch, draws).loss

@@ -8,10 +8,11 @@ import torch
 from builders import small_vit
 from torch import Tensor
 
+from situs.backbones import block as runs
 from situs.backbones import create_backbone
 from situs.backbones.base import Stream
-from situs.backbones.timm import attention
-from situs.backbones.timm.attention import run_blocks
+from situs.backbones.block import run_blocks
+from situs.backbones.timm.blocks import read_block
 from situs.core.tokens import take
 from situs.core.when import When
 from situs.errors import SitusError
@@ -226,7 +227,9 @@ def compiled_step(context: int | None) -> tuple[Tensor, dict[str, Tensor], int]:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    run = torch.compile(lambda z: run_blocks(blocks, Stream(z, 1), context, ()), backend="aot_eager_decomp_partition")
+    run = torch.compile(
+        lambda z: run_blocks(blocks, read_block, Stream(z, 1), context), backend="aot_eager_decomp_partition"
+    )
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = run(tokens).square().mean()
     loss.backward()
@@ -238,7 +241,7 @@ def test_a_compiled_context_is_kept_once_and_changes_no_bit(monkeypatch: pytest.
     loss, grads, less = compiled_step(5)
     plain = compiled_step(None)[2]
     monkeypatch.setattr(
-        attention, "_of_first", lambda x, keys, weight, bias: torch.nn.functional.linear(x[:, :keys], weight, bias)
+        runs, "_of_first", lambda x, keys, weight, bias: torch.nn.functional.linear(x[:, :keys], weight, bias)
     )
     torch.compiler.reset()
     expected, gradients, more = compiled_step(5)

@@ -14,7 +14,7 @@ from situs.errors import SitusError
 from situs.methods import METHODS
 from situs.methods.retired import RETIRED
 from situs.train.checkpoint import RunFolder, read_config
-from situs.train.checkpoint.storage import sealed
+from situs.train.checkpoint.files import with_checksum
 from situs.train.run import RunConfig
 
 
@@ -44,6 +44,6 @@ def test_a_run_that_has_one_goes_on_under_the_config_that_its_checkpoints_know(t
     old = json.loads(file.read_text())
     old.pop("sha256")
     old["method"] |= {"cls": "always", "window": 0}
-    file.write_text(sealed(old, "config.json"))
+    file.write_text(with_checksum(old, "config.json"))
     run = RunFolder.open(tmp_path / "run", config)
     assert run.config == read_config(tmp_path / "run") == old

@@ -50,7 +50,7 @@ def main(out: Path) -> None:
         for parameter in sharded.parameters():
             parameter.mul_(2.0)  # the probe must look at the mean, which is still what was made
     log: dict[str, float] = {}
-    probe.after_epoch(RunState(sharded, ema, 10, 0, 100, 10, log.update, print))
+    probe.after_epoch(RunState(sharded, ema, 10, 0, 100, 10, log.update))
     with torch.no_grad():
         for parameter in sharded.parameters():
             parameter.mul_(0.5)

@@ -17,7 +17,8 @@ from situs.errors import SitusError
 from situs.evaluate.finetune import FinetuneConfig, data_as_seen, finetune_config
 from situs.models import open_model
 from situs.models.data import load_bank, load_set, made_with
-from situs.train.run import load_run, make_eval_loader
+from situs.train.assemble import make_eval_loader
+from situs.train.run import load_run
 
 MODEL = ["test_vit", "--weights", "random", "--img-size", "32", "--device", "cpu"]
 

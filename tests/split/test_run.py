@@ -27,7 +27,8 @@ from situs.split.transport.certificates import make_certificates, read_credentia
 from situs.split.transport.connect import Connection
 from situs.split.transport.serve import LOG
 from situs.split.whole import merge, merge_locked, open_split
-from situs.train.checkpoint import RunFolder, checkpoints
+from situs.train.assemble import Setup
+from situs.train.checkpoint import RunFolder, folder
 from situs.train.run import train_run
 
 
@@ -101,8 +102,8 @@ def test_a_locked_backbone_is_trained_by_a_server_without_the_key(tmp_path, cert
     merge(tmp_path / "split", tmp_path / "server", tmp_path / "whole", key=key)
     train_run(
         replace(config, init=str(tmp_path / "export")),
+        Setup(starting()),
         out=tmp_path / "alone",
-        start=starting(),
         device="cpu",
         quiet=True,
     )
@@ -241,7 +242,7 @@ def test_the_val_split_is_looked_at_through_the_server_and_disturbs_nothing(tmp_
     config = replace(steps(5), data=replace(CONFIG.data, count=8, batch=2), probe_every=1)
     with serving(tmp_path / "server", None, config) as server, Connection(server.address, None) as call:
         train_split(config, call, out=tmp_path / "split", device="cpu", quiet=True)
-    train_run(config, out=tmp_path / "local", device="cpu", hooks=validation_hooks(1), quiet=True)
+    train_run(config, Setup(hooks=validation_hooks(1)), out=tmp_path / "local", device="cpu", quiet=True)
     merge(tmp_path / "split", tmp_path / "server", tmp_path / "whole")
     assert same(tmp_path / "whole", tmp_path / "local")
     records = [RunFolder.open(tmp_path / name).records() for name in ("whole", "local")]
@@ -265,7 +266,7 @@ def test_any_number_of_classes_stays_with_the_client_and_equals_local_training(t
         train_split(config, call, out=tmp_path / "split", device="cpu", quiet=True)
         with open_split(tmp_path / "split", call) as model:
             seen = evaluate_accuracy(model)
-    train_run(config, out=tmp_path / "local", device="cpu", hooks=validation_hooks(1), quiet=True)
+    train_run(config, Setup(hooks=validation_hooks(1)), out=tmp_path / "local", device="cpu", quiet=True)
     merge(tmp_path / "split", tmp_path / "server", tmp_path / "whole")
     assert same(tmp_path / "whole", tmp_path / "local")
     looks = [
@@ -290,7 +291,7 @@ def test_any_number_of_classes_stays_with_the_client_and_equals_local_training(t
 
 
 def test_a_disk_that_is_full_at_either_side_loses_nothing(tmp_path, local, monkeypatch) -> None:
-    out, really = tmp_path / "split", checkpoints.write_checkpoint
+    out, really = tmp_path / "split", folder.write_checkpoint
 
     def side_of(path) -> str:
         return "server" if tmp_path / "server" in path.parents else "client"
@@ -305,7 +306,7 @@ def test_a_disk_that_is_full_at_either_side_loses_nothing(tmp_path, local, monke
 
             where = {"resume": out} if out.exists() else {"out": out}
             with monkeypatch.context() as patch:
-                patch.setattr(checkpoints, "write_checkpoint", full)
+                patch.setattr(folder, "write_checkpoint", full)
                 with pytest.raises(
                     SitusError, match="own log says why" if side == "server" else "no space left"
                 ) as told:

@@ -25,7 +25,7 @@ from situs.studies.load import load_study
 from situs.studies.parcel import _lighter, pack_study, unpack_study
 from situs.studies.reading import read_study
 from situs.train.checkpoint import RunFolder
-from situs.train.checkpoint.storage import sealed, vouch
+from situs.train.checkpoint.files import with_checksum, write_state
 from situs.train.config import TrainConfig
 from situs.train.run import RunConfig, train_run
 
@@ -146,10 +146,10 @@ def test_of_a_run_that_keeps_its_best_the_best_goes_along(begun: Path, tmp_path:
     run = study / "jobs" / "pre-1"
     config = RunFolder.open(run, writer=False).config
     config["train"]["keep_best"] = True
-    (run / "config.json").write_text(sealed(config, "config.json"))
+    (run / "config.json").write_text(with_checksum(config, "config.json"))
     last = RunFolder.open(run, writer=False).newest()
     state = {name: fact for name, fact in last.state.items() if name not in ("format", "files", "sha256")}
-    vouch(last.path, {**state, "best": {"step": 1, "by": "val_top1", "value": 0.5}}, last.state["files"])
+    write_state(last.path, {**state, "best": {"step": 1, "by": "val_top1", "value": 0.5}}, last.state["files"])
     pack_study(study, tmp_path / "parts")
     unpack_study(tmp_path / "parts", tmp_path / "there")
     there = RunFolder.open(tmp_path / "there" / "jobs" / "pre-1", writer=False)

@@ -25,7 +25,7 @@ import torch
 import torch._dynamo  # which every optimiser imports: once here, not in each fork
 from toy import ToyLoader, toy
 
-from situs.train.checkpoint import RunFolder, checkpoints
+from situs.train.checkpoint import RunFolder, folder
 from situs.train.checkpoint.writing import Background
 from situs.train.config import TrainConfig
 from situs.train.loop import fit
@@ -76,14 +76,14 @@ class Teller:
 
 def write_slowly(shared: Shared) -> None:
     """Makes this process's writer slow, and tells when it is at work."""
-    write, check = checkpoints.write_checkpoint, Background.check
+    write, check = folder.write_checkpoint, Background.check
 
     def told(*given, **named) -> None:
         shared.writing = True
         write(*given, **named)
         shared.writing = False
 
-    checkpoints.write_checkpoint = told
+    folder.write_checkpoint = told
     Background.check = lambda own: (time.sleep(PAUSE), check(own))[1]
 
 

@@ -21,8 +21,8 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 from toy import ToyLoader, toy
 
+from situs.backbones import block as runs
 from situs.backbones import create_backbone
-from situs.backbones.timm import attention
 from situs.methods import MP3, MP3Config
 from situs.train import distributed
 from situs.train.checkpoint import RunFolder
@@ -104,13 +104,13 @@ def blocks(out: Path, parallel: str) -> None:
         return attend(attn, x, *more)
 
     real = globals()["vit"]
-    attend = attention.attend
-    attention.attend = watched
+    attend = runs.attend_block
+    runs.attend_block = watched
     globals()["vit"] = lambda seed: made.append(real(seed)) or made[0]
     try:
         train(out, parallel, real=True)
     finally:
-        attention.attend, globals()["vit"] = attend, real
+        runs.attend_block, globals()["vit"] = attend, real
     one = sum(p.numel() * 8 for p in real(0).backbone.model.blocks[0].parameters())
     facts = {name: sorted(sizes) for name, sizes in found.items()} | {"block": one}
     (out / f"whole.{distributed.rank()}.json").write_text(json.dumps(facts))

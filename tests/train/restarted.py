@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from situs.config import from_dict
+from situs.progress import notes_to
 from situs.train import distributed
+from situs.train.assemble import Setup
 from situs.train.run import RunConfig, train_run
 
 CONFIG: dict[str, Any] = {
@@ -50,7 +52,8 @@ def tell(line: str) -> None:
 def main(out: Path, kind: str, *kills: str) -> None:
     table = CONFIG | {"train": CONFIG["train"] | {"parallel": kind}}
     killer = Killer(list(kills), out.with_suffix(".kills"))
-    train_run(from_dict(RunConfig, table), out=out, device="cpu", hooks=lambda *_: [killer], say=tell)
+    with notes_to(tell):
+        train_run(from_dict(RunConfig, table), Setup(hooks=lambda *_: [killer]), out=out, device="cpu")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from warm import warm
 from situs.errors import SitusError
 from situs.train import distributed
 from situs.train.checkpoint import Checkpoint, RunFolder
-from situs.train.checkpoint.storage import read_folder
+from situs.train.checkpoint.files import read_folder
 from situs.train.nan import replay
 
 MOVES = {"widened": ("ddp/1", "fsdp/2"), "narrowed": ("fsdp/2", "ddp/1"), "spread": ("ddp/2", "fsdp/2")}

@@ -13,7 +13,7 @@ from situs.core.when import When
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.train.checkpoint import RunFolder
-from situs.train.checkpoint.tensors import read_tensors
+from situs.train.checkpoint.files import read_tensors
 from situs.train.config import TrainConfig
 from situs.train.loop import fit
 from situs.train.nan import NotFiniteError, _pack, _unpack, replay

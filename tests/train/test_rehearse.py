@@ -14,6 +14,7 @@ from PIL import Image
 from situs.cli.main import main
 from situs.config import from_dict
 from situs.data.sources.tar_index import open_index
+from situs.progress import notes_to
 from situs.train.rehearse import held_bytes, rehearse
 from situs.train.run import RunConfig, train_run
 
@@ -36,7 +37,8 @@ def test_it_says_what_the_run_then_does(tmp_path: Path) -> None:
     assert (found.batch, found.steps, found.steps_per_epoch, found.begins_at) == ((50, 1, 28, 28), 6, 2, 0)
     assert found.loss == pytest.approx(2.77, abs=0.4)  # log 16: it knows none of the 16 places
     said: list[str] = []
-    result = train_run(config, out=tmp_path / "run", device="cpu", say=said.append, quiet=True)
+    with notes_to(said.append):
+        result = train_run(config, out=tmp_path / "run", device="cpu", quiet=True)
     assert result.step == found.steps and tuple(said) == found.said
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     again = rehearse(config, resume=tmp_path / "run", device="cpu")

@@ -19,19 +19,12 @@ from situs.errors import SitusError
 from situs.models import open_model
 from situs.models.data import open_several
 from situs.models.initialise import starting
+from situs.progress import notes_to
+from situs.train.assemble import RunConfig, Setup, describe, make_eval_loader, make_method, settled
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.distributed import Ranks
 from situs.train.inputs import own_size
-from situs.train.run import (
-    RunConfig,
-    describe,
-    is_run,
-    load_run,
-    make_eval_loader,
-    make_method,
-    settled,
-    train_run,
-)
+from situs.train.run import is_run, load_run, train_run
 
 BASE: dict[str, Any] = {
     "method": {"name": "mp3", "mask_ratio": 0.5},
@@ -175,7 +168,8 @@ def test_a_run_is_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path / "here")
     said: list[str] = []
     own = config(data={"path": "images", "batch": None, "workers": 0}, train={"max_steps": 1})
-    train_run(own, out="../run", device="cpu", say=said.append)
+    with notes_to(said.append):
+        train_run(own, out="../run", device="cpu")
     assert "batch 8: the set is small, and is gone through in 2 updates an epoch (data.batch)" in said
     monkeypatch.chdir(tmp_path / "there")
     longer = longer_by(from_dict(RunConfig, read_config(tmp_path / "run")), max_steps=2)
@@ -195,7 +189,8 @@ def test_images_must_be_asked_for(tmp_path: Path) -> None:
 def mp3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("run") / "mp3"
     said: list[str] = []
-    result = train_run(config(), out=out, device="cpu", say=said.append)
+    with notes_to(said.append):
+        result = train_run(config(), out=out, device="cpu")
     assert (result.step, result.total, result.interrupted) == (3, 3, False)
     assert said[0].startswith("samples (train): 9,000 images of 1 × 28 × 28")
     assert said[1].startswith("mp3 on vit_tiny_patch16_224: 4 x 4 patches, ")
@@ -230,7 +225,7 @@ def test_a_loaded_run_has_the_trained_weights_and_logits(tmp_path: Path) -> None
             pass
 
     own = config(method={"name": "supervised"}, optim={"ema": 0.5})
-    train_run(own, out=tmp_path / "run", device="cpu", hooks=lambda *_: [Keeper()])
+    train_run(own, Setup(hooks=lambda *_: [Keeper()]), out=tmp_path / "run", device="cpu")
     method = trained[-1].eval()
     loaded = load_run(tmp_path / "run", ema=False)
     assert loaded.config == own
@@ -257,7 +252,7 @@ def test_a_loaded_run_asks_for_none_of_the_files_it_started_from(mp3: Path, tmp_
         shutil.rmtree(tmp_path / "gone", ignore_errors=True)
         shutil.copytree(mp3, started)
         torch.save(load_run(mp3).method.backbone.model.state_dict(), tmp_path / "w.pt")
-        train_run(config(**source, train={"max_steps": 1}), out=tmp_path / name, device="cpu", start=starting())
+        train_run(config(**source, train={"max_steps": 1}), Setup(start=starting()), out=tmp_path / name, device="cpu")
         (tmp_path / "w.pt").unlink()
         shutil.move(started, tmp_path / "gone")
         assert load_run(tmp_path / name).config.train.max_steps == 1
@@ -311,8 +306,8 @@ def test_more_epochs_go_on_and_say_what_happens_to_the_schedule(
     assert train_run(once, out=tmp_path / "run", device="cpu").step == 3
     twice = longer_by(once, epochs=2)
     assert train_run(twice, resume=tmp_path / "run", device="cpu").step == 6
-    said = capsys.readouterr().err
-    assert "train.epochs: 1 -> 2" in said
+    noted, said = capsys.readouterr()
+    assert "train.epochs: 1 -> 2" in noted
     assert "the run now ends at step 6, not 3: its schedule is computed anew" in said
     rates = [record["lr"] for record in RunFolder.open(tmp_path / "run").records()]
     assert rates[3] == pytest.approx(5e-3, rel=1e-3)  # half way down the cosine over six steps
@@ -333,20 +328,20 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_from_its_init_again(
     own = config(init=str(mp3), optim={"lr": 1e-9}, train={"max_steps": 1})
     with pytest.raises(SitusError, match="nothing was given that reads it"):  # and not trained from random weights
         train_run(own, out=tmp_path / "peace", device="cpu")
-    train_run(own, out=tmp_path / "peace", device="cpu", start=starting())
+    train_run(own, Setup(start=starting()), out=tmp_path / "peace", device="cpu")
     RunFolder.create(tmp_path / "died", own)
-    train_run(own, resume=tmp_path / "died", device="cpu", start=starting())
+    train_run(own, Setup(start=starting()), resume=tmp_path / "died", device="cpu")
     peace, died = weights(tmp_path / "peace"), weights(tmp_path / "died")
     assert all(torch.equal(peace[name], died[name]) for name in peace)
     name = "backbone.model.blocks.0.attn.qkv.weight"
     torch.testing.assert_close(died[name], weights(mp3)[name], rtol=0, atol=1e-7)
 
 
-def test_a_torn_checkpoint_is_told_from_none(mp3: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_told_from_none(mp3: Path, tmp_path: Path) -> None:
     torn = shutil.copytree(mp3, tmp_path / "torn")
     for weights_file in torn.glob("checkpoints/*/model.safetensors"):
         weights_file.write_bytes(b"cut")
-    with pytest.raises(SitusError, match=r"has no whole checkpoint: .* is torn \(model\.safetensors has 3 of"):
+    with pytest.raises(SitusError, match=r"has no whole checkpoint: .* is damaged \(model\.safetensors has 3 of"):
         load_run(torn)
 
 
@@ -384,9 +379,11 @@ def test_a_refused_start_leaves_no_folder(where: str, tmp_path: Path, monkeypatc
         return refuse() if where == "hooks" else []
 
     if where != "hooks":
-        monkeypatch.setattr("situs.train.run.make_method" if where == "method" else "situs.train.loop._Loop", refuse)
+        monkeypatch.setattr(
+            "situs.train.assemble.make_method" if where == "method" else "situs.train.loop._Loop", refuse
+        )
     with pytest.raises(SitusError, match="no"):
-        train_run(config(), out=tmp_path / "a" / "run", device="cpu", hooks=hooks)
+        train_run(config(), Setup(hooks=hooks), out=tmp_path / "a" / "run", device="cpu")
     assert not (tmp_path / "a" / "run").exists()
 
 
@@ -401,7 +398,7 @@ def test_what_a_failed_run_has_reached_stays(tmp_path: Path) -> None:
 
     own = replace(config(), train=replace(config().train, save_every=1, log_every=9))
     with pytest.raises(RuntimeError, match="a bug"):
-        train_run(own, out=tmp_path / "run", device="cpu", hooks=lambda *_: [Fails()])
+        train_run(own, Setup(hooks=lambda *_: [Fails()]), out=tmp_path / "run", device="cpu")
     assert (tmp_path / "run" / "checkpoints" / "step-00000001" / "state.json").is_file()
     assert train_run(own, resume=tmp_path / "run", device="cpu").step == 3
 

@@ -77,7 +77,7 @@ class Killer:
     def after_epoch(self, state): ...
 
 asked = from_dict(RunConfig, json.loads(sys.argv[2]))
-train_run(asked, out=sys.argv[1], device="cpu", quiet=True, hooks=lambda *_: [Killer()])
+train_run(asked, Setup(hooks=lambda *_: [Killer()]), out=sys.argv[1], device="cpu", quiet=True)
 """
 """Trains, and is killed after a step; never where there is no such step."""
 

@@ -16,6 +16,7 @@ from situs.evaluate.hooks import validation_hooks
 from situs.evaluate.segments.measure import evaluate_segments
 from situs.models import open_model
 from situs.models.export import export_run
+from situs.train.assemble import Setup
 from situs.train.checkpoint import RunFolder
 from situs.train.contract import RunState
 from situs.train.run import RunConfig, load_run, make_method, settled, train_run
@@ -66,13 +67,13 @@ class _Killer:
 @pytest.fixture(scope="module")
 def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "whole"
-    train_run(config(data), out=out, device="cpu", quiet=True, hooks=validation_hooks(3))
+    train_run(config(data), Setup(hooks=validation_hooks(3)), out=out, device="cpu", quiet=True)
     return out
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(data: Path, whole: Path, tmp_path: Path) -> None:
     with pytest.raises(Killed):
-        train_run(config(data), out=tmp_path / "killed", device="cpu", quiet=True, hooks=lambda *_: [_Killer()])
+        train_run(config(data), Setup(hooks=lambda *_: [_Killer()]), out=tmp_path / "killed", device="cpu", quiet=True)
     assert [each.step for each in [RunFolder.open(tmp_path / "killed", writer=False).latest()] if each] == [2]
     train_run(config(data), resume=tmp_path / "killed", device="cpu", quiet=True)
     one, two = tensors(whole), tensors(tmp_path / "killed")

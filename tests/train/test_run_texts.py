@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from situs.evaluate.perplexity import evaluate_perplexity
 from situs.evaluate.predict import predict as api_predict
 from situs.models import open_model
 from situs.models.initialise import starting
+from situs.train.assemble import Setup
 from situs.train.checkpoint import RunFolder
 from situs.train.contract import RunState
 from situs.train.run import train_run
@@ -79,12 +81,12 @@ class Killer:
 
 def test_a_run_killed_and_resumed_ends_with_the_same_bits(world: Path, tmp_path: Path) -> None:
     config = config_of(world, train={"save_every": 2, "log_every": 1})
-    asked: dict[str, Any] = {"device": "cpu", "quiet": True, "start": starting()}
-    train_run(config, out=tmp_path / "peace", **asked)
+    asked, begun = {"device": "cpu", "quiet": True}, Setup(starting())
+    train_run(config, begun, out=tmp_path / "peace", **asked)
     with pytest.raises(KilledError):
-        train_run(config, out=tmp_path / "killed", hooks=lambda *_: [Killer()], **asked)
+        train_run(config, replace(begun, hooks=lambda *_: [Killer()]), out=tmp_path / "killed", **asked)
     assert RunFolder.open(tmp_path / "killed", writer=False).latest().step == 4  # pyright: ignore[reportOptionalMemberAccess]
-    train_run(config, resume=tmp_path / "killed", **asked)
+    train_run(config, begun, resume=tmp_path / "killed", **asked)
     a, b = (RunFolder.open(tmp_path / name, writer=False).latest() for name in ("peace", "killed"))
     assert a is not None and b is not None and a.step == b.step == 7  # into the second epoch, with dropout
     for file in ("model", "optimizer", "ema", "generators"):
@@ -100,11 +102,11 @@ def test_pairs_are_tuned_resumed_judged_and_exported(kind: str, world: Path, tmp
         "text": {"column": "a", "pair": "b", "label": "label", "longest": 12},
     }
     config = config_of(world, kind, data=data, train={"save_every": 2, "log_every": 1})
-    asked: dict[str, Any] = {"device": "cpu", "quiet": True, "start": starting()}
-    train_run(config, out=tmp_path / "peace", **asked)
+    asked, begun = {"device": "cpu", "quiet": True}, Setup(starting())
+    train_run(config, begun, out=tmp_path / "peace", **asked)
     with pytest.raises(KilledError):
-        train_run(config, out=tmp_path / "run", hooks=lambda *_: [Killer()], **asked)
-    train_run(config, resume=tmp_path / "run", **asked)
+        train_run(config, replace(begun, hooks=lambda *_: [Killer()]), out=tmp_path / "run", **asked)
+    train_run(config, begun, resume=tmp_path / "run", **asked)
     a, b = (RunFolder.open(tmp_path / name, writer=False).latest() for name in ("peace", "run"))
     assert a is not None and b is not None and a.step == b.step == 7
     left, right = a.tensors("model"), b.tensors("model")

@@ -20,7 +20,7 @@ from situs.models.model import identity_of
 from situs.progress import clock
 from situs.results import Origin, Provenance, Result, Summary, Table, show
 from situs.train.checkpoint import RunFolder, read_config
-from situs.train.checkpoint.storage import read_sealed
+from situs.train.checkpoint.files import read_table
 from situs.train.run import is_run
 
 PLACES = ("step", "epoch")
@@ -252,7 +252,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 def _bad_step(folder: Path) -> float | None:
     if not (folder / "nan").is_dir():
         return None
-    state = read_sealed(folder / "nan" / "state.json")
+    state = read_table(folder / "nan" / "state.json")
     return math.inf if isinstance(state, str) else state["step"]  # what cannot be read was not gone past either
 
 

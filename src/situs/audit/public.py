@@ -36,7 +36,7 @@ from situs.errors import SitusError, counted
 from situs.limits import Count, Positive
 from situs.methods.base import Method
 from situs.models.data import AnyData
-from situs.progress import note, shown
+from situs.progress import latest, shown
 from situs.results import Provenance
 
 ATTACKED = ("patchembed", "april", "tokens", "patchembed-prior")
@@ -138,7 +138,7 @@ def audit_gradients(
     audit now and then while it grows, and at its end. facts: more of them for its files.
     """
     config, asked = config_from(options)
-    deadline = Deadline(note, time_limit) if deadline is None else deadline
+    deadline = Deadline(latest, time_limit) if deadline is None else deadline
     limit = None if config.fail_above is None else parse_limit(config.fail_above)
     auto = tuple(defences) == AUTO
     if auto:

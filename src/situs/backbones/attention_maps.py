@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from situs.backbones.base import Backbone, Stream
+from situs.core.attention import attention_weights
 from situs.errors import SitusError
 
 See = Callable[[int, Tensor], None]
@@ -52,20 +52,6 @@ def has_cls(backbone: Backbone) -> bool:
     if not backbone.num_prefix:
         return False
     return backbone.source.get("library") == "transformers" or backbone.model.cls_token is not None
-
-
-def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None = None, scale: float | None = None) -> Tensor:
-    """softmax(QKᵀ · scale + bias), the weights inside `scaled_dot_product_attention`, in float32 at least.
-
-    q: [B, H, S, d]; k: [B, H, K, d]; bias: added to the logits, or bool, False where a key may not be seen; scale:
-    1/√d where None. -> [B, H, S, K]
-    """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    logits = q.to(wide) @ k.to(wide).transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if bias is not None:
-        hidden = bias.dtype == torch.bool
-        logits = logits.masked_fill(~bias, float("-inf")) if hidden else logits + bias.to(wide)
-    return logits.softmax(dim=-1)
 
 
 class _AttentionWatcher(TorchFunctionMode):

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from situs.backbones.block import Block, Stream, Taps, run_blocks
 from situs.backbones.layout import Group, LayoutBuilder, Names, Role, roles_of
-from situs.core.position import PairBias, Positions
+from situs.core.position import Positions
 from situs.core.selection import Context, Selection, Tokens
 from situs.core.tokens import Grid, fill, mask_of, take
 from situs.errors import SitusError
@@ -44,28 +45,6 @@ class Features(NamedTuple):
 
     prefix: Tensor
     patches: Tensor
-
-
-@dataclass(frozen=True)
-class Stream:
-    """What runs through the blocks: z [B, p + N, D] and whatever the attention needs beside it.
-
-    rotary: [L, B, H, N, 2d] for the patch tokens. bias: `PairBias`. mask: [B, p + N] bool, False for padding.
-    """
-
-    z: Tensor
-    prefix: int
-    rotary: Tensor | None = None
-    bias: PairBias | None = None
-    mask: Tensor | None = None
-
-    def take(self, index: Tensor) -> Stream:
-        """The stream of a subset or permutation of its patch tokens ([K] or [B, K]); prefix tokens stay in front."""
-        p = self.prefix
-        places = Positions(rotary=self.rotary, bias=self.bias).take(index)
-        z = torch.cat([self.z[:, :p], take(self.z[:, p:], index)], dim=1)
-        mask = None if self.mask is None else torch.cat([self.mask[:, :p], take(self.mask[:, p:], index)], dim=1)
-        return Stream(z, p, places.rotary, places.bias, mask)
 
 
 class InputSpec(NamedTuple):
@@ -90,10 +69,6 @@ class Level(NamedTuple):
     block: int
     halved: int
     dim: int
-
-
-Taps = Sequence[Callable[[int, Tensor], None]]
-"""Who looks at the layers: each is called with (number of the block, from 1; z [B, S, D] after it)."""
 
 
 class Backbone(nn.Module, ABC):
@@ -175,12 +150,24 @@ class Backbone(nn.Module, ABC):
         """What it does behind its last block."""
         return z
 
-    @abstractmethod
+    def layers(self) -> Sequence[nn.Module]:
+        """The blocks as the library keeps them, in the order of the stream; one may stand there several times."""
+        return ()
+
+    def read(self, layer: nn.Module) -> Block:
+        """One of them by its parts."""
+        raise SitusError(f"{self.name}: no parts are known for the class {type(layer).__qualname__}")
+
+    def parts(self) -> list[Block]:
+        """Each block once by its parts, with what the model around it tells of it."""
+        return [self.read(layer) for layer in dict.fromkeys(self.layers())]
+
     def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
         """All blocks over stream.z; with `keys`, only the first `keys` tokens of the sequence are keys and values.
 
         taps: called with (number, z) after every block, numbered from 1: the one way to several depths.
         """
+        return run_blocks(self.layers(), self.read, stream, keys, taps)
 
     def finish(self, stream: Stream) -> Features:
         """The final norm, and the prefix tokens apart from the patches."""
@@ -221,7 +208,7 @@ class Backbone(nn.Module, ABC):
 
     def block_modules(self) -> list[tuple[nn.Module, ...]]:
         """The modules of each block in the order of the stream; none where the model has no blocks that are known."""
-        return []
+        return [(layer,) for layer in dict.fromkeys(self.layers())]
 
     def roles(self) -> dict[str, Role]:
         """Every tensor of this backbone's state dict: what it is, and how deep it stands."""
@@ -239,9 +226,11 @@ class Backbone(nn.Module, ABC):
         self.write_layout(layout)
         return layout.groups()
 
-    def write_layout(self, layout: LayoutBuilder) -> None:  # noqa: ARG002  (a family that has one writes it)
-        """Writes the groups of this family's blocks down."""
-        raise SitusError(f"{self.name}: no groups are known for the class {type(self.model).__qualname__}")
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        """Writes the groups of this family's blocks down: one residual key for all."""
+        layout.open("residual", "residual", self.dim)
+        for number, block in enumerate(self.parts()):
+            layout.block(f"blocks.{number}", "residual", block)
 
     @property
     def table_name(self) -> str:
@@ -315,6 +304,17 @@ class Backbone(nn.Module, ABC):
             size = " × ".join(map(str, self.input.shape or ()))
             raise SitusError(f"{self.name}: takes inputs of {size} alone, and {list(x.shape)} are given")
         return self.embed(x), self.positions(), self.grid
+
+    def checked_images(self, x: Tensor, dtype: torch.dtype, *, any_size: bool = False) -> Tensor:
+        """Images in the model's own precision; refused as whole numbers, or in another shape than it was made for."""
+        channels, size = self.input.channels, None if any_size else self.input.shape
+        wanted = f"[B, {channels}, {size[0]}, {size[1]}]" if size else f"[B, {channels}, H, W]"
+        if x.dim() != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != size):
+            said = f"{self.name}: images of shape {list(x.shape)} given, {wanted} needed (img_size=, in_chans=)"
+            raise SitusError(said, field="img_size")
+        if not x.is_floating_point():
+            raise SitusError(f"{self.name}: images of {x.dtype} given; they must be normalised floats")
+        return x.to(dtype)
 
     def own_grid(self, grid: Grid | None, why: str) -> None:
         """Refuses positions for another grid than the model's own."""
@@ -423,20 +423,6 @@ class WholeBackbone(Backbone):
 def refuses_tokens(reason: str) -> dict[str, str]:
     """The refusals of such a model."""
     return dict.fromkeys([name for name in CAPABILITIES if name != "images"], reason)
-
-
-def called(module: nn.Module, run: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-    """run(z), as a call of the module whose weights it uses, so that what waits for its calls acts around it.
-
-    FSDP gathers a block's weights when the block is called, and we run blocks without calling them.
-    """
-    if not module._forward_pre_hooks:
-        return run(z)
-    module.forward = run
-    try:
-        return module(z)
-    finally:
-        del module.forward
 
 
 def join(features: Features) -> Tensor:

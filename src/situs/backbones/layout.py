@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import nn
@@ -15,6 +15,7 @@ from situs.errors import SitusError
 
 if TYPE_CHECKING:
     from situs.backbones.base import Backbone
+    from situs.backbones.block import Attention, Block, Mlp
 
 Kind = Literal["residual", "hidden", "heads", "value", "query"]
 Part = Literal["embedding", "table", "position", "prefix", "qkv", "block", "head", "unknown"]
@@ -124,35 +125,6 @@ class Projection:
 
 
 @dataclass
-class AttentionLayer:
-    """What the groups need to know of one attention layer. heads = kv_heads * (queries that share one)."""
-
-    q: Projection
-    k: Projection
-    v: Projection
-    o: Projection
-    heads: int
-    kv_heads: int
-    rotary: bool = False
-    """Rotated in pairs: its query and key channels cannot move."""
-
-    head_norms: Sequence[nn.Module] = ()
-    """q- and k-norms over the channels of a head, shared by all heads."""
-
-    inner_norm: nn.Module | None = None
-    """A norm over all heads' outputs, before the last projection: no part of the residual stream."""
-
-    gates: Sequence[Projection] = ()
-    """Projections of the residual stream that multiply the heads' outputs."""
-
-    head_tables: Sequence[Member] = ()
-    """Tensors with one entry for each head beside the projections: bias tables, rotary frequencies."""
-
-    shared_heads: bool = False
-    """Such a table serves all layers, so that all layers share the order of their heads."""
-
-
-@dataclass
 class _Draft:
     kind: Kind
     size: int
@@ -163,7 +135,8 @@ class LayoutBuilder:
     """Collects members by group; every tensor is named after the module that holds it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.state = model.state_dict()
+        self.state = model.state_dict(keep_vars=True)
+        self._tensors = {id(tensor): name for name, tensor in self.state.items()}
         self._names = {id(module): name for name, module in model.named_modules()}
         self._drafts: dict[str, _Draft] = {}
 
@@ -225,55 +198,92 @@ class LayoutBuilder:
         """Vectors over this group's channels, where the model has them."""
         self.add(group, [Member(name, 0, outer, inner) for name in names if name in self.state])
 
-    def mlp(self, block: str, residual: str, up: Sequence[Projection], down: Projection, packed: int = 1) -> str:
-        """Up-projections (one, or gate and value), whatever stands between, and the one down; gives the group's name.
+    def block(self, name: str, residual: str, block: Block) -> None:
+        """A transformer block: its norms and scales are as wide as the stream and move with it."""
+        norms, first = (block.norm1, block.norm2), block.form != "post"
+        if first:
+            for layer in norms:
+                self.norm(residual, layer)
+            self.vectors(residual, [self._tensors[id(gamma)] for gamma in block.gammas if gamma is not None])
+        (self._by_head if block.attention.by_head else self._attention)(name, residual, block.attention)
+        if not first:
+            self.norm(residual, norms[0])
+        self._mlp(name, residual, block.mlp)
+        if not first:
+            self.norm(residual, norms[1])
 
-        packed: how many of them lie in one tensor, one after the other.
-        """
-        name = f"{block}.mlp"
+    def _mlp(self, block: str, residual: str, mlp: Mlp) -> None:
+        """Up-projections (one, or gate and value), whatever stands between, and the one down."""
+        if not mlp.up:
+            raise SitusError(f"{block}: its MLP, a {type(mlp.run).__name__}, is not among those that Situs locks")
+        name, down = f"{block}.mlp", self.projection(mlp.down)
         self.open(name, "hidden", self.inputs(down))
-        for p in up:
+        for p in map(self.projection, mlp.up):
             self.reads(residual, p)
-            self.writes(name, p, outer=packed)
+            self.writes(name, p, outer=mlp.packed)
         self.reads(name, down)
         self.writes(residual, down)
-        return name
+        if mlp.norm is not None:
+            self.norm(name, mlp.norm)
 
-    def attention(self, block: str, residual: str, a: AttentionLayer) -> None:
+    def _attention(self, block: str, residual: str, a: Attention) -> None:
         """The residual side of an attention layer, and its groups of heads, values and (unrotated) queries."""
-        for p in (a.q, a.k, a.v, *a.gates):
+        gates = () if a.gate is None else (self.projection(a.gate),)
+        o, kv_heads = self.projection(a.out), a.heads // a.shared
+        width = self.inputs(o) // a.heads
+        q, k, v = self._qkv(a)
+        for p in (q, k, v, *gates):
             self.reads(residual, p)
-        self.writes(residual, a.o)
-        share, width, per_query = a.heads // a.kv_heads, self.inputs(a.o) // a.heads, (a.q, *a.gates)
-        if a.kv_heads > 1:  # the order of the kv heads, each with the queries it serves
-            name, wide = "heads" if a.shared_heads else f"{block}.heads", share * width
-            written = [*((p, 1, wide) for p in per_query), (a.k, 1, width), (a.v, 1, width)]
-            self._group(name, "heads", a.kv_heads, written, a, (1, wide))
-            self.add(name, a.head_tables)
-        if share > 1:  # the order of the queries within
-            written = [(p, a.kv_heads, width) for p in per_query]
-            self._group(f"{block}.queries", "heads", share, written, a, (a.kv_heads, width))
-        written = [(a.v, a.kv_heads, 1), *((p, a.heads, 1) for p in a.gates)]
-        self._group(f"{block}.value", "value", width, written, a, (a.heads, 1))
+        self.writes(residual, o)
+        per_query, wide = (q, *gates), a.shared * width
+        if kv_heads > 1:  # the order of the kv heads, each with the queries it serves
+            name = "heads" if a.one_order else f"{block}.heads"
+            self._group(name, "heads", kv_heads, [*((p, 1, wide) for p in per_query), (k, 1, width), (v, 1, width)])
+            self._read_heads(name, a, o, 1, wide)
+            self.add(name, [Member(self._tensors[id(each.tensor)], each.axis, at=each.at) for each in a.tables])
+        if a.shared > 1:  # the order of the queries within
+            self._group(f"{block}.queries", "heads", a.shared, [(p, kv_heads, width) for p in per_query])
+            self._read_heads(f"{block}.queries", a, o, kv_heads, width)
+        self._group(f"{block}.value", "value", width, [(v, kv_heads, 1), *((p, a.heads, 1) for p in gates)])
+        self._read_heads(f"{block}.value", a, o, a.heads, 1)
         if not a.rotary:
-            self._group(f"{block}.query", "query", width, [(a.q, a.heads, 1), (a.k, a.kv_heads, 1)], a)
+            self._group(f"{block}.query", "query", width, [(q, a.heads, 1), (k, kv_heads, 1)])
             for layer in a.head_norms:
                 self.norm(f"{block}.query", layer)
 
-    def _group(
-        self,
-        name: str,
-        kind: Kind,
-        size: int,
-        written: Iterable[tuple[Projection, int, int]],
-        a: AttentionLayer,
-        read: tuple[int, int] | None = None,
-    ) -> None:
-        """Outputs of projections, each with its (outer, inner); read: those of the last projection's inputs."""
+    def _by_head(self, block: str, residual: str, a: Attention) -> None:
+        """Each head's queries, keys and values lie one behind another in one matrix, and are rotated."""
+        joined, o, name = self.projection(a.qkv[0]), self.projection(a.out), f"{block}.heads"
+        width = self.inputs(o) // a.heads
+        self.reads(residual, joined)
+        self.writes(residual, o)
+        if a.heads > 1:
+            self._group(name, "heads", a.heads, [(joined, 1, 3 * width)])
+            self.reads(name, o, inner=width)
+        values = [self.projection(a.qkv[0], (3 * head + 2) * width, width) for head in range(a.heads)]
+        self._group(f"{block}.value", "value", width, [(p, 1, 1) for p in values])
+        self.reads(f"{block}.value", o, outer=a.heads)
+
+    def _qkv(self, a: Attention) -> list[Projection]:
+        if len(a.qkv) != 1:
+            return [self.projection(layer) for layer in a.qkv]
+        whole = self.projection(a.qkv[0])
+        width = self.state[whole.weight].shape[whole.out] // 3
+        thirds = [replace(whole, start=third * width, length=width) for third in range(3)]
+        if a.biases is None:
+            return thirds
+        # A buffer of zeros, as the keys' may be, is in no state dict.
+        names = [self._tensors.get(id(bias)) for bias in a.biases]
+        return [replace(p, bias=name, own_bias=True) for p, name in zip(thirds, names, strict=True)]
+
+    def _group(self, name: str, kind: Kind, size: int, written: Iterable[tuple[Projection, int, int]]) -> None:
+        """A group of outputs of projections, each with its (outer, inner)."""
         self.open(name, kind, size)
         for p, outer, inner in written:
             self.writes(name, p, outer, inner)
-        if read is not None:
-            self.reads(name, a.o, *read)
-            if a.inner_norm is not None:
-                self.norm(name, a.inner_norm, *read)
+
+    def _read_heads(self, group: str, a: Attention, o: Projection, outer: int, inner: int) -> None:
+        """The inputs of the last projection, and the norm before it, are of this group."""
+        self.reads(group, o, outer, inner)
+        if a.norm is not None:
+            self.norm(group, a.norm, outer, inner)

@@ -20,6 +20,7 @@ from situs.config import from_dict, to_dict
 from situs.core.when import When
 from situs.data.objects import pack_masks
 from situs.methods import Batch, Method, classifies
+from situs.progress import notes_to
 from situs.train.optim import OptimConfig
 from situs.train.step import Stepper, autocast
 
@@ -78,8 +79,8 @@ def measure_case(case: StepCase, timing: Timing, device: torch.device, turn: Tur
     if cuda:
         torch.cuda.empty_cache()
     said: list[str] = []
-    update = make_update(method, case, device, said.append)
-    times = time_steps(update, device, timing, turn)
+    with notes_to(said.append):
+        times = time_steps(make_update(method, case, device), device, timing, turn)
     return StepRow(case, times, flops, tuple(said))
 
 
@@ -156,11 +157,11 @@ def method_flops(method: Method, case: StepCase, device: torch.device) -> int:
     return counted
 
 
-def make_update(method: Method, case: StepCase, device: torch.device, say: Callable[[str], None]) -> Callable[[], Any]:
+def make_update(method: Method, case: StepCase, device: torch.device) -> Callable[[], Any]:
     """The update of a run, on the same images each time and with new draws."""
     stepper = Stepper(
         method, OptimConfig(clip=case.clip, ema=case.ema), seed=0, precision=precision_on(case, device),
-        accumulate=case.accumulate, parallel="ddp", compiled=case.compile, graph=case.graph, say=say,
+        accumulate=case.accumulate, parallel="ddp", compiled=case.compile, graph=case.graph,
     )  # fmt: skip
     batch, done = make_batch(method, case, case.batch, device), 0
 

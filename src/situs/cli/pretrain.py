@@ -20,10 +20,11 @@ from situs.cli.result import INTERRUPTED
 from situs.cli.shell import answer, beside, next_line
 from situs.errors import counted
 from situs.methods import METHODS
+from situs.progress import note
+from situs.train.assemble import RunConfig
 from situs.train.checkpoint import RunFolder
 from situs.train.contract import TrainResult
 from situs.train.rehearse import Rehearsal
-from situs.train.run import RunConfig
 
 EVERYDAY = {"data": (NAMED["data"],), "backbone": (NAMED["backbone"],), **SHORT}
 """Everyday flags, each for fields of the run's config."""
@@ -37,18 +38,13 @@ JUDGES = {"label": "accuracy", "mask": "segments", "objects": "objects", "words"
 class Training(Recipe):
     """What every training verb takes."""
 
-    topics: ClassVar[dict[str, tuple[str, ...]]] = {
-        "seldom": ("start_over", "key", "withheld", "dry_run", "print_config")
-    }
+    topics: ClassVar[dict[str, tuple[str, ...]]] = {"seldom": ("key", "withheld", "dry_run", "print_config")}
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
     """A new folder for the run."""
 
     resume: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
     """A run to go on with, after a crash, a Ctrl-C or a full disk; --epochs or --steps makes it longer."""
-
-    start_over: bool = False
-    """With --resume, where no checkpoint is whole: begin again."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The key of a locked folder that the training starts from."""
@@ -66,8 +62,8 @@ class Training(Recipe):
         """What is no part of the config, by the names of `situs.api.PLACE`."""
         from situs.cli.locks.passphrase import read_key
 
-        own = {name: getattr(self, name) for name in ("out", "resume", "start_over", "device", "withheld", "dry_run")}
-        return {**own, "key": None if self.key is None else read_key(self.key), "say": _say}
+        own = {name: getattr(self, name) for name in ("out", "resume", "device", "withheld", "dry_run")}
+        return {**own, "key": None if self.key is None else read_key(self.key)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +90,9 @@ def tell(run: Path | None, config: RunConfig, result: TrainResult | Rehearsal) -
         told = {name: value for name, value in result.metrics.items() if name != "gradient_norm"}
         facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())
         learned = next((each for each in METHODS[config.method_name].needs_targets if each in JUDGES), None)
-        _say(f"done: {counted(result.step, 'steps')}{facts}; the run is in {run}")
+        note(f"done: {counted(result.step, 'steps')}{facts}; the run is in {run}")
         assert run is not None
-        _say(next_line(_follow(run, learned), ["export", run, "--out", beside(run, "exported")]))
+        note(next_line(_follow(run, learned), ["export", run, "--out", beside(run, "exported")]))
     return 0
 
 
@@ -108,12 +104,3 @@ def _follow(run: Path, learned: str | None) -> list[str | Path]:
     if len(RunFolder.open(run, writer=False).classes() or ()) > 1:
         return ["finetune", "--from", run, "--out", beside(run, "tuned")]
     return ["features", run, "--out", f"{beside(run, 'features')}.safetensors"]
-
-
-def _say(line: str) -> None:
-    try:
-        print(line, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError:  # the terminal is gone, and the run is saved or goes on
-        pass

@@ -11,9 +11,10 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from situs.core.random import runs_kernels, shared_hash, uniform
+from situs.core.kernels import runs_kernels
+from situs.core.random import shared_hash, uniform
+from situs.core.tokens import take
 from situs.errors import SitusError, unknown_name
 
 BlockRule = Literal["paper", "official"]
@@ -77,16 +78,14 @@ def span_mask(noise: Tensor, real: Tensor, ratio: float, *, lead: int = 0) -> Te
     return mask | (torch.zeros_like(mask).scatter_(1, order, slot < left) & free)
 
 
-def random_subset(noise: Tensor, ratio: float, *, floor: bool = False, field: str = "ratio") -> TokenSubset:
+def random_subset(noise: Tensor, ratio: float, *, field: str = "ratio") -> TokenSubset:
     """Keep `kept_of(ratio, N)` of N places at random, for each sample.
 
     noise: [B, N]; field: the ratio's name, for the error.
     """
     if not 0.0 <= ratio < 1.0:
         raise SitusError(field=field, value=ratio, allowed="in [0, 1)")
-    n = noise.shape[-1]
-    order = noise.argsort(dim=-1, stable=True)
-    keep = kept_of(ratio, n, floor=floor)
+    order, keep = noise.argsort(dim=-1, stable=True), kept_of(ratio, noise.shape[-1])
     return TokenSubset(order[..., :keep], order[..., keep:])
 
 
@@ -158,16 +157,20 @@ def block_mask(noise: Tensor, grid: tuple[int, ...], ratio: float, *, rule: Bloc
         return torch.full((batch, n), target > 0, dtype=torch.bool, device=noise.device)
     if runs_kernels(noise):
         return _in_one_kernel(noise, grid, target, rule)
-    rounds = _rounds(target, rule)
-    split = rounds * _NUMBERS * _ATTEMPTS
-    empty = torch.ones((batch, *grid), device=noise.device)
+    split = _rounds(target, rule) * _NUMBERS * _ATTEMPTS
+    before = free = torch.ones((batch, *grid), device=noise.device)
     wanted = torch.full((batch, 1), float(target), dtype=torch.float64, device=noise.device)
-    numbers = noise[:, :split].view(batch, -1, _NUMBERS, _ATTEMPTS)
-    laid = _lay_blocks(numbers, _Laid(empty, empty, wanted), _Tables.of(grid, noise.device), rule)
+    look = noise.device.type == "cpu" and not torch.compiler.is_compiling()
+    for draw in noise[:, :split].view(batch, -1, _NUMBERS, _ATTEMPTS).unbind(1):
+        before = torch.where(wanted.unsqueeze(-1) > 0, free, before)
+        block, gain = _first_block(draw.double(), free, wanted, rule)
+        free = (free - block).relu()
+        wanted = (wanted - gain).clamp(min=0) if rule == "paper" else (wanted - gain) * (gain > 0)
+        if look and not wanted.any():
+            break
     if rule == "official":
-        return laid.free.flatten(1) == 0
-    mask = _cut(laid.before.flatten(1), laid.free.flatten(1), target)
-    return _fill(mask, laid.wanted, noise[:, split:])
+        return free.flatten(1) == 0
+    return _fill(_cut(before.flatten(1), free.flatten(1), target), wanted, noise[:, split:])
 
 
 def draw_block_mask(
@@ -187,112 +190,37 @@ def draw_block_mask(
 def _in_one_kernel(
     source: Tensor, grid: tuple[int, ...], target: int, rule: BlockRule, shared: int | None = None
 ) -> Tensor:
-    from situs.core.block_kernel import sample_blocks
+    from situs.core.kernels.gpu.masks import sample_blocks
 
     areas, official = (_MIN_AREA, _MAX_AREA), rule == "official"
     return sample_blocks(source, grid, target, _rounds(target, rule), _ATTEMPTS, areas, _LOG_ASPECT, official, shared)
 
 
-class _Laid(NamedTuple):
-    """Where the blocks stand after some rounds."""
+def _first_block(draw: Tensor, free: Tensor, wanted: Tensor, rule: BlockRule) -> tuple[Tensor, Tensor]:
+    """Of a round's attempts the first that adds a place: where it lies [B, H, W], and how many it adds [B, 1]; none: 0.
 
-    before: Tensor
-    """float [B, H, W]: 1 where a place was not covered before the sample's last round (`paper` only)."""
-
-    free: Tensor
-    """float [B, H, W]: 1 where a place is not covered. `paper` lays blocks whole: the last may overshoot."""
-
-    wanted: Tensor
-    """float64 [B, 1]: how many places are still to cover."""
-
-
-class _Tables(NamedTuple):
-    """Constants of a grid. Axis 0 is the rows, axis 1 the columns; an interval of cells on either has a code."""
-
-    limit: Tensor
-    """float64 [2, 1]: the cells an axis has."""
-
-    origin: Tensor
-    """float64 [2, 1]: what an axis adds to the start of its intervals, so that the two do not share codes."""
-
-    log_aspect: Tensor
-    """float64 [2, 1]: ±log(1 / 0.3): a tall block is narrow."""
-
-    stride: int
-    """The code of an interval is (origin + start) · stride + length."""
-
-    cover: Tensor
-    """float [codes, S]: ones on an interval's cells. None where it is as long as its axis, as no block may be."""
-
-    @staticmethod
-    def of(grid: tuple[int, ...], device: torch.device) -> _Tables:
-        stride = max(grid) + 1
-        limit = _column(grid[0], grid[1], device)
-        steps = torch.arange(stride, device=device)
-        past = steps[:-1] - steps[:, None, None]
-        cover = (past >= 0) & (past < steps[:, None]) & (steps[:, None] < limit[:, :, None, None])
-        origin, log_aspect = _column(0, stride, device), _column(_LOG_ASPECT, -_LOG_ASPECT, device)
-        return _Tables(limit, origin, log_aspect, stride, cover.float().flatten(0, 2))
-
-
-def _column(a: float, b: float, device: torch.device) -> Tensor:
-    """[[a], [b]] in float64, made on the device: copying numbers there would make the host wait."""
-    return torch.cat([torch.full((1, 1), float(x), dtype=torch.float64, device=device) for x in (a, b)])
-
-
-def _lay_blocks(numbers: Tensor, laid: _Laid, tables: _Tables, rule: BlockRule) -> _Laid:
-    """One block a round for each sample that still wants places. numbers: [B, R, 4, A]."""
-    look = numbers.device.type == "cpu" and not torch.compiler.is_compiling()
-    for index, draw in enumerate(numbers.unbind(1)):
-        laid = _lay_block(draw.double(), laid, tables, rule)
-        if not look:
-            continue
-        live = laid.wanted.flatten().nonzero().flatten()
-        if len(live) == 0 or index + 1 == numbers.shape[1]:
-            break
-        if 2 * len(live) <= len(numbers):
-            # Most samples are done: go on with the others alone. Halving keeps the copies cheap.
-            rest = _Laid(*(part[live] for part in laid))
-            rest = _lay_blocks(numbers[live, index + 1 :], rest, tables, rule)
-            return _Laid(*(part.index_copy_(0, live, new) for part, new in zip(laid, rest, strict=True)))
-    return laid
-
-
-def _lay_block(draw: Tensor, laid: _Laid, tables: _Tables, rule: BlockRule) -> _Laid:
-    """The first valid attempt of one round. draw: float64 [B, 4, A]."""
-    before, free, wanted = laid
-    height, width = free.shape[1:]
-    if rule == "paper":
-        before = torch.where(wanted.unsqueeze(-1) > 0, free, before)
-        least, most = wanted.clamp(max=_MIN_AREA), wanted
-    else:
-        least, most = torch.full_like(wanted, _MIN_AREA), wanted.clamp(max=_MAX_AREA)
-    code = _intervals(draw, least, most, tables)
-    rows, columns = functional.embedding(code, tables.cover).unbind(1)
-    gain = (rows[..., :height] @ free * columns[..., :width]).sum(dim=-1)
-    if rule == "official":
+    draw: float64 [B, 4, A], so that a side is rounded the same way on every device. free: [B, H, W], 1 where a place is
+    not covered. wanted: [B, 1], how many are still to cover.
+    """
+    paper = rule == "paper"
+    least = wanted.clamp(max=_MIN_AREA) if paper else torch.full_like(wanted, _MIN_AREA)
+    most = wanted if paper else wanted.clamp(max=_MAX_AREA)
+    area = torch.lerp(least, most, draw[:, 0])
+    sides: list[Tensor] = []
+    for axis, (limit, sign) in enumerate(zip(free.shape[1:], (1.0, -1.0), strict=True)):  # a tall block is narrow
+        aspect = ((2.0 * draw[:, 1] - 1.0) * (sign * _LOG_ASPECT)).exp()
+        length = (area * aspect).sqrt().round().clamp(max=limit).unsqueeze(-1)
+        start = (draw[:, 2 + axis].unsqueeze(-1) * (limit + 1.0 - length)).floor()
+        cells = torch.arange(limit, device=draw.device)
+        sides.append(((cells >= start) & (cells < start + length) & (length < limit)).to(free.dtype))
+    rows, columns = sides
+    gain = (rows @ free * columns).sum(dim=-1)
+    if not paper:
         gain = gain * (gain <= most)
     # `max` of booleans would give value and index at once, but compiled for CUDA its index is not the first.
     first = (gain > 0).to(torch.uint8).argmax(dim=1, keepdim=True)
     gain = gain.gather(1, first)
-    # Code 0 is an empty interval: where no attempt is valid, nothing is laid.
-    chosen = code.gather(2, first.unsqueeze(1).expand(-1, 2, -1)).squeeze(2) * (gain > 0)
-    rows, columns = functional.embedding(chosen, tables.cover).unbind(1)
-    free = (free - rows[:, :height, None] * columns[:, None, :width]).relu()
-    wanted = (wanted - gain).clamp(min=0) if rule == "paper" else (wanted - gain) * (gain > 0)
-    return _Laid(before, free, wanted)
-
-
-def _intervals(draw: Tensor, least: Tensor, most: Tensor, tables: _Tables) -> Tensor:
-    """The row and column intervals of one round's boxes: draw [B, 4, A], areas [B, 1] -> codes [B, 2, A].
-
-    In float64, so that a side is rounded the same way on every device.
-    """
-    area = torch.lerp(least, most, draw[:, 0]).unsqueeze(1)
-    aspect = ((2.0 * draw[:, 1:2] - 1.0) * tables.log_aspect).exp()
-    length = (area * aspect).sqrt().round().minimum(tables.limit)
-    start = torch.addcmul(tables.origin, draw[:, 2:], tables.limit + 1.0 - length).floor()
-    return (start * tables.stride + length).long()
+    return take(rows, first).mT * take(columns, first) * (gain > 0).unsqueeze(-1), gain
 
 
 def _cut(before: Tensor, free: Tensor, target: int) -> Tensor:

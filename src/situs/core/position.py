@@ -199,7 +199,7 @@ def smoothed_targets(grid: Grid, sigma: float | Tensor, *, squared: bool = False
     return logits.softmax(dim=-1).float()
 
 
-def cut_targets(count: int, grid: Grid, sigma: float | Tensor, *, squared: bool = True, columns: bool = True) -> Tensor:
+def cut_targets(count: int, grid: Grid, sigma: float | Tensor) -> Tensor:
     """Smoothed targets as DropPos's published code builds them, [count, count] float32; rows need not sum to 1.
 
     The map is made for a grid of its own (16x16 there, for 14x14 tokens), its *columns* are normalised, and only the
@@ -208,8 +208,7 @@ def cut_targets(count: int, grid: Grid, sigma: float | Tensor, *, squared: bool 
     if count > math.prod(grid):
         raise SitusError(f"target_grid={grid}: must have at least {count} places", field="target_grid")
     # The weights are symmetric, so normalising columns is the transpose of normalising rows.
-    targets = smoothed_targets(grid, sigma, squared=squared)
-    return (targets.T if columns else targets)[:count, :count]
+    return smoothed_targets(grid, sigma, squared=True).T[:count, :count]
 
 
 def relative_index(grid: Grid, device: torch.device | None = None) -> Tensor:

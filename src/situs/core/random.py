@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import math
-import os
-import shutil
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from situs.core.splitmix import GAMMA, MIX_A, MIX_B
+from situs.core.constants import GAMMA, MIX_A, MIX_B
+from situs.core.kernels import runs_kernels
 
 _WORD = (1 << 64) - 1
 
@@ -76,23 +74,11 @@ def uniform(seed: int, epoch: int, sample_ids: Tensor, stream: str, shape: Seque
     sample_ids: [B]. stream: a name such as "mp3.context"; two streams of one sample are independent.
     """
     if runs_kernels(sample_ids) and (count := math.prod(shape)):
-        from situs.core.random_kernel import draw_uniform
+        from situs.core.kernels.gpu.random import draw_uniform
 
         numbers = draw_uniform(sample_ids, shared_hash(seed, epoch, stream), count)
         return numbers.view(sample_ids.shape[0], *shape)
     return _shift(bits(seed, epoch, sample_ids, stream, shape), 40).to(torch.float32).mul_(2.0**-24)
-
-
-def runs_kernels(tensor: Tensor) -> bool:
-    """Whether our Triton kernels serve here; inside a compiled graph the tensor operations do, and are fused there."""
-    return tensor.device.type == "cuda" and not torch.compiler.is_compiling() and _can_run_triton()
-
-
-@functools.cache
-def _can_run_triton() -> bool:
-    """Triton comes with torch's CUDA builds on Linux, and builds its launcher with the system's C compiler."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return compiler is not None and importlib.util.find_spec("triton") is not None
 
 
 def normal(seed: int, epoch: int, sample_ids: Tensor, stream: str, shape: Sequence[int]) -> Tensor:

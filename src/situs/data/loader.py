@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from situs.core.compiled import serves
+from situs.core.kernels import has_kernels
 from situs.data.ahead import Pace, ahead
 from situs.data.audio_pipeline import AudioPipeline, Scale, measure_scale
 from situs.data.augment.recipes import AugmentConfig
@@ -259,7 +259,7 @@ def _images(source: Source, config: DataConfig, augment: AugmentConfig | None, d
         crop_share=config.crop_share,
         normalisation=config.normalisation,
         held=resident_size(source, config),
-        device_resizes=serves(device),
+        device_resizes=has_kernels(device),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.core.compiled import serves
+from situs.core.kernels import has_kernels
 
 Size = tuple[int, int]
 
@@ -48,7 +48,7 @@ def resize_packed(flat: Tensor, sides: Tensor, size: Size, mode: str) -> Tensor:
     """What `pack` made, on any device, at one size: [n, C, *size] bytes there. sides: on the host."""
     channels = channels_of(flat, sides)
     counts = (sides.prod(1) * channels).tolist()
-    if not serves(flat.device):
+    if not has_kernels(flat.device):
         shapes = zip(flat.cpu().split(counts), sides.tolist(), strict=True)
         crops = [part.view(*shape, channels).permute(2, 0, 1) for part, shape in shapes]
         return resize_all(crops, size, mode).to(flat.device)
@@ -59,7 +59,7 @@ def resize_packed(flat: Tensor, sides: Tensor, size: Size, mode: str) -> Tensor:
 
 def resize_all(crops: Sequence[Tensor], size: Size, mode: str) -> Tensor:
     """Crops [C, h, w] of bytes, views of anything on one device, at one size: [n, C, *size]."""
-    if not serves(crops[0].device):
+    if not has_kernels(crops[0].device):
         return torch.stack([resized(crop, size, mode) for crop in crops])
     base = crops[0]
     table = [(c.data_ptr() - base.data_ptr(), c.stride(1), c.stride(2), c.stride(0), *c.shape[1:]) for c in crops]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from situs.core.random_kernel import on_device_of
+from situs.core.kernels.gpu.random import on_device_of
 
 ROWS = 4
 """Rows that a program makes."""

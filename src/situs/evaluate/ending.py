@@ -28,7 +28,7 @@ from situs.evaluate.probe.linear import fit_probe, score
 from situs.methods.base import Method
 from situs.models.inference import evaluating
 from situs.results import percent
-from situs.train.run import RunConfig
+from situs.train.assemble import RunConfig
 from situs.train.step import autocast
 
 SMALL = 5_000

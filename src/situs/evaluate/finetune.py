@@ -11,8 +11,8 @@ from situs.config import choice
 from situs.errors import SitusError
 from situs.methods import METHODS
 from situs.models.beginning import beginning
+from situs.train.assemble import RunConfig
 from situs.train.inputs import absolute, own_splits
-from situs.train.run import RunConfig
 
 
 @dataclass(frozen=True)

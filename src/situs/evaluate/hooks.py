@@ -32,9 +32,9 @@ from situs.methods.detection import Detection
 from situs.methods.measured import SolvesPuzzles
 from situs.methods.segmentation import Segmentation
 from situs.models.inference import evaluating
-from situs.progress import task
+from situs.progress import note, task
+from situs.train.assemble import Hooks, RunConfig, make_eval_loader
 from situs.train.contract import Hook, RunState
-from situs.train.run import Hooks, RunConfig, make_eval_loader
 
 FLATTERED = (
     "the data has one split beside that of the training, so that the best is chosen by what an evaluation judges it "
@@ -130,15 +130,15 @@ class Validation(_Looks):
 
     def _log(self, state: RunState) -> None:
         if self.note:
-            state.say(self.note)
+            note(self.note)
             self.note = ""
         super()._log(state)
         if state.step == state.total and self.model is not None:
             for line in ending(self.model, self.frozen, self.loader):
-                state.say(line)
+                note(line)
         if len(self.loader.source.skipped) > self.told:
             self.told = len(self.loader.source.skipped)
-            state.say(str(self.loader.source.skip_report()))
+            note(str(self.loader.source.skip_report()))
 
     def look(self, method: Method) -> dict[str, float]:
         """The accuracy over the validation set of all ranks."""

@@ -23,7 +23,7 @@ from situs.locks.shards import Header, Spec, plain_source, read_header, reason_o
 from situs.models import Model, open_model
 from situs.models.data import AnyModel
 from situs.models.prepared import images_for
-from situs.train.checkpoint.storage import sync
+from situs.train.checkpoint.files import sync
 from situs.train.export import PREPARED, ModelProvenance, timm_config
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -23,8 +23,7 @@ import numpy as np
 
 from situs.errors import SitusError
 from situs.progress import tracked
-from situs.train.checkpoint.storage import sync
-from situs.train.checkpoint.tensors import header
+from situs.train.checkpoint.files import header, sync
 
 WIDTHS = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,

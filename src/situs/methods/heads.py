@@ -8,10 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.core.attention import attend_own
-from situs.core.compiled import takes_kernels
-from situs.core.joined import Layer, Norm, Parts, heard, run_joined
-from situs.core.norm import norm_suits
+from situs.core.kernels import Layer, Norm, Parts, attend_own, has_hooks, norm_fits, run_joined, takes_kernels
 from situs.data.batch import VOID
 from situs.errors import SitusError
 
@@ -92,8 +89,8 @@ class Decoder(nn.Module):
         mask: [B, S] bool, False for padding, which no token sees.
         """
         layers = cast("list[DecoderBlock]", list(self.layers))
-        joins = mask is None and layers and takes_kernels(x) and norm_suits(x.shape[-1])
-        if joins and not any(heard(part) for layer in layers for part in layer.modules()):
+        joins = mask is None and layers and takes_kernels(x) and norm_fits(x.shape[-1])
+        if joins and not any(has_hooks(part) for layer in layers for part in layer.modules()):
             x = run_joined([layer.parts() for layer in layers], x, None)
         else:
             for layer in layers:
@@ -123,7 +120,7 @@ class DecoderBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
     def parts(self) -> Parts:
-        """Its tensors, for `core.joined`."""
+        """Its tensors, for `run_joined`."""
         first, _, last = cast("Any", self.mlp)
         norm1, norm2 = (Norm(norm.weight, norm.bias, norm.eps) for norm in (self.norm1, self.norm2))
         qkv, proj, fc1, fc2 = (Layer(each.weight, each.bias) for each in (self.qkv, self.proj, first, last))

@@ -58,7 +58,7 @@ class OfficialDropPos(DropPos):
         return super().sigma(when._replace(progress=share_of_epochs(when)))
 
     def targets(self, sigma: Tensor) -> Tensor:
-        return cut_targets(self.count, self.config.target_grid, sigma, squared=True, columns=True)
+        return cut_targets(self.count, self.config.target_grid, sigma)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from situs.models.handed import handed
 from situs.models.model import Model
 from situs.models.module import OwnModule
 from situs.models.open import CONFIG, PUBLISHED, RANDOM, is_locked, model_folder, open_model
+from situs.train.assemble import RunConfig
 from situs.train.checkpoint import read_config, run_and_step
 from situs.train.export import POSITIONS, TRAINING_ONLY
-from situs.train.run import RunConfig, is_run
+from situs.train.run import is_run
 
 SAME_DATA = (
     "path",

@@ -18,9 +18,10 @@ from situs.files import names_code
 from situs.models.handed import handed
 from situs.models.module import make_module
 from situs.models.open import PUBLISHED, Unlock, is_locked, open_whole
+from situs.train.assemble import RunConfig, Start
 from situs.train.checkpoint import RunFolder, run_and_step
 from situs.train.export import POSITIONS
-from situs.train.run import RunConfig, Start, is_run
+from situs.train.run import is_run
 
 METHOD_PARTS = re.compile(r"^(decoder|mask_token|projector|predictor|position_head|sigma|dino_head|ibot)")
 """Names that published checkpoints keep beside the encoder; they belong to a method, not to the model."""

@@ -24,7 +24,7 @@ from situs.backbones.shapes import shapes_alone
 from situs.backbones.weights import load_into, load_weights, read_state_dict
 from situs.config import from_dict
 from situs.core.tokens import Size, pair
-from situs.core.when import When
+from situs.core.when import START, When
 from situs.data.tokeniser import hold_tokeniser
 from situs.errors import SitusError
 from situs.files import names_code, read_json
@@ -180,8 +180,10 @@ def _open_run(source: str, device: torch.device | str, **asked: Any) -> Model:
 
 def _last_step(state: Mapping[str, Any]) -> When:
     """The last step that a checkpoint has behind it."""
-    step, total, per_epoch = max(0, state["step"] - 1), state["total_steps"], state["steps_per_epoch"]
-    return When(0, step // per_epoch, step / total, step, -(-total // per_epoch))
+    step, total, per_epoch = (state.get(name, 0) for name in ("step", "total_steps", "steps_per_epoch"))
+    if not (step and total and per_epoch):
+        return START
+    return When(0, (step - 1) // per_epoch, (step - 1) / total, step - 1, -(-total // per_epoch))
 
 
 def spent_of(loaded: Loaded) -> Spent | None:

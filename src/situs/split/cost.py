@@ -41,9 +41,9 @@ from situs.split.remote import SplitStepper, attach
 from situs.split.server import agreed
 from situs.split.serving import make_server
 from situs.split.view import make_view
+from situs.train.assemble import RunConfig, make_method
 from situs.train.config import TrainConfig
 from situs.train.optim import OptimConfig
-from situs.train.run import RunConfig, make_method
 from situs.train.step import Stepper
 
 MIB = 2**20

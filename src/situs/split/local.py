@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,10 @@ from situs.models.defended import FILE as FACTS
 from situs.models.inference import evaluating
 from situs.split.scale import noise_scale
 from situs.split.view import make_view
+from situs.train.assemble import RunConfig, Setup, Start, cannot_start, settled
 from situs.train.checkpoint import run_and_step
 from situs.train.contract import RunState, TrainResult
-from situs.train.run import RunConfig, Start, cannot_start, settled, train_run
+from situs.train.run import train_run
 
 
 class Defended(Supervised):
@@ -91,13 +92,12 @@ class Defended(Supervised):
 
 def train_defended(
     config: RunConfig, defence: str | None, out: str | Path, *, permute: tuple[str, ...] = (), resume: bool = False,
-    start: Start = cannot_start, device: str | None = None, say: Callable[[str], None] = lambda _: None,
-    quiet: bool = False,
+    start: Start = cannot_start, device: str | None = None, quiet: bool = False,
 ) -> TrainResult:  # fmt: skip
     """Trains a classifier under a feature defence; `out` is an ordinary run that also says what the defence was.
 
     permute: ("rows",) for rows in a new order in every epoch. resume: goes on with what has begun there, and None for
-    its defence and permutation. A σ is a multiple of what it was at the first step. start: see `train_run`.
+    its defence and permutation. A σ is a multiple of what it was at the first step. start: see `Setup`.
     """
     if config.method_name != "supervised":
         said = f"method={config.method_name}: a split training is supervised: its labels stay with the client"
@@ -123,9 +123,8 @@ def train_defended(
         return Defended(method.backbone, method.config, told, used["scale"], rows=bool(permute))
 
     place: dict[str, Any] = {"resume" if resume else "out": out}
-    note = _Noting(facts, used)
-    own: dict[str, Any] = {"start": start, "device": device, "say": say, "quiet": quiet}
-    return train_run(config, **place, hooks=lambda *_: [note], adapt=adapt, **own)
+    noting = _Noting(facts, used)
+    return train_run(config, Setup(start, adapt, lambda *_: [noting]), **place, device=device, quiet=quiet)
 
 
 def _rows_alone(permute: tuple[str, ...]) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -33,6 +33,7 @@ from situs.locks.key import AnyKey, Key, as_key, draw_key, load_key, write_key
 from situs.methods.base import Batch, Method
 from situs.models.initialise import starting
 from situs.models.open import is_locked
+from situs.progress import note
 from situs.split.client import Call, Client, RewoundError
 from situs.split.message import GoneError
 from situs.split.parts import cut, digest, layout, own_names, trained_order
@@ -41,12 +42,12 @@ from situs.split.scale import noise_scale
 from situs.split.server import agreed
 from situs.split.view import View, column_permutations, make_view
 from situs.train import distributed
+from situs.train.assemble import RunConfig, Start, described_set, make_method, make_training_loader, settled
 from situs.train.checkpoint import Checkpoint, RunFolder, check_target, read_config
-from situs.train.checkpoint.storage import read_sealed, sealed
+from situs.train.checkpoint.files import read_table, with_checksum
 from situs.train.contract import TrainLoader, TrainResult
 from situs.train.loop import fit
 from situs.train.optim import BACKBONE
-from situs.train.run import RunConfig, Start, described_set, make_method, make_training_loader, settled
 
 FACTS, KEY = "split.json", "owner.key"
 PATIENT = 20
@@ -101,7 +102,7 @@ class Hiding(Hide):
 
 def read_hiding(run: Path) -> Hiding:
     """The split.json of a client's run."""
-    table = read_sealed(run / FACTS)
+    table = read_table(run / FACTS)
     if isinstance(table, str):
         raise SitusError(f"{run}: holds no client's part of a split training: {table}")
     return from_dict(Hiding, table, where=f"{run}/{FACTS}")
@@ -123,16 +124,17 @@ class SplitFolder(RunFolder):
     """The client's run folder: the server writes its checkpoint of a step first, so the client's is never alone."""
 
     client: Client
+    limit: int
 
     def begin(self, step: int, *rest: Any) -> None:
-        self.settle()  # the server lets go of its oldest now, so the client's last must be on the disk
+        self.wait()  # the server lets go of its oldest now, so the client's last must be on the disk
         self.client.save(step)
         super().begin(step, *rest)
 
     @cached_property
     def start(self) -> Checkpoint | None:
         """The checkpoint of the step that the server stands at; step 0 has none."""
-        found = None if self.limit == 0 else self.latest()
+        found = None if self.limit == 0 else self.latest(self.limit)
         if found is None and self.limit:
             raise SitusError(f"{self.path}: the checkpoint of step {self.limit} is gone, which it just had")
         return found
@@ -176,7 +178,6 @@ class Place:
     resume: bool
     key: AnyKey | None
     start: Start
-    say: Callable[[str], None]
     quiet: bool
 
 
@@ -190,7 +191,6 @@ def train_split(
     key: AnyKey | None = None,
     start: Start = initialising,
     device: str | None = None,
-    say: Callable[[str], None] = lambda _: None,
     quiet: bool = False,
 ) -> TrainResult:
     """Trains what `config` says with a server's blocks, in a new folder `out` or going on in `resume`.
@@ -209,8 +209,8 @@ def train_split(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     loader = make_training_loader(replace(config, train=_plain(config)), distributed.Ranks(0, 1, where))
     for line in described_set(asked, config, loader):
-        say(line)
-    place = Place(folder, resume is not None, key, start, say, quiet)
+        note(line)
+    place = Place(folder, resume is not None, key, start, quiet)
     hiding = Hiding(hide.permute, hide.defence, hide.wire, session=secrets.token_hex(16))
     return _Training(config, loader, where, place).run(call, hiding)
 
@@ -254,7 +254,7 @@ class _Training:
                     raise SitusError(
                         f"both sides went back {PATIENT} times without a step in between: {error}"
                     ) from None
-                self.place.say(f"the server began anew at step {client.step}: both go back to their newest checkpoint")
+                note(f"the server began anew at step {client.step}: both go back to their newest checkpoint")
                 method = self._method()
                 continue
             except GoneError as error:
@@ -270,7 +270,7 @@ class _Training:
         method = make_method(self.config, self.loader.classes)
         if self.config.init is not None:
             for line in self.place.start(self.config, method.backbone):
-                self.place.say(line)
+                note(line)
         return method.to(self.device)
 
     def _settle(self, method: Method, hiding: Hiding) -> tuple[Hiding, Key | None]:
@@ -300,7 +300,7 @@ class _Training:
         made = SplitFolder.create(self.place.out, self.config, classes=self.loader.classes)
         if key is not None and self.place.key is None:
             write_key(key, self.place.out / KEY)
-        write_text(self.place.out / FACTS, sealed(to_dict(hiding), FACTS))
+        write_text(self.place.out / FACTS, with_checksum(to_dict(hiding), FACTS))
         self.made = True
         return cast(SplitFolder, made)
 

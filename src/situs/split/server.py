@@ -26,7 +26,7 @@ from situs.split.message import KINDS, Body, Expected, Message, RefusedError, ch
 from situs.split.parts import digest, layout, own_names
 from situs.split.session import MOST_STEPS, Session
 from situs.train.checkpoint import Checkpoint, RunFolder
-from situs.train.checkpoint.storage import read_sealed
+from situs.train.checkpoint.files import read_table
 from situs.train.optim import OptimConfig
 
 AGREED = ("weight_decay", "betas", "eps", "layer_decay", "clip", "clip_mode", "ema", "ema_warmup")
@@ -241,7 +241,7 @@ class Server:
     def _kept(self, owner: str) -> int:
         """Trainings of a client on the disk."""
         files = (self.out / "sessions").glob("*/config.json")
-        tables = [table for path in files if not isinstance(table := read_sealed(path), str)]
+        tables = [table for path in files if not isinstance(table := read_table(path), str)]
         return sum(table.get("split", {}).get("owner") == owner for table in tables)
 
     @staticmethod

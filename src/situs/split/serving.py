@@ -16,8 +16,8 @@ from situs.models.initialise import initialise
 from situs.models.open import is_locked
 from situs.split.parts import server_names
 from situs.split.server import Limits, Server
+from situs.train.assemble import RunConfig, make_method
 from situs.train.inputs import own_size
-from situs.train.run import RunConfig, make_method
 
 
 def make_server(

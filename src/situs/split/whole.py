@@ -31,10 +31,10 @@ from situs.split.remote import attach
 from situs.split.run import Hiding, key_of, read_hiding, recorded_config
 from situs.split.server import agreed
 from situs.split.view import column_permutations
+from situs.train.assemble import RunConfig, make_method
 from situs.train.checkpoint import Checkpoint, RunFolder
 from situs.train.checkpoint.state import fill
 from situs.train.optim import BACKBONE
-from situs.train.run import RunConfig, make_method
 
 FRONT = f"{BACKBONE}model."
 

@@ -50,7 +50,7 @@ def figure_files(folder: Path) -> list[Path]:
 
 def _log_of(folder: Path) -> dict[str, Any]:
     """The log of a run: the last value of each metric, and under `log` all of them."""
-    from situs.train.checkpoint.records import read_metrics
+    from situs.train.checkpoint.folder import read_metrics
 
     log: dict[str, list[dict[str, Any]]] = {}
     for record in read_metrics(folder / "metrics.jsonl"):

@@ -101,7 +101,7 @@ def _lighter(task: Task, place: Path, steps: set[int]) -> Path:
     import torch
 
     from situs.train.checkpoint import RunFolder
-    from situs.train.checkpoint.storage import write_folder
+    from situs.train.checkpoint.files import write_folder
 
     run = RunFolder.open(task.folder, writer=False)
     best = {"best": told} if (told := run.facts().get("best")) else {}

@@ -46,7 +46,6 @@ class RunState:
     total: int
     steps_per_epoch: int
     log: Callable[[dict[str, float]], None]
-    say: Callable[[str], None]
 
 
 class Hook(Protocol):

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten  # the structures torch.compile itself walks
 
+from situs.progress import note
+
 WARMUP = 4
 """Updates of one shape before it is recorded: the compiler may need several to settle."""
 
@@ -21,11 +23,11 @@ WARMUP = 4
 class Graphed:
     """Calls `update` with any structure of tensors; records it as soon as its shapes are settled.
 
-    update: works on the device alone and gives one tensor. say: told once where it cannot be recorded.
+    update: works on the device alone and gives one tensor. Where it cannot be recorded, that is noted once.
     """
 
-    def __init__(self, update: Callable[[Any], Tensor], device: torch.device, say: Callable[[str], None]) -> None:
-        self.update, self.device, self.say = update, device, say
+    def __init__(self, update: Callable[[Any], Tensor], device: torch.device) -> None:
+        self.update, self.device = update, device
         self.stream = torch.cuda.Stream(device)
         self.shapes: Any = None
         self.seen = 0
@@ -83,6 +85,6 @@ class Graphed:
             generator.graphsafe_set_state(fresh.graphsafe_get_state())
             torch.cuda.synchronize(self.device)
             reason = str(error).strip().partition("\n")[0]
-            self.say(f"the step cannot be recorded as a CUDA graph and goes on without: {reason}")
+            note(f"the step cannot be recorded as a CUDA graph and goes on without: {reason}")
         else:
             self.graph = graph

@@ -21,7 +21,7 @@ from torch import Tensor
 from situs.core.when import When
 from situs.errors import SitusError, counted, verb
 from situs.methods.base import Batch, Method
-from situs.progress import clock, hearing, task
+from situs.progress import clock, hearing, note, notes_to, task
 from situs.train import distributed
 from situs.train.checkpoint import RunFolder
 from situs.train.checkpoint.state import capture, restore, seed_generators
@@ -66,10 +66,15 @@ def fit(
     A loss or gradient that is not finite raises `situs.train.nan.NotFiniteError`.
     """
     own = contextlib.nullcontext() if quiet else hearing(None)  # the log has a line of its own
+    early: list[str] = []
     with run.hold(), Interrupt() as interrupt, own:
-        loop = _Loop(method, loader, config, optim, run, hooks, interrupt, quiet, stepper)
+        with notes_to(early.append):
+            loop = _Loop(method, loader, config, optim, run, hooks, interrupt, quiet, stepper)
         try:
-            return loop.run_all()
+            with notes_to(loop.log.say):
+                for line in early:  # which the log has not been opened for
+                    note(line)
+                return loop.run_all()
         except KeyboardInterrupt:  # asked a second time: nothing is waited for
             run.close(at_once=True)
             raise
@@ -115,7 +120,6 @@ class _Loop:
         self.stepper = stepper(
             method, optim, seed=config.seed, precision=config.precision_on(device), accumulate=config.accumulate,
             parallel=config.parallel, compiled=config.compile and device.type == "cuda", graph=config.graph,
-            say=lambda line: self.log.say(line),  # noqa: PLW0108  (the log is opened after a resume)
         )  # fmt: skip
         self.watch, self.window = FiniteCheck(self.stepper.device), Window()
         self.step, self.stop, self.compiling = 0, False, self.stepper.compiled
@@ -134,14 +138,12 @@ class _Loop:
             by_steps = optim.warmup_steps is not None
             epochs = f"{optim.warmup_epochs:g} epoch{'s' * (optim.warmup_epochs != 1)}"
             asked = epochs if optim.warmup_steps is None else counted(optim.warmup_steps, "steps")
-            run.notes.append(
+            note(
                 f"the warm-up of {asked} does not end within the run: it is shortened to {warmup} of the {self.total} "
                 f"steps (optim.warmup_{'steps' if by_steps else 'epochs'})"
             )
         if config.keep_best and not hooks:
-            run.notes.append(f"nothing is validated, {NEWEST}")
-        for note in run.notes:
-            self.log.say(note)
+            note(f"nothing is validated, {NEWEST}")
         self.began = self.mark = time.perf_counter()
         self.waited = loader.data_wait
         method.train()
@@ -174,9 +176,9 @@ class _Loop:
         complete = self.step == self.total
         if complete and self.best is not None:
             found = f"{self.best['by'].replace('_', ' ')} {self.best['value']:.4f}"
-            self.log.say(f"best {found} after step {self.best['step']}, whose checkpoint is the run's model")
+            note(f"best {found} after step {self.best['step']}, whose checkpoint is the run's model")
         elif complete and self.config.keep_best and self.hooks:
-            self.log.say(f"no number of a validation was logged, {NEWEST}")
+            note(f"no number of a validation was logged, {NEWEST}")
         if complete:
             self._tell_chance()
         # Asked in or after the last step, too: who waits for this run, a script say, must not go on as if nothing was.
@@ -184,14 +186,14 @@ class _Loop:
         interrupted = not complete or bool(distributed.most(asked))
         if interrupted:
             after = "which was the last: the run is complete" if complete else f"resuming {self.run.path} goes on"
-            self.log.say(f"stopped after step {self.step}{', ' if complete else '; '}{after}")
+            note(f"stopped after step {self.step}{', ' if complete else '; '}{after}")
         return TrainResult(self.step, self.total, interrupted, self.metrics, self.saved)
 
     def _tell_chance(self) -> None:
         """Says so where what was learned is hardly better than a guess."""
         for name, level in self.method.chance.items():
             if self.metrics.get(name, math.inf) < NEAR_CHANCE * level:
-                self.log.say(
+                note(
                     f"{name.replace('_', ' ')} {self.metrics[name]:.3g} is near chance ({level:.3g}): in "
                     f"{counted(self.total, 'updates')} the run has learned hardly anything; more of them "
                     "(train.max_steps) or another rate (optim.lr) may help"
@@ -223,7 +225,7 @@ class _Loop:
                 self._check_finite(*self.watch.settle())
             self._save(wait=last or self.stop)
         elif self.run.failed and distributed.world() == 1:  # several ranks learn of it together, at the next one
-            self.run.settle()
+            self.run.wait()
         self.aside += time.perf_counter() - started
 
     def _tell_time(self, done: Update) -> None:
@@ -243,17 +245,17 @@ class _Loop:
             less += ", the classifier alone (tuning.parts=head)" * (
                 "label" in self.method.needs_targets and not trains_few(self.method)
             )
-            self.log.say(f"about {clock(left)} to go; what makes it shorter: {less}")
+            note(f"about {clock(left)} to go; what makes it shorter: {less}")
 
     def _compiled(self, update: Callable[[], Update]) -> Update:
         """The update; where it is the first of a compiled method, with a word before and after: it takes a while."""
         if not self.compiling:
             return update()
         self.compiling, began = False, time.perf_counter()
-        self.log.say("compiling the step: about a minute the first time, seconds once it is in the compiler's cache")
+        note("compiling the step: about a minute the first time, seconds once it is in the compiler's cache")
         done = update()
         float(done.norm)  # waits for the device
-        self.log.say(f"compiled in {time.perf_counter() - began:.0f} s")
+        note(f"compiled in {time.perf_counter() - began:.0f} s")
         return done
 
     def _check_interrupt(self) -> None:
@@ -301,9 +303,7 @@ class _Loop:
         if not self.hooks:
             return False
         numbers: dict[str, float] = {}
-        state = RunState(
-            self.method, self.stepper.ema, self.step, epoch, self.total, self.per_epoch, numbers.update, self.log.say
-        )
+        state = RunState(self.method, self.stepper.ema, self.step, epoch, self.total, self.per_epoch, numbers.update)
         device = self.stepper.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             for hook in self.hooks:
@@ -313,9 +313,7 @@ class _Loop:
         self.method.train()
         if numbers:
             self.log.keep({"step": self.step, "epoch": self.step / self.per_epoch, **numbers})
-            self.log.say(
-                f"step {self.step}: " + ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in numbers.items())
-            )
+            note(f"step {self.step}: " + ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in numbers.items()))
             self.metrics = self.metrics | numbers
         return self.config.keep_best and self._is_best(numbers)
 
@@ -349,7 +347,7 @@ class _Loop:
             stay.add(self.best["step"])
         self.run.begin(self.step, files, state, self.config.keep, stay)
         if wait:
-            self.saved = self.run.settle()
+            self.saved = self.run.wait()
 
     def _resume(self) -> bool:
         """Goes back to the newest whole checkpoint; False where generators must be started anew."""
@@ -362,7 +360,7 @@ class _Loop:
             self.run.rewind(found)
         self.run.adopt_config()
         if state is None:
-            self.run.notes.append("no checkpoint yet: starting at step 0")
+            note("no checkpoint yet: starting at step 0")
             return False
         if found is None and self.config.parallel == "fsdp":  # each rank reads its own part
             found = self.run.checkpoint(state)
@@ -376,9 +374,9 @@ class _Loop:
             self.window.steps, self.samples = log["steps"], log["images"]
         if stepper.scaler is not None and state["scaler"] is not None:
             stepper.scaler.load_state_dict(state["scaler"])
-        self.run.notes.append(f"resumed after step {self.step} of {self.total}")
+        note(f"resumed after step {self.step} of {self.total}")
         if not held:
-            self.run.notes.append(
+            note(
                 f"saved by {counted(state['world'], 'ranks')} and resumed by {distributed.world()}, or on another kind "
                 "of device: drop path draws anew from here"
             )
@@ -401,11 +399,11 @@ class _Loop:
                 field=("train.epochs", "train.max_steps"),
             )
         if old != self.total:
-            self.run.notes.append(
+            note(
                 f"the run now ends at step {self.total}, not {old}: its schedule is computed anew over all "
                 f"{self.total} steps, and from step {step} to the next the rate goes from "
                 f"{self.rate(max(0, step - 1), old):.3g} to {self.rate(step, self.total):.3g}"
             )
         elif step == self.total:
             binding = "steps" if self.total == self.config.max_steps else "epochs"
-            self.run.notes.append(f"the run is complete; more {binding} would go on")
+            note(f"the run is complete; more {binding} would go on")

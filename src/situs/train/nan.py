@@ -19,9 +19,8 @@ from situs.errors import SitusError
 from situs.methods.base import Batch, Method
 from situs.train import distributed
 from situs.train.checkpoint import RunFolder
+from situs.train.checkpoint.files import read_folder, read_tensors, write_folder, write_tensors
 from situs.train.checkpoint.state import check_fit, gathered, set_generators
-from situs.train.checkpoint.storage import read_folder, write_folder
-from situs.train.checkpoint.tensors import read_tensors, write_tensors
 from situs.train.step import MicroBatch, Update, autocast
 
 
@@ -146,7 +145,8 @@ def replay(folder: Path, method: Method, rank: int = 0) -> Replay:
     if f"rank{rank}.safetensors" not in state["files"]:
         raise SitusError(f"{folder}: holds no part of rank {rank}")
     weights = read_tensors(folder / "model.safetensors")
-    check_fit(f"{folder}/model.safetensors", method.state_dict(), weights)
+    shapes = {name: value.shape for name, value in weights.items()}
+    check_fit(f"{folder}/model.safetensors", method.state_dict(), shapes)
     method.load_state_dict(weights)
     device = next(method.parameters()).device
     packed = read_tensors(folder / f"rank{rank}.safetensors")

@@ -14,23 +14,11 @@ from situs.data.sources.remote.names import is_remote
 from situs.data.sources.tar_index import nothing_kept
 from situs.errors import SitusError, counted, verb
 from situs.methods.base import Method
+from situs.progress import notes_to
 from situs.train import distributed
+from situs.train.assemble import RunConfig, Setup, assemble, check_place, settled
 from situs.train.checkpoint import RunFolder
 from situs.train.optim import OptimConfig
-from situs.train.private.run import private_of
-from situs.train.run import (
-    Adapt,
-    Hooks,
-    RunConfig,
-    Start,
-    cannot_start,
-    check_place,
-    describe,
-    described_set,
-    make_training_loader,
-    prepare,
-    settled,
-)
 
 GIB = 2**30
 FEW = 4
@@ -75,46 +63,37 @@ class Rehearsal:
 @nothing_kept()
 def rehearse(
     config: RunConfig,
+    setup: Setup = Setup(),  # noqa: B008  (frozen)
     *,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     device: str | None = None,
-    start_over: bool = False,
-    hooks: Hooks | None = None,
-    start: Start = cannot_start,
-    adapt: Adapt = lambda method, _: method,
 ) -> Rehearsal:
     """Does what `train_run` does before its first step, computes the loss of a few samples, and writes nothing."""
-    check_place(config, out, resume, start_over)
+    check_place(config, out, resume)
     asked, config = config, settled(config)
-    private = private_of(config.dp, config.method_name, config.augment)
     ranks, said = distributed.start(device), list[str]()
     try:
         run = None if resume is None else RunFolder.open(resume, config, writer=False)
-        newest = None if run is None or start_over else run.latest()
-        loader = make_training_loader(config, ranks, private)
-        said += described_set(asked, config, loader)
-        method = prepare(config, loader, ranks, start if newest is None else None, adapt, said.append)
-        if hooks is not None:
-            hooks(config, loader, ranks.device)  # opens the data that is validated on
-        said.append(describe(config, method, ranks))
-        total = config.train.total_steps(loader.steps_per_epoch)
-        if private is not None:
-            said.append(private.rehearse(method, loader, total))
-        shape, loss = _try_out(method, loader, config.train.seed)
-        count, trained = _counts(method)
-        return Rehearsal(
-            tuple(said),
-            shape,
-            loss,
-            count,
-            trained,
-            held_bytes(count, trained, config.optim) / GIB,
-            total,
-            loader.steps_per_epoch,
-            0 if newest is None else newest.step,
-            str(cache_folder()) if is_remote(config.data.path) else None,
-        )
+        newest = None if run is None else run.latest()
+        with notes_to(said.append), assemble(asked, config, ranks, setup, fresh=newest is None) as parts:
+            method, loader = parts.method, parts.loader
+            if parts.private is not None:
+                said.append(parts.private.rehearse(method, loader, parts.total))
+            shape, loss = _try_out(method, loader, config.train.seed)
+            count, trained = _counts(method)
+            return Rehearsal(
+                tuple(said),
+                shape,
+                loss,
+                count,
+                trained,
+                held_bytes(count, trained, config.optim) / GIB,
+                parts.total,
+                loader.steps_per_epoch,
+                0 if newest is None else newest.step,
+                str(cache_folder()) if is_remote(config.data.path) else None,
+            )
     finally:
         distributed.stop()
 

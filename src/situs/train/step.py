@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from itertools import pairwise
@@ -14,10 +14,10 @@ from torch import Tensor
 from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods.base import Batch, Draws, Method, Output
+from situs.progress import note
 from situs.train import distributed
 from situs.train.checkpoint.state import generators
 from situs.train.ema import Ema
-from situs.train.gelu import use_compiled_gelu
 from situs.train.graph import Graphed
 from situs.train.optim import OptimConfig, clip_gradients, make_optimizer, set_rate
 
@@ -75,13 +75,14 @@ class Stepper:
         parallel: str,
         compiled: bool,
         graph: bool = False,
-        say: Callable[[str], None] = print,
     ) -> None:
         """graph: record the update as a CUDA graph, where this is the only rank and its device is a GPU."""
         self.method, self.config = method, optim
         self.seed, self.precision, self.accumulate = seed, precision, accumulate
         self.device = next(method.parameters()).device
         if compiled:
+            from situs.backbones.timm.mlp import use_compiled_gelu  # timm takes seconds
+
             use_compiled_gelu(method)
         self.spread, self.compiled = distributed.spread(method, parallel, precision, compiled), compiled
         self.optimizer = make_optimizer(method, optim)
@@ -93,18 +94,14 @@ class Stepper:
         self.flags = torch.zeros(2, device=self.device)
         self.stop = torch.zeros((), device=self.device)
         self.names: tuple[str, ...] = ()
-        self.say, self.notes = say, list[str]()
         graph = graph and self.device.type == "cuda" and distributed.world() == 1
         if (graph or compiled) and method.compiled_part != "forward":
             graph, part = False, f"{method.compiled_part} alone is compiled, and " if compiled else ""
-            told = f"{type(method).__name__} decides on the host what it computes: {part}no CUDA graph is recorded"
-            self.notes.append(told)
-        self.compute = Graphed(self._compute, self.device, say) if graph else self._compute
+            note(f"{type(method).__name__} decides on the host what it computes: {part}no CUDA graph is recorded")
+        self.compute = Graphed(self._compute, self.device) if graph else self._compute
 
     def update(self, batch: Batch, moment: When, rate: float, ragged: bool) -> Update:
         """Moves the weights once. ragged: the ranks' parts of this batch may differ in size."""
-        while self.notes:
-            self.say(self.notes.pop(0))
         set_rate(self.optimizer, rate)
         before = generators(self.device)
         weight, count = self._agree(batch) if ragged and distributed.world() > 1 else (1.0, self.accumulate)

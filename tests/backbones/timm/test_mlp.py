@@ -13,22 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from situs.backbones import create_backbone
-from situs.backbones.timm.mlp import Mlp, join_bias_and_gelu
+from situs.backbones.timm.mlp import Mlp, use_compiled_gelu
 from situs.backbones.timm.plain import plain_vit
-from situs.core import compiled
+from situs.core.kernels import CompiledGelu, when
 
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU has an implementation too, which only tests use."""
-    monkeypatch.setattr(compiled, "serves", lambda _: True)
+    monkeypatch.setattr(when, "has_kernels", lambda _: True)
 
 
 def made(**settings: Any) -> tuple[nn.Module, nn.Module]:
     """timm's own, and one of the same weights with the pair joined."""
     own = timm.layers.mlp.Mlp(6, 24, **settings)
     joined = copy.deepcopy(own)
-    join_bias_and_gelu(joined)
+    use_compiled_gelu(joined)
+    if type(joined.act) is CompiledGelu:  # the activation alone has tests of its own
+        joined.act = nn.GELU()
     return own, joined
 
 
@@ -97,7 +99,7 @@ def test_elsewhere_it_is_timms_own(
     change: Callable[[nn.Module], None] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("situs.core.compiled.serves", lambda _: serves)
+    monkeypatch.setattr("situs.core.kernels.when.has_kernels", lambda _: serves)
     own, joined = made(**settings)
     if change is not None:
         change(joined)
@@ -139,15 +141,15 @@ def test_only_what_is_known_exactly_is_joined() -> None:
             *(timm.layers.mlp.Mlp(6, bias=False), timm.layers.mlp.Mlp(6, use_conv=True)),
         ]
     )
-    before = [type(part) for part in others.modules()]
-    join_bias_and_gelu(others)
-    assert [type(part) for part in others.modules()] == before
+    before = [type(part) for part in others]
+    use_compiled_gelu(others)
+    assert [type(part) for part in others] == before
 
 
 def test_a_plain_vit_stays_one() -> None:
     backbone = create_backbone("test_vit")
     before, groups = plain_vit(backbone), backbone.groups()
-    join_bias_and_gelu(backbone)
+    use_compiled_gelu(backbone)
     after = plain_vit(backbone)
     assert any(type(part) is Mlp for part in backbone.modules())
     assert all(torch.equal(after.tensors[name], value) for name, value in before.tensors.items())
@@ -162,7 +164,7 @@ def test_a_compiled_vit_on_a_gpu_is_the_same(half: torch.dtype) -> None:
     own = timm.create_model("vit_tiny_patch16_224", pos_drop_rate=0.1, drop_path_rate=0.1, num_classes=7, **settings)
     own = own.cuda().train()
     joined = copy.deepcopy(own)
-    join_bias_and_gelu(joined)
+    use_compiled_gelu(joined)
     assert sum(type(part) is Mlp for part in joined.modules()) == 2
     x = torch.randn(8, 3, 32, 32, device="cuda")
 
@@ -176,3 +178,29 @@ def test_a_compiled_vit_on_a_gpu_is_the_same(half: torch.dtype) -> None:
     for one, other, truth in zip(step(joined, half), step(own, half), step(own, None), strict=True):
         off = [(value.float() - truth).norm() / truth.norm() for value in (one, other)]
         assert off[0] <= 1.5 * off[1] + torch.finfo(half).eps
+
+
+def test_only_exact_gelus_are_replaced() -> None:
+    class Own(nn.GELU):
+        pass
+
+    heard = nn.GELU()
+    heard.register_forward_hook(lambda *_: None)
+    kinds = nn.Sequential(nn.GELU(approximate="tanh"), Own(), heard, nn.GELU())
+    model = nn.Sequential(nn.Linear(2, 2), nn.GELU(), kinds)
+    before = model.state_dict().keys()
+    use_compiled_gelu(model)
+    inner = model[2]
+    assert isinstance(inner, nn.Sequential)
+    assert [type(part) for part in (model[1], *inner)] == [CompiledGelu, nn.GELU, Own, nn.GELU, CompiledGelu]
+    assert model.state_dict().keys() == before
+
+
+def test_an_mlp_of_timm_adds_the_bias_in_its_gelu() -> None:
+    model = timm.create_model("test_vit")
+    before = model.state_dict().keys()
+    use_compiled_gelu(model)
+    mlps = [part for part in model.modules() if isinstance(part, timm.layers.mlp.Mlp)]
+    assert mlps
+    assert all(type(part) is Mlp and type(part.act) is CompiledGelu for part in mlps)
+    assert model.state_dict().keys() == before

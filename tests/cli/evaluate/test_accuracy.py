@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from situs.cli.main import main
-from situs.train.run import load_run, make_eval_loader
+from situs.train.assemble import make_eval_loader
+from situs.train.run import load_run
 
 
 def slow_accuracy(run: Path) -> float:

@@ -13,7 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from situs.cli.main import main
-from situs.train.run import load_run, make_eval_loader
+from situs.train.assemble import make_eval_loader
+from situs.train.run import load_run
 
 
 def read_features(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

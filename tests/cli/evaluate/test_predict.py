@@ -13,7 +13,8 @@ import torch
 
 import situs
 from situs.cli.main import main
-from situs.train.run import load_run, make_eval_loader
+from situs.train.assemble import make_eval_loader
+from situs.train.run import load_run
 
 HEADER = ["path", "class", "probability"]
 

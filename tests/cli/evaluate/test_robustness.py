@@ -16,7 +16,8 @@ from PIL import Image
 from situs.cli.evaluate import robustness as evaluate_robustness
 from situs.cli.main import main
 from situs.evaluate.robustness.measures import aupr, aurra
-from situs.train.run import load_run, make_eval_loader
+from situs.train.assemble import make_eval_loader
+from situs.train.run import load_run
 
 
 def run(*words: object) -> int:

@@ -17,7 +17,7 @@ from situs.config import Checked, choice, to_dict
 from situs.errors import SitusError
 from situs.limits import Count, Within
 from situs.methods.droppos import DropPosConfig
-from situs.train.checkpoint.storage import sealed
+from situs.train.checkpoint.files import with_checksum
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def test_method_by_name_takes_its_own_flags() -> None:
 
 
 def test_resume_starts_from_the_run_s_own_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(sealed(to_dict(Config(batch=5, method=Mae.Config(3))), "config.json"))
+    (tmp_path / "config.json").write_text(with_checksum(to_dict(Config(batch=5, method=Mae.Config(3))), "config.json"))
     args = parsed(f"--data D --resume {tmp_path} --steps 7")
     assert args.config == Config(batch=5, steps=7, method=Mae.Config(3))
     assert json.loads((tmp_path / "config.json").read_text())["method"] == {"name": "mae", "decoder_depth": 3}

@@ -309,7 +309,7 @@ def test_a_full_disk_leaves_the_old_export(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write, "save", full)
+    monkeypatch.setattr(write, "_save", full)
     with pytest.raises(SitusError, match=r"could not be written: .*No space left"):
         write_export(method, target, ModelProvenance("two"), force=True)
     assert "trained with one" in (target / "README.md").read_text()

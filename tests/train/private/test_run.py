@@ -17,6 +17,8 @@ from situs.errors import SitusError
 from situs.evaluate.finetune import FinetuneConfig
 from situs.models import open_model
 from situs.models.export import export_run
+from situs.progress import notes_to
+from situs.train.assemble import Setup
 from situs.train.checkpoint import RunFolder
 from situs.train.contract import RunState
 from situs.train.private.accounting import epsilon_of
@@ -47,8 +49,8 @@ def config(**over: dict[str, Any]) -> RunConfig:
     return from_dict(RunConfig, {name: {**TABLES.get(name, {}), **over.get(name, {})} for name in {*TABLES, *over}})
 
 
-def train(asked: RunConfig, **place: Any) -> Path:
-    train_run(asked, device="cpu", quiet=True, **place)
+def train(asked: RunConfig, *looks_on: Any, **place: Any) -> Path:
+    train_run(asked, Setup(hooks=lambda *_: looks_on), device="cpu", quiet=True, **place)
     return place.get("out") or place["resume"]
 
 
@@ -82,7 +84,8 @@ def test_a_dry_run_says_what_the_run_then_spends_and_keeps_no_secret(tmp_path: P
     rehearsed = rehearse(config(), out=tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists() and rehearsed.steps == 4
     said: list[str] = []
-    train_run(config(), out=tmp_path / "run", device="cpu", say=said.append, quiet=True)
+    with notes_to(said.append):
+        train_run(config(), out=tmp_path / "run", device="cpu", quiet=True)
     assert tuple(said) == rehearsed.said and "ε = 12 at" in rehearsed.said[-1]
 
 
@@ -93,7 +96,7 @@ def test_a_run_that_was_cut_goes_on_with_the_same_samples_and_noise(
     monkeypatch.setattr(secrets, "token_bytes", lambda count: b"s" * count)
     whole = train(config(), out=tmp_path / "whole")
     with pytest.raises(RuntimeError, match="cut"):
-        train(config(), out=tmp_path / "cut", hooks=lambda *_: [Crash()])
+        train(config(), Crash(), out=tmp_path / "cut")
     assert (tmp_path / "cut" / FILE).read_bytes() == b"s" * SIZE
     half = train(config(), resume=tmp_path / "cut")
     one, other = tensors(whole), tensors(half)
@@ -145,7 +148,7 @@ class Judge:
 
 def test_the_best_of_a_run_spends_what_all_its_steps_do(tmp_path: Path) -> None:
     """Which is the best is known by those behind it too."""
-    run = train(config(train={"keep_best": True}), out=tmp_path / "run", hooks=lambda *_: [Judge()])
+    run = train(config(train={"keep_best": True}), Judge(), out=tmp_path / "run")
     model = open_model(run)
     assert (model.facts["step"], model.facts["best_by"]) == (2, "val_top1")
     assert model.spent is not None and model.spent.steps == 4

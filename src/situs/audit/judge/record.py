@@ -23,7 +23,7 @@ from situs.audit.defences import Step, Training
 from situs.audit.judge.gate import ABOVE, NOT_JUDGED, Ruling
 from situs.audit.scores.metrics import LOWER_IS_CLOSER, means_of
 from situs.audit.scores.scoring import Scores
-from situs.train.checkpoint.storage import digest
+from situs.train.checkpoint.files import digest
 
 if TYPE_CHECKING:
     from situs.audit.gradients import Audit

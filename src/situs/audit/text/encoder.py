@@ -163,10 +163,11 @@ class _Search:
     ) -> None:  # fmt: skip
         self.backbone, self.block, self.able, self.two, self.weight = backbone, block, able, two, weight
         self.unknown, self.gaps = unknown, dict[Sentence, list[int]]()
-        layer = backbone.parts()[0]
-        parts = [able.vectors @ part.weight.double().T + part.bias.double() for part in layer[:3]]
-        self.q, self.k, self.v = (part.unflatten(1, (layer.heads, -1)) for part in parts)
-        self.scale = layer.scale
+        attention = backbone.parts()[0].attention
+        parts = [able.vectors @ part.weight.double().T + part.bias.double() for part in attention.qkv]
+        self.q, self.k, self.v = (part.unflatten(1, (attention.heads, -1)) for part in parts)
+        assert attention.scale is not None
+        self.scale = attention.scale
         self.sentences: list[Sentence] = []
         self.tried: set[tuple[int, int]] = set()
         self.refuted: set[Sentence] = set()

@@ -10,7 +10,7 @@ third has a root in it for a word that is there, and none for one that only lies
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,14 +48,14 @@ class FirstBlock:
         own = [name for name, p in backbone.named_parameters() if p.dim() == 2 and roles[name].depth == 1]
         self.names = out, fc1, fc2 = [name for name in own if roles[name].part == "block"]
         self.out, self.fc1, self.fc2 = (span_of(backbone, upload, [name], even) for name in (out, fc1, fc2))
-        layer = backbone.parts()[0]
+        layer: Any = backbone.parts()[0]
         parts = (
             tensor.detach().double()
-            for part in (layer.norm1, layer.out, layer.fc1)
+            for part in (layer.norm1, layer.attention.out, layer.mlp.up[0])
             for tensor in (part.weight, part.bias)
         )
         weight, bias, self.w_out, self.b_out, self.w_in, self.b_in = parts
-        self.norm, self.act = Norm(weight, bias, layer.norm1.eps), layer.act
+        self.norm, self.act = Norm(weight, bias, layer.norm1.eps), layer.mlp.act
         self.basis = self.out.inside / self.out.column
         """Of the attention's outputs, [n, D]."""
         self.moves = self.basis @ self.w_out.T

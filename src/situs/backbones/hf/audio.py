@@ -10,8 +10,6 @@ from torch import Tensor
 from situs.backbones.base import Features, InputSpec
 from situs.backbones.hf.image import ImageBackbone
 from situs.backbones.hf.layers import EncoderBackbone, Head
-from situs.backbones.hf.layout import write_vit
-from situs.backbones.layout import LayoutBuilder
 from situs.core.tokens import Grid, grid_of
 from situs.errors import SitusError
 
@@ -55,9 +53,6 @@ class ASTBackbone(ImageBackbone):
 
     def layers(self) -> Any:
         return self.inner.layers
-
-    def write_layout(self, layout: LayoutBuilder) -> None:
-        write_vit(layout, self.dim, self.layers())
 
     def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
         raise SitusError(

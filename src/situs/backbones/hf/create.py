@@ -37,77 +37,62 @@ class HFFamily(NamedTuple):
     classifier: str
 
 
-_VIT, _DINO, _REGISTERS = (
-    "ViTForImageClassification",
-    "Dinov2ForImageClassification",
-    "Dinov2WithRegistersForImageClassification",
-)
-_AST = "ASTForAudioClassification"
+class Kind(NamedTuple):
+    """One config type: how the names of its classes begin, and their endings with what each gives for finished
+    features: first the bare model, then the classifier. pooler: whether the bare model has one to leave out."""
 
-ENCODERS: dict[str, tuple[str, type[encoders.TextEncoder], Head]] = {
-    "albert": ("Albert", encoders.AlbertBackbone, encoders.bert_classes),
-    "bert": ("Bert", encoders.TextEncoder, encoders.bert_classes),
-    "camembert": ("Camembert", encoders.RobertaBackbone, encoders.first_classes),
-    "distilbert": ("DistilBert", encoders.DistilBertBackbone, encoders.distilbert_classes),
-    "electra": ("Electra", encoders.TextEncoder, encoders.first_classes),
-    "roberta": ("Roberta", encoders.RobertaBackbone, encoders.first_classes),
-    "xlm-roberta": ("XLMRoberta", encoders.RobertaBackbone, encoders.first_classes),
+    name: str
+    adapter: Callable[[Any, Head, tuple[int, int] | None], Backbone]
+    heads: dict[str, Head]
+    pooler: bool = False
+
+
+def _image(name: str, adapter: Any, pooled: Head, classes: Head, pooler: bool = False, of: str = "Image") -> Kind:
+    return Kind(name, adapter, {"Model": pooled, f"For{of}Classification": classes}, pooler)
+
+
+def _encoder(name: str, adapter: Any, classes: Head, pooler: bool = True, **more: Head) -> Kind:
+    heads = {"Model": encoders.pooled, "ForSequenceClassification": classes, "ForMaskedLM": encoders.masked_words}
+    return Kind(name, adapter, heads | more, pooler)
+
+
+def _decoder(name: str, adapter: Any, words: str = "ForCausalLM") -> Kind:
+    classes = {"Model": decoders.hidden, "ForSequenceClassification": decoders.last_classes}
+    return Kind(name, adapter, classes | {words: decoders.next_words})
+
+
+_DINO = (hf_image.dinov2_pooled, hf_image.dinov2_classes)
+KINDS: dict[str, Kind] = {
+    "vit": _image("ViT", hf_image.ViTBackbone, hf_image.vit_pooled, hf_image.vit_classes, pooler=True),
+    "dinov2": _image("Dinov2", hf_image.Dinov2Backbone, *_DINO),
+    "dinov2_with_registers": _image("Dinov2WithRegisters", hf_image.Dinov2RegistersBackbone, *_DINO),
+    hf_audio.AST: _image("AST", hf_audio.ASTBackbone, hf_audio.ast_pooled, hf_audio.ast_classes, of="Audio"),
+    "albert": _encoder("Albert", encoders.AlbertBackbone, encoders.bert_classes),
+    "bert": _encoder("Bert", encoders.TextEncoder, encoders.bert_classes),
+    "camembert": _encoder("Camembert", encoders.RobertaBackbone, encoders.first_classes),
+    "distilbert": _encoder("DistilBert", encoders.DistilBertBackbone, encoders.distilbert_classes, pooler=False),
+    "electra": _encoder(
+        "Electra", encoders.TextEncoder, encoders.first_classes, pooler=False, ForPreTraining=encoders.replaced
+    ),
+    "roberta": _encoder("Roberta", encoders.RobertaBackbone, encoders.first_classes),
+    "xlm-roberta": _encoder("XLMRoberta", encoders.RobertaBackbone, encoders.first_classes),
+    "gpt2": _decoder("GPT2", decoders.GPT2Backbone, "LMHeadModel"),
+    "gpt_neox": _decoder("GPTNeoX", decoders.GPTNeoXBackbone),
+    "llama": _decoder("Llama", decoders.LlamaBackbone),
+    "mistral": _decoder("Mistral", decoders.MistralBackbone),
+    "qwen2": _decoder("Qwen2", decoders.QwenBackbone),
+    "qwen3": _decoder("Qwen3", decoders.QwenBackbone),
 }
-"""Config type of an encoder of text -> how its classes are called, how they are wrapped, and what classifies."""
-
-DECODERS: dict[str, tuple[str, type[decoders.DecoderBackbone], str]] = {
-    "gpt2": ("GPT2", decoders.GPT2Backbone, "LMHeadModel"),
-    "gpt_neox": ("GPTNeoX", decoders.GPTNeoXBackbone, "ForCausalLM"),
-    "llama": ("Llama", decoders.LlamaBackbone, "ForCausalLM"),
-    "mistral": ("Mistral", decoders.MistralBackbone, "ForCausalLM"),
-    "qwen2": ("Qwen2", decoders.QwenBackbone, "ForCausalLM"),
-    "qwen3": ("Qwen3", decoders.QwenBackbone, "ForCausalLM"),
-}
-"""The same of causal models, and how the name of the one with a head for the next word ends."""
-
-
-def _texts() -> dict[str, HFFamily]:
-    """Every class of a text model."""
-    found = {}
-    for name, adapter, classes in ENCODERS.values():
-        classifier = f"{name}ForSequenceClassification"
-        heads = {"Model": encoders.pooled, "ForSequenceClassification": classes, "ForMaskedLM": encoders.masked_words}
-        found |= {f"{name}{ending}": HFFamily(adapter, head, classifier) for ending, head in heads.items()}
-    for name, adapter, words in DECODERS.values():
-        classifier = f"{name}ForSequenceClassification"
-        heads = {
-            "Model": decoders.hidden,
-            words: decoders.next_words,
-            "ForSequenceClassification": decoders.last_classes,
-        }
-        found |= {f"{name}{ending}": HFFamily(adapter, head, classifier) for ending, head in heads.items()}
-    own = found["ElectraModel"]  # as its encoders are published
-    return found | {"ElectraForPreTraining": own._replace(head=encoders.replaced)}
-
 
 FAMILIES: dict[str, HFFamily] = {
-    "ViTModel": HFFamily(hf_image.ViTBackbone, hf_image.vit_pooled, _VIT),
-    _VIT: HFFamily(hf_image.ViTBackbone, hf_image.vit_classes, _VIT),
-    "Dinov2Model": HFFamily(hf_image.Dinov2Backbone, hf_image.dinov2_pooled, _DINO),
-    _DINO: HFFamily(hf_image.Dinov2Backbone, hf_image.dinov2_classes, _DINO),
-    "Dinov2WithRegistersModel": HFFamily(hf_image.Dinov2RegistersBackbone, hf_image.dinov2_pooled, _REGISTERS),
-    _REGISTERS: HFFamily(hf_image.Dinov2RegistersBackbone, hf_image.dinov2_classes, _REGISTERS),
-    "ASTModel": HFFamily(hf_audio.ASTBackbone, hf_audio.ast_pooled, _AST),
-    _AST: HFFamily(hf_audio.ASTBackbone, hf_audio.ast_classes, _AST),
-    **_texts(),
+    f"{kind.name}{ending}": HFFamily(kind.adapter, head, f"{kind.name}{list(kind.heads)[1]}")
+    for kind in KINDS.values()
+    for ending, head in kind.heads.items()
 }
 """transformers class -> how it is wrapped. A subclass, or a class of the same name elsewhere, is refused."""
 
 BARE: dict[str, tuple[str, dict[str, Any]]] = {
-    "vit": ("ViTModel", {"add_pooling_layer": False}),
-    "dinov2": ("Dinov2Model", {}),
-    "dinov2_with_registers": ("Dinov2WithRegistersModel", {}),
-    hf_audio.AST: ("ASTModel", {}),
-    **{
-        kind: (f"{name}Model", {} if kind in ("distilbert", "electra") else {"add_pooling_layer": False})
-        for kind, (name, *_) in ENCODERS.items()
-    },
-    **{kind: (f"{name}Model", {}) for kind, (name, *_) in DECODERS.items()},
+    kind: (f"{each.name}Model", {"add_pooling_layer": False} if each.pooler else {}) for kind, each in KINDS.items()
 }
 """Config type -> its model without a head, and what leaves the pooler out (`num_classes=0`)."""
 
@@ -123,7 +108,7 @@ ELSEWHERE: dict[str, str] = {
         "its attention reads the distances between words by tables of their own, which Situs does not run; RoBERTa is "
         "taken",
     ),
-    "beit": "its layers add a relative bias with entries of their own for CLS, which Situs does not run",
+    "beit": "Situs does not run transformers' BEiT; timm's, as beit_base_patch16_224, is taken",
 }
 """Config type that users try -> why it is not taken, and what to take instead."""
 

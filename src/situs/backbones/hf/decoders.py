@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from situs.backbones.base import Features, Stream, Taps
+from situs.backbones.base import Features
+from situs.backbones.block import Stream, Taps
 from situs.backbones.hf.layers import Head
-from situs.backbones.hf.layout import write_gpt2, write_gpt_neox, write_llama
 from situs.backbones.hf.text import TEXT, TextBackbone
-from situs.backbones.layout import LayoutBuilder
 from situs.core.position import Positions
 from situs.core.tokens import Grid
 from situs.errors import SitusError
@@ -96,9 +95,6 @@ class GPT2Backbone(DecoderBackbone):
     def layers(self) -> Any:
         return self.inner.h
 
-    def write_layout(self, layout: LayoutBuilder) -> None:
-        write_gpt2(layout, self.dim, self.layers())
-
     def positions(self, grid: Grid | None = None) -> Positions:
         return Positions(table=self.inner.wpe.weight[: self._length(grid)])
 
@@ -131,9 +127,6 @@ class LlamaBackbone(DecoderBackbone):
 
     def layers(self) -> Any:
         return self.inner.layers
-
-    def write_layout(self, layout: LayoutBuilder) -> None:
-        write_llama(layout, self.dim, self.layers())
 
     def positions(self, grid: Grid | None = None) -> Positions:
         weight = self.inner.get_input_embeddings().weight
@@ -176,9 +169,6 @@ class QwenBackbone(LlamaBackbone):
 
 class GPTNeoXBackbone(LlamaBackbone):
     """GPT-NeoX: rotary positions on some channels of each head, LayerNorm; most add attention and MLP to one stream."""
-
-    def write_layout(self, layout: LayoutBuilder) -> None:
-        write_gpt_neox(layout, self.dim, self.layers())
 
     def before_blocks(self, z: Tensor) -> Tensor:
         return self.inner.emb_dropout(z)

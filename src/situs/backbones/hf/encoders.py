@@ -14,10 +14,7 @@ from torch.nn import functional as F
 
 from situs.backbones.base import Features
 from situs.backbones.hf.layers import EncoderBackbone, Head
-from situs.backbones.hf.layout import write_post_norm
-from situs.backbones.hf.postnorm import POST_NORM, PostNorm
 from situs.backbones.hf.text import TextBackbone
-from situs.backbones.layout import LayoutBuilder
 from situs.core.position import Positions
 from situs.core.tokens import Grid
 from situs.errors import SitusError
@@ -39,20 +36,9 @@ class TextEncoder(TextBackbone, EncoderBackbone):
     def layers(self) -> Any:
         return self.inner.encoder.layer
 
-    def attentions(self) -> list[nn.Module]:
-        return [layer.attention.self for layer in self.layers()]
-
     def widener(self) -> nn.Module | None:
         """What gives words and places the channels of the blocks; None where they have them."""
         return getattr(self.inner, "embeddings_project", None)
-
-    def parts(self) -> list[PostNorm]:
-        """The parts of each layer; of one that runs several times, once."""
-        pairs = dict(zip(self.layers(), self.attentions(), strict=True))
-        return [POST_NORM[type(attention).__name__](layer) for layer, attention in pairs.items()]
-
-    def write_layout(self, layout: LayoutBuilder) -> None:
-        write_post_norm(layout, self.dim, self.parts())
 
     def embed(self, x: Tensor) -> Tensor:
         """Ids [B, N] -> word vectors and that of the first sentence, [B, N, D]; of pairs [B, 2, N] each its own's."""
@@ -104,9 +90,6 @@ class DistilBertBackbone(TextEncoder):
     def layers(self) -> Any:
         return self.inner.transformer.layer
 
-    def attentions(self) -> list[nn.Module]:
-        return [layer.attention for layer in self.layers()]
-
 
 class AlbertBackbone(TextEncoder):
     """ALBERT: one layer, or a few, that run again and again, behind words of fewer channels than theirs."""
@@ -119,9 +102,6 @@ class AlbertBackbone(TextEncoder):
         groups, count = self.inner.encoder.albert_layer_groups, self.model.config.num_hidden_layers
         turns = (groups[int(turn / (count / len(groups)))] for turn in range(count))
         return [layer for group in turns for layer in group.albert_layers]
-
-    def attentions(self) -> list[nn.Module]:
-        return [layer.attention for layer in self.layers()]
 
     def widener(self) -> nn.Module:
         return self.inner.encoder.embedding_hidden_mapping_in

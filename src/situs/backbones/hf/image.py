@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from situs.backbones.base import Features, InputSpec, join
 from situs.backbones.config import PositionKind
 from situs.backbones.hf.layers import EncoderBackbone, Head, fit
-from situs.backbones.hf.layout import write_dinov2, write_vit
 from situs.backbones.hf.names import own_state
-from situs.backbones.layout import LayoutBuilder
 from situs.core.position import Positions, resample_table, sincos
 from situs.core.tokens import Grid, grid_of, pair
 from situs.errors import SitusError
@@ -90,14 +88,7 @@ class ImageBackbone(EncoderBackbone):
 
     def embed(self, x: Tensor) -> Tensor:
         convolution = self.inner.embeddings.patch_embeddings.projection
-        assert self.input.shape is not None
-        expected = (self.input.channels, *self.input.shape)
-        if x.dim() != 4 or tuple(x.shape[1:]) != expected:
-            raise SitusError(
-                f"images of shape {list(x.shape)}: {self.name} takes [B, {', '.join(map(str, expected))}]",
-                field="img_size",
-            )
-        return convolution(x.to(convolution.weight.dtype)).flatten(2).transpose(1, 2)
+        return convolution(self.checked_images(x, convolution.weight.dtype)).flatten(2).transpose(1, 2)
 
     def positions(self, grid: Grid | None = None) -> Positions:
         if self._placeless:
@@ -149,9 +140,6 @@ class ViTBackbone(ImageBackbone):
     def layers(self) -> Any:
         return self.inner.layers
 
-    def write_layout(self, layout: LayoutBuilder) -> None:
-        write_vit(layout, self.dim, self.layers())
-
     def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
         if old == new:
             return
@@ -172,9 +160,6 @@ class Dinov2Backbone(ImageBackbone):
 
     def layers(self) -> Any:
         return self.inner.encoder.layer
-
-    def write_layout(self, layout: LayoutBuilder) -> None:
-        write_dinov2(layout, self.dim, self.layers())
 
     @property
     def table_grid(self) -> Grid:

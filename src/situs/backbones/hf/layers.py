@@ -1,92 +1,23 @@
-"""What transformers' models share, and the layers of its encoders, run over their own weights with a context.
-
-transformers computes keys and values for every token. Here each exact attention class that we know has its
-layer written out, with keys and values for the first `keys` tokens alone; a class we do not know is refused
-by name. Attention runs through torch's SDPA whatever the model's `attn_implementation`: the others differ in
-rounding only. Gradient checkpointing, which transformers keeps in its own layer call, is not applied.
-"""
+"""What transformers' models share as backbones."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from situs.backbones.base import Backbone, Features, Stream, Taps, called
-from situs.backbones.hf.layout import NAMES, inner_prefix, one_block
+from situs.backbones.base import Backbone, Features
+from situs.backbones.block import Block
+from situs.backbones.hf.blocks import NAMES, reader_of
 from situs.backbones.hf.names import own_names
-from situs.backbones.hf.postnorm import POST_NORM, PostNorm
 from situs.backbones.layout import Role, roles_of
 from situs.core.position import Positions
 from situs.core.tokens import Grid
 from situs.errors import SitusError
 
-Layer = Callable[[Any, Tensor, int | None, Tensor | None], Tensor]
-"""(layer, z [B, S, D], keys, mask [B, 1, 1, K] or None) -> z."""
-
 Head = Callable[[Any, Features], Tensor]
 """(wrapped model, finished features) -> logits."""
-
-
-def _mix(
-    project: tuple[Any, Any, Any],
-    heads: int,
-    scale: float,
-    dropout: float,
-    x: Tensor,
-    keys: int | None,
-    mask: Tensor | None,
-) -> Tensor:
-    """Attention before the output projection: x [B, S, D] -> [B, S, H * d]; queries are all tokens."""
-    seen = x if keys is None else x[:, :keys]
-    sources = zip(project, (x, seen, seen), strict=True)
-    q, k, v = (_heads(linear(source), heads) for linear, source in sources)
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
-    return mixed.transpose(1, 2).flatten(2)
-
-
-def _heads(x: Tensor, count: int) -> Tensor:
-    """[B, S, H * d] -> [B, H, S, d]."""
-    return x.unflatten(-1, (count, -1)).transpose(1, 2)
-
-
-def _image_attention(attn: Any, x: Tensor, keys: int | None, mask: Tensor | None) -> Tensor:
-    project, dropout = (attn.q_proj, attn.k_proj, attn.v_proj), attn.attention_dropout if attn.training else 0.0
-    return attn.o_proj(_mix(project, attn.num_attention_heads, attn.scaling, dropout, x, keys, mask))
-
-
-def _vit(layer: Any, z: Tensor, keys: int | None, mask: Tensor | None) -> Tensor:
-    z = z + layer.dropout(_image_attention(layer.attention, layer.layernorm_before(z), keys, mask))
-    return z + layer.dropout(layer.mlp(layer.layernorm_after(z)))
-
-
-def _dinov2(layer: Any, z: Tensor, keys: int | None, mask: Tensor | None) -> Tensor:
-    mixed = layer.layer_scale1(_image_attention(layer.attention, layer.norm1(z), keys, mask))
-    z = z + layer.drop_path(mixed)
-    return z + layer.drop_path(layer.layer_scale2(layer.mlp(layer.norm2(z))))
-
-
-def _post_norm(
-    parts: Callable[[Any], PostNorm], layer: Any, z: Tensor, keys: int | None, mask: Tensor | None
-) -> Tensor:
-    p = parts(layer)
-    dropout = p.dropout.p if p.dropout.training else 0.0
-    z = p.norm1(z + p.drop1(p.out(_mix(p[:3], p.heads, p.scale, dropout, z, keys, mask))))
-    return p.norm2(z + p.drop2(p.fc2(p.act(p.fc1(z)))))
-
-
-LAYERS: dict[str, Layer] = {
-    "ASTAttention": _vit,
-    "Dinov2Attention": _dinov2,
-    "Dinov2WithRegistersAttention": _dinov2,
-    "ViTAttention": _vit,
-    **{name: partial(_post_norm, parts) for name, parts in POST_NORM.items()},
-}
-"""Exact attention class -> the layer around it."""
 
 
 class HFBackbone(Backbone):
@@ -103,12 +34,8 @@ class HFBackbone(Backbone):
         """The model without its head. A property: as an attribute its weights would be saved twice."""
         return self.model.base_model
 
-    @abstractmethod
-    def layers(self) -> Any:
-        """The blocks, as transformers keeps them."""
-
-    def block_modules(self) -> list[tuple[nn.Module, ...]]:
-        return [(layer,) for layer in dict.fromkeys(self.layers())]  # each once, where it runs several times
+    def read(self, layer: nn.Module) -> Block:
+        return reader_of(self.name, [layer])(layer)
 
     def own_names(self, names: Iterable[str]) -> dict[str, str]:
         return own_names(self.model, names)
@@ -128,24 +55,31 @@ class EncoderBackbone(HFBackbone):
 
     def __init__(self, model: Any, head: Head, grid: Grid, prefix: int) -> None:
         super().__init__(model, head, grid, prefix)
-        for attention in self.attentions():
-            kind = type(attention).__name__
-            if kind not in LAYERS:
-                known = ", ".join(sorted(LAYERS))
-                raise SitusError(f"{self.name}: its {kind} is not among the attention classes Situs runs: {known}")
+        self._read = reader_of(self.name, self.layers())
 
-    def attentions(self) -> list[nn.Module]:
-        """The attention of each layer."""
-        return [layer.attention for layer in self.layers()]
+    def read(self, layer: nn.Module) -> Block:
+        return self._read(layer)
 
-    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
-        z, mask = stream.z, None if stream.mask is None else stream.mask[:, None, None, :keys]
-        for number, (layer, attention) in enumerate(zip(self.layers(), self.attentions(), strict=True), start=1):
-            run = LAYERS[type(attention).__name__]
-            z = called(layer, lambda x, run=run, layer=layer: run(layer, x, keys, mask), z)
-            for tap in taps:
-                tap(number, z)
-        return z
+
+def inner_prefix(model: Any) -> str:
+    """Where the names of the model without its head begin, in a backbone's state dict."""
+    return "model." if model.base_model is model else f"model.{model.base_model_prefix}."
+
+
+def one_block(config: Any) -> dict[str, Any]:
+    """The entries of a config that leave one layer and few words of its model."""
+    held, few = config.to_dict(), 64
+    lost = [name for name in ("pad_token_id", "bos_token_id", "eos_token_id") if not _among(held.get(name), few)]
+    layers = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    entries = {layers: 1, "vocab_size": few, **dict.fromkeys(lost)}
+    if held.get("layer_types"):
+        entries["layer_types"] = held["layer_types"][:1]
+    return {name: value for name, value in entries.items() if name in held}
+
+
+def _among(word: Any, few: int) -> bool:
+    """Whether an id is one of the first; RoBERTa numbers its places behind that of the padding."""
+    return isinstance(word, int) and word < few
 
 
 def fit(positions: Positions | None, count: int, whole: int | None, kinds: tuple[str, ...], name: str) -> Positions:

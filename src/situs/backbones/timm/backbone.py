@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -13,11 +14,11 @@ from timm.layers.pos_embed_sincos import RotaryEmbeddingCat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.backbones.base import Backbone, Features, InputSpec, Level, Stream, Taps, WholeBackbone, join, refuses_tokens
+from situs.backbones.base import Backbone, Features, InputSpec, Level, WholeBackbone, join, refuses_tokens
+from situs.backbones.block import Block, HeadTable, Stream, Taps
 from situs.backbones.cells import enable_cells, encode_cells
 from situs.backbones.layout import LayoutBuilder, Role, roles_of
-from situs.backbones.timm.attention import check_blocks, run_blocks
-from situs.backbones.timm.layout import NAMES, write_flat, write_swin
+from situs.backbones.timm.blocks import NAMES, bias_tables, check_blocks, read_block
 from situs.core.masking import one_of_cells
 from situs.core.permutation import random_permutation
 from situs.core.position import PairBias, Positions, resample_table
@@ -53,6 +54,9 @@ class TimmBackbone(Backbone):
         words = {"token": "CLS token", "avg": "mean of the patches", "max": "maximum over the patches"}
         return words.get(self.model.global_pool, f"patches pooled by {self.model.global_pool!r}")
 
+    def read(self, layer: nn.Module) -> Block:
+        return read_block(layer)
+
     def roles(self) -> dict[str, Role]:
         return roles_of(self, NAMES)
 
@@ -80,8 +84,7 @@ class FlatBackbone(TimmBackbone):
 
     def _embed(self, x: Tensor, index: Tensor | None, *, any_size: bool = False) -> Tensor:
         stem = self.model.patch_embed
-        wants = self.input._replace(shape=None) if any_size else self.input
-        x = checked_images(self.name, x, wants, stem.proj.weight.dtype)
+        x = self.checked_images(x, stem.proj.weight.dtype, any_size=any_size)
         # A kernel as large as its stride sees each patch once: one matrix product, without the layouts that a
         # convolution asks for on its way there and back, and over the patches that are asked for alone.
         patches = patchify(x, stem.patch_size)
@@ -92,17 +95,11 @@ class FlatBackbone(TimmBackbone):
     def before_blocks(self, z: Tensor) -> Tensor:
         return self.model.norm_pre(self.model.pos_drop(z))
 
-    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
-        return run_blocks(self.model.blocks, stream, keys, taps)
-
-    def block_modules(self) -> list[tuple[nn.Module, ...]]:
-        return [(block,) for block in self.model.blocks]
+    def layers(self) -> Sequence[nn.Module]:
+        return self.model.blocks
 
     def one_block_args(self) -> dict[str, Any]:
         return {"depth": 1}
-
-    def write_layout(self, layout: LayoutBuilder) -> None:
-        write_flat(layout, self.model, self.dim)
 
 
 class VitBackbone(FlatBackbone):
@@ -148,6 +145,13 @@ class EvaBackbone(VitBackbone):
         rotary = turn.unsqueeze(1) if self.model.rope_mixed else turn.view(1, 1, 1, *turn.shape)
         return Positions(table=super().positions(grid).table, rotary=rotary)
 
+    def parts(self) -> list[Block]:
+        if (rope := self.model.rope) is None:
+            return super().parts()
+        # Mixed rotations have learned frequencies [2, L, H, d / 2], one for each layer and head.
+        tables = [(HeadTable(rope.freqs, 2, (1, n)),) if self.model.rope_mixed else () for n in range(self.depth)]
+        return [b.attending(rotary=True, tables=own) for b, own in zip(super().parts(), tables, strict=True)]
+
     def _rotation(self, grid: Grid | None) -> Tensor:
         rope = self.model.rope
         if self.model.rope_mixed and rope.t_x is not None:  # timm turns them in float32, whatever the model is in
@@ -177,23 +181,54 @@ class RelPosBackbone(FlatBackbone):
 
     def positions(self, grid: Grid | None = None) -> Positions:
         self.own_grid(grid, "its relative bias knows the offsets of its own grid alone")
-        shared = self.model.shared_rel_pos
+        return Positions(bias=PairBias(self.bias_values(), self.num_prefix))
+
+    def bias_values(self) -> Tensor:
+        """[L or 1, H, S, S]"""
+        shared = self.shared_bias()
         modules = [block.attn.rel_pos for block in self.model.blocks] if shared is None else [shared]
-        values = torch.cat([module.get_bias() for module in modules])
-        return Positions(bias=PairBias(values, self.num_prefix))
+        return torch.cat([module.get_bias() for module in modules])
+
+    def shared_bias(self) -> Any:
+        """What makes the bias of all layers, where they share one."""
+        return self.model.shared_rel_pos
+
+    def parts(self) -> list[Block]:
+        parts, shared = super().parts(), bias_tables(self.shared_bias())
+        return [b.attending(tables=b.attention.tables + shared, one_order=True) for b in parts] if shared else parts
 
     @torch.no_grad()
     def erase_positions(self) -> tuple[str, ...]:
         for name, parameter in self.model.named_parameters():
             # A table of biases, or the last layer of the small network that computes them.
-            if "rel_pos." in name and (name.endswith("relative_position_bias_table") or ".mlp.fc2." in name):
+            if name.endswith("relative_position_bias_table") or "rel_pos.mlp.fc2." in name:
                 parameter.zero_()
         bias = self.positions().bias
         return ("bias",) if bias is not None and bias.values.any() else ()
 
 
+class BeitBackbone(RelPosBackbone):
+    """Beit: a relative bias of each layer, with entries of their own for CLS; all may add one that they share."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__(model, name)
+        if self.model.pos_embed is not None or self.model.blocks[0].attn.window_size is None:
+            said = f"{name}: use_rel_pos_bias must be True and use_abs_pos_emb False, as in every BEiT that timm names"
+            raise SitusError(said, field="backbone.model_args")
+
+    def bias_values(self) -> Tensor:
+        own, shared = (torch.cat([block.attn._get_rel_pos_bias() for block in self.model.blocks]), self.shared_bias())
+        return own if shared is None else own + shared()
+
+    def shared_bias(self) -> Any:
+        return self.model.rel_pos_bias
+
+    def before_blocks(self, z: Tensor) -> Tensor:
+        return self.model.pos_drop(z)
+
+
 class SwinBackbone(TimmBackbone):
-    """SwinTransformer, optionally with an absolute table.
+    """SwinTransformer and its second version, optionally with an absolute table.
 
     timm's Swin has no absolute table, so ours is a parameter of this wrapper: such a model exports its timm part to
     timm, and the table with it only to Situs. `positions=None` leaves the table out; the windows' own bias and
@@ -210,6 +245,7 @@ class SwinBackbone(TimmBackbone):
 
     def __init__(self, model: nn.Module, name: str, table: Tensor | None = None, *, learned: bool = True) -> None:
         inner: Any = model
+        check_blocks(name, [block for stage in inner.layers for block in stage.blocks])
         height, width = inner.patch_embed.grid_size
         depth = sum(len(stage.blocks) for stage in inner.layers)
         super().__init__(model, name, (height, width), inner.patch_embed.proj.out_channels, 0, depth)
@@ -233,7 +269,7 @@ class SwinBackbone(TimmBackbone):
 
     def embed(self, x: Tensor) -> Tensor:
         stem = self.model.patch_embed
-        x = checked_images(self.name, x, self.input, stem.proj.weight.dtype)
+        x = self.checked_images(x, stem.proj.weight.dtype)
         return stem(x).flatten(1, 2)
 
     def positions(self, grid: Grid | None = None) -> Positions:
@@ -298,12 +334,25 @@ class SwinBackbone(TimmBackbone):
             for number, block in enumerate(stage.blocks)
         ]
 
-    def write_layout(self, layout: LayoutBuilder) -> None:
-        write_swin(layout, self.model)
+    def layers(self) -> Sequence[nn.Module]:
+        return [block for stage in self.model.layers for block in stage.blocks]
 
-    @property
-    def num_classes(self) -> int:
-        return self.model.num_classes
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        """One residual key for each stage; a merge joins 4 tokens, so that it sees its stage's key 4 times over."""
+        depth = 0
+        for stage, layer in enumerate(self.model.layers):
+            residual = f"residual.{stage}"
+            layout.open(residual, "residual", layer.blocks[0].dim)
+            if not isinstance(layer.downsample, nn.Identity):
+                before, merge = f"residual.{stage - 1}", layer.downsample
+                reduction = layout.projection(merge.reduction)
+                behind = merge.norm.weight.numel() == merge.reduction.out_features  # as in Swin V2
+                layout.norm(residual if behind else before, merge.norm, outer=1 if behind else 4)
+                layout.reads(before, reduction, outer=4)
+                layout.writes(residual, reduction)
+            for block in layer.blocks:
+                layout.block(f"blocks.{depth}", residual, self.read(block))
+                depth += 1
 
     def sequence(self, features: Features) -> Tensor:
         return features.patches.unflatten(1, self.out_grid)
@@ -335,7 +384,7 @@ class PixelBackbone(WholeBackbone):
         return pooled, self.model.get_classifier()(pooled)
 
     def _checked(self, x: Tensor) -> Tensor:
-        return checked_images(self.name, x, self.input, next(self.model.parameters()).dtype)
+        return self.checked_images(x, next(self.model.parameters()).dtype)
 
 
 def check_stem(name: str, stem: Any) -> None:
@@ -351,14 +400,3 @@ def _images_of(stem: Any) -> InputSpec:
     """What timm's patch embedding takes; a border that fills no patch is left out of the image."""
     (h, w), (ph, pw) = stem.grid_size, stem.patch_size
     return InputSpec((h * ph, w * pw), stem.proj.in_channels, (ph, pw))
-
-
-def checked_images(name: str, x: Tensor, wants: InputSpec, dtype: torch.dtype) -> Tensor:
-    """The images in the model's own precision; refused in another shape than it was made for, or as whole numbers."""
-    channels, size = wants.channels, wants.shape
-    wanted = f"[B, {channels}, {size[0]}, {size[1]}]" if size else f"[B, {channels}, H, W]"
-    if x.dim() != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != size):
-        raise SitusError(f"{name}: images of shape {list(x.shape)} given, {wanted} needed (img_size=, in_chans=)")
-    if not x.is_floating_point():
-        raise SitusError(f"{name}: images of {x.dtype} given; they must be normalised floats")
-    return x.to(dtype)

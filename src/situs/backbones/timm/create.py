@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone
 from situs.backbones.config import BackboneConfig, PositionKind
 from situs.backbones.shapes import shapes_alone
-from situs.backbones.timm.backbone import EvaBackbone, PixelBackbone, RelPosBackbone, SwinBackbone, VitBackbone
+from situs.backbones.timm.backbone import (
+    BeitBackbone,
+    EvaBackbone,
+    PixelBackbone,
+    RelPosBackbone,
+    SwinBackbone,
+    VitBackbone,
+)
 from situs.backbones.weights import load_into, load_weights, read_state_dict
 from situs.core.position import sincos
 from situs.core.tokens import grid_of, pair
@@ -31,13 +38,24 @@ FAMILIES: dict[str, Callable[[nn.Module, str], Backbone]] = {
     "VisionTransformerDistilled": VitBackbone,
     "Eva": EvaBackbone,
     "VisionTransformerRelPos": RelPosBackbone,
+    "Beit": BeitBackbone,
     "SwinTransformer": SwinBackbone,
+    "SwinTransformerV2": SwinBackbone,
     "ResNet": PixelBackbone,
 }
 """timm class, exactly -> its backbone. The command line and the contract tests read this dict."""
 
 
-READ = ("vision_transformer", "deit", "eva", "vision_transformer_relpos", "swin_transformer", "resnet")
+READ = (
+    "vision_transformer",
+    "deit",
+    "eva",
+    "vision_transformer_relpos",
+    "beit",
+    "swin_transformer",
+    "swin_transformer_v2",
+    "resnet",
+)
 """timm's modules in which these classes stand."""
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import timm.layers.mlp
 from torch import Tensor, nn
 
-from situs.core.gelu import linear_gelu
-from situs.core.joined import heard
+from situs.core.kernels import CompiledGelu, has_hooks, linear_gelu
 
 
 class Mlp(timm.layers.mlp.Mlp):
@@ -21,25 +18,28 @@ class Mlp(timm.layers.mlp.Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         alone = isinstance(self.norm, nn.Identity) and not (self.drop1.training and self.drop1.p)
-        if alone and not any(map(heard, (self.act, self.drop1, self.norm))) and plain(self.fc1, nn.Linear):
+        if alone and _plain(self.fc1) and not any(map(has_hooks, (self.act, self.drop1, self.norm))):
             joined = linear_gelu(x, self.fc1.weight, self.fc1.bias)
             if joined is not None:
                 return self.drop2(self.fc2(joined))
         return super().forward(x)
 
 
-def join_bias_and_gelu(module: nn.Module) -> None:
-    """Makes each MLP of timm whose first layer is a plain one with a bias, and whose GELU is exact, an `Mlp`."""
-    for part in module.modules():
-        if type(part) is timm.layers.mlp.Mlp and _joins(part.fc1, part.act):
+def use_compiled_gelu(module: nn.Module) -> None:
+    """Puts the faster forms in the place of every exact `nn.GELU`: of timm's MLPs together with the bias before it,
+    of all others by `CompiledGelu`, but for those that something listens to. No parameter changes its name or its
+    place."""
+    for part in list(module.modules()):
+        if type(part) is timm.layers.mlp.Mlp and _plain(part.fc1) and part.fc1.bias is not None and _exact(part.act):
             part.__class__ = Mlp
+        for name, child in part.named_children():
+            if _exact(child):
+                setattr(part, name, CompiledGelu())
 
 
-def _joins(fc1: Any, act: Any) -> bool:
-    both = plain(fc1, nn.Linear) and plain(act, nn.GELU)
-    return both and fc1.bias is not None and act.approximate == "none"
+def _plain(layer: object) -> bool:
+    return type(layer) is nn.Linear and not has_hooks(layer)
 
 
-def plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Exactly of one of these kinds, and nothing listens to it."""
-    return type(module) in kinds and not heard(module)
+def _exact(act: object) -> bool:
+    return type(act) is nn.GELU and act.approximate == "none" and not has_hooks(act)

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import timm.layers.mlp
+from timm.models import vision_transformer
 from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
-from situs.backbones.timm import mlp as joined
+from situs.backbones.block import Block
 from situs.backbones.timm.backbone import VitBackbone
 from situs.errors import SitusError
 
 _POOLS = ("token", "avg")
-_MLPS = (timm.layers.mlp.Mlp, joined.Mlp)
 
 
 class PlainVit(NamedTuple):
@@ -45,7 +44,8 @@ def plain_vit(backbone: Backbone) -> PlainVit:
     writer.add("prefix", None if prefix is None else prefix[0])
     writer.add("table", backbone.positions().table)
     writer.norm("enter", model.norm_pre)
-    for depth, block in enumerate(model.blocks):
+    blocks = backbone.parts()
+    for depth, block in enumerate(blocks):
         writer.block(f"blocks.{depth}", block)
     writer.norm("norm", model.norm)
     both = getattr(model, "head_dist", None) is not None
@@ -56,13 +56,13 @@ def plain_vit(backbone: Backbone) -> PlainVit:
     for name in ("head", "head_dist") if both else ("head",):
         if isinstance(layer := getattr(model, name), nn.Linear):
             writer.linear(name, layer)
-    acts, pool = {_act(block.mlp.act) for block in model.blocks}, "both" if both else model.global_pool
+    acts, pool = {_act(block.mlp.act) for block in blocks}, "both" if both else model.global_pool
     if len(acts) > 1:
         _refuse(backbone, f"its blocks differ in their activation ({', '.join(sorted(acts))})")
-    return PlainVit(writer.tensors, writer.eps, model.blocks[0].attn.num_heads, pool, acts.pop())
+    return PlainVit(writer.tensors, writer.eps, blocks[0].attention.heads, pool, acts.pop())
 
 
-def _act(module: nn.Module) -> str:
+def _act(module: Any) -> str:
     """What lies between the layers of an MLP; "" for what is not known here."""
     exact = isinstance(module, nn.GELU) and module.approximate == "none"
     return "gelu" if exact else "relu" if type(module) is nn.ReLU else ""
@@ -98,21 +98,19 @@ class _Writer:
         self.add(f"{name}.bias", layer.bias)
         self.eps[name] = layer.eps
 
-    def block(self, name: str, block: Any) -> None:
-        attn, mlp = block.attn, block.mlp
-        if type(block).__name__ != "Block":
-            _refuse(self.backbone, f"its blocks are of the class {type(block).__name__}")
-        if not isinstance(attn.norm, nn.Identity) or attn.gate is not None:
+    def block(self, name: str, block: Block) -> None:
+        a, mlp = block.attention, block.mlp
+        if type(block.module) is not vision_transformer.Block:
+            _refuse(self.backbone, f"its blocks are of the class {type(block.module).__name__}")
+        if not isinstance(a.norm, nn.Identity) or a.gate is not None:
             _refuse(self.backbone, "its attention has a gate or a norm behind it")
-        if type(mlp) not in _MLPS or not _act(mlp.act) or not isinstance(mlp.norm, nn.Identity):
-            _refuse(self.backbone, f"its MLP is a {type(mlp).__name__} with {type(mlp.act).__name__}")
-        self.norm(f"{name}.norm1", block.norm1)
-        self.linear(f"{name}.qkv", attn.qkv)
-        self.norm(f"{name}.q_norm", attn.q_norm)
-        self.norm(f"{name}.k_norm", attn.k_norm)
-        self.linear(f"{name}.proj", attn.proj)
-        self.add(f"{name}.scale1", getattr(block.ls1, "gamma", None))
-        self.norm(f"{name}.norm2", block.norm2)
-        self.linear(f"{name}.fc1", mlp.fc1)
-        self.linear(f"{name}.fc2", mlp.fc2)
-        self.add(f"{name}.scale2", getattr(block.ls2, "gamma", None))
+        if (len(mlp.up), mlp.packed) != (1, 1) or not _act(mlp.act) or not isinstance(mlp.norm, nn.Identity):
+            _refuse(self.backbone, f"its MLP is a {type(mlp.run).__name__} with {type(mlp.act).__name__}")
+        (q_norm, k_norm), layers = a.head_norms, {"qkv": a.qkv[0], "proj": a.out, "fc1": mlp.up[0], "fc2": mlp.down}
+        norms = {"norm1": block.norm1, "q_norm": q_norm, "k_norm": k_norm, "norm2": block.norm2}
+        for part, layer in norms.items():
+            self.norm(f"{name}.{part}", layer)
+        for part, layer in layers.items():
+            self.linear(f"{name}.{part}", layer)
+        for part, gamma in zip(("scale1", "scale2"), block.gammas, strict=True):
+            self.add(f"{name}.{part}", gamma)

@@ -24,7 +24,7 @@ from situs.split.server import Server as Blocks
 from situs.split.serving import make_server
 from situs.split.transport.certificates import read_credentials
 from situs.split.transport.serve import run_server
-from situs.train.run import RunConfig
+from situs.train.assemble import RunConfig
 
 SEEN = "seen.safetensors"
 """In the server's folder: the first features that came."""

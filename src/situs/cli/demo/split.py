@@ -38,8 +38,8 @@ from situs.split.run import Hide, read_hiding, train_split
 from situs.split.transport.certificates import make_certificates, read_credentials
 from situs.split.transport.connect import Connection
 from situs.split.whole import merge
+from situs.train.assemble import RunConfig, make_training_loader
 from situs.train.distributed import Ranks
-from situs.train.run import RunConfig, make_training_loader
 
 NEEDS = {"grpc": "grpcio", "cryptography": "cryptography"}
 """Modules of the extra `split` -> the packages that have them."""

@@ -56,7 +56,7 @@ BELOW = {"preset": "--preset", "config_file": "--config", "resume": "--resume", 
 """Fields of `Args` that say what lies below the flags, and their flags: preset < file, or the config of a run that is
 gone on with; lowest, what is known of the model to start from."""
 
-HELD = ("preset", "config_file", "print_config", "dry_run", "out", "resume", "start_over", "device")
+HELD = ("preset", "config_file", "print_config", "dry_run", "out", "resume", "device")
 """Fields of `Args` that a printed config holds or that make no other run of it; the others are to be given again."""
 
 

@@ -22,10 +22,10 @@ from situs.cli.shell import answer, next_line
 from situs.cli.split.wire import LOCAL, ONE_RANK, ClientArgs
 from situs.errors import SitusError, counted
 from situs.evaluate.finetune import FinetuneConfig
-from situs.progress import took
+from situs.progress import note, took
 
 if TYPE_CHECKING:
-    from situs.train.run import Start
+    from situs.train.assemble import Start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,33 +73,34 @@ def run(args: Args) -> int:
     from situs.cli.locks.passphrase import read_key
     from situs.models.initialise import starting
     from situs.split.run import Hide, train_split
+    from situs.train.assemble import Setup
     from situs.train.rehearse import rehearse
 
     config = args.config if args.source is None else dataclasses.replace(args.config, init=args.source)
     key = None if args.key is None else read_key(args.key)
     start = starting(None if config.init is None else unlock_of(config.init, key, args.withheld))
     if args.dry_run:
-        found = rehearse(config, out=args.out, resume=args.resume, device=args.device, start=start)
+        found = rehearse(config, Setup(start), out=args.out, resume=args.resume, device=args.device)
         return tell(args.out or args.resume, config, found)
     if args.server == LOCAL:
         return _alone(args, config, start)
     hide = Hide(args.permute, args.defence or "none", args.wire)
     with args.connect() as call:
         result = train_split(
-            config, call, hide, out=args.out, resume=args.resume, key=key, start=start, device=args.device, say=_say
+            config, call, hide, out=args.out, resume=args.resume, key=key, start=start, device=args.device
         )
         wire = max(0.0, call.waited - call.served)
-        _say(f"asked again {counted(call.again, 'times')}; {took(wire)} on the wire, {took(call.served)} at the server")
+        note(f"asked again {counted(call.again, 'times')}; {took(wire)} on the wire, {took(call.served)} at the server")
     folder = args.out or args.resume
     answer({"run": folder, "steps": result.step, "interrupted": result.interrupted, "metrics": result.metrics})
     if result.interrupted:
         return INTERRUPTED
     told = {name: value for name, value in result.metrics.items() if name != "gradient_norm"}
     facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())
-    _say(f"done: {counted(result.step, 'steps')}{facts}; the client's part is in {folder}")
+    note(f"done: {counted(result.step, 'steps')}{facts}; the client's part is in {folder}")
     assert folder is not None
-    _say(next_line(["split", "infer", folder, *args.again()]))
-    _say("with the server's folder, situs split merge makes one run of both parts")
+    note(next_line(["split", "infer", folder, *args.again()]))
+    note("with the server's folder, situs split merge makes one run of both parts")
     return 0
 
 
@@ -111,8 +112,4 @@ def _alone(args: Args, config: FinetuneConfig, start: Start) -> int:
     if folder is None or (args.out is not None and args.resume is not None):
         raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
     how = {"permute": args.permute, "resume": args.resume is not None, "start": start, "device": args.device}
-    return tell(folder, config, train_defended(config, args.defence or None, folder, **how, say=_say))
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
+    return tell(folder, config, train_defended(config, args.defence or None, folder, **how))

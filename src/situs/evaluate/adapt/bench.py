@@ -29,9 +29,10 @@ from situs.evaluate.probe.linear import fit_linear
 from situs.methods import METHODS
 from situs.methods.base import Method
 from situs.models.inference import evaluating
+from situs.progress import notes_to, silent
+from situs.train.assemble import RunConfig, Start, make_method
 from situs.train.checkpoint.state import seed_generators
 from situs.train.optim import OptimConfig, peak_rate, rate_at, trains_few, warmup_steps
-from situs.train.run import RunConfig, Start, make_method
 from situs.train.step import Stepper, autocast
 from situs.train.tuning import TuningConfig, attach, freeze
 
@@ -245,10 +246,9 @@ def rates_of(way: Way, batch: int, *, blocks: bool = True) -> dict[str, Any]:
 def updates(method: Method, loader: Loader, config: RunConfig, total: int) -> Iterator[int]:
     """Trains a method; after every update gives how many there were. The schedule's end is `total`."""
     precision, per = config.train.precision_on(loader.device), loader.steps_per_epoch
-    stepper = Stepper(
-        method, config.optim, seed=config.train.seed, precision=precision, accumulate=1, parallel="ddp", compiled=False,
-        graph=config.train.graph, say=lambda _: None,
-    )  # fmt: skip
+    asked: dict[str, Any] = {"seed": config.train.seed, "precision": precision, "graph": config.train.graph}
+    with notes_to(silent):
+        stepper = Stepper(method, config.optim, accumulate=1, parallel="ddp", compiled=False, **asked)
     peak = peak_rate(config.optim, loader.global_batch, updates=total, few=trains_few(method))
     optim = replace(config.optim, warmup_steps=total // 10)
     seed_generators(config.train.seed)
@@ -259,7 +259,8 @@ def updates(method: Method, loader: Loader, config: RunConfig, total: int) -> It
             epoch = step // per
             for batch in loader.iterate(epoch, step % per):
                 rate = rate_at(step, total, warmup_steps(optim, per, total), peak, optim)
-                stepper.update(batch, When(step=step, epoch=epoch, progress=step / total), rate, ragged=False)
+                with notes_to(silent):
+                    stepper.update(batch, When(step=step, epoch=epoch, progress=step / total), rate, ragged=False)
                 step += 1
                 if step == total and bool(stepper.flags[0]):
                     raise SitusError("the loss is not finite", field="data")

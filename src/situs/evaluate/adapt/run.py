@@ -35,12 +35,12 @@ from situs.models.handed import addressed_model
 from situs.models.open import open_model
 from situs.results import percent
 from situs.train import distributed
+from situs.train.assemble import RunConfig, Start, settled
 from situs.train.checkpoint import RunFolder, check_target
 from situs.train.checkpoint.state import capture
 from situs.train.inputs import own_splits
 from situs.train.log import machine
 from situs.train.optim import make_optimizer
-from situs.train.run import RunConfig, Start, settled
 
 PRETRAINING = ("droppos", "mp3", "mae", "none")
 HELD_OUT = 0.2

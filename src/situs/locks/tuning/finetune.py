@@ -39,12 +39,12 @@ from situs.models.inference import evaluating
 from situs.models.open import Unlock, is_locked
 from situs.progress import tracked
 from situs.results import percent
+from situs.train.assemble import RunConfig, make_method
 from situs.train.config import TrainConfig
 from situs.train.contract import RunState
 from situs.train.inputs import check_words
 from situs.train.nan import NotFiniteError
 from situs.train.optim import OptimConfig
-from situs.train.run import RunConfig, make_method
 
 TESTED = 500
 """Samples of the test set that are looked at together; of words a tenth of that, whose logits are large."""

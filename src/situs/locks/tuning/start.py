@@ -30,11 +30,12 @@ from situs.methods.language import LanguageConfig
 from situs.models.beginning import beginning
 from situs.models.initialise import taken_from
 from situs.models.open import Unlock
+from situs.train.assemble import RunConfig, make_method, settled
 from situs.train.checkpoint import RunFolder
 from situs.train.config import TrainConfig
 from situs.train.loop import fit
 from situs.train.optim import OptimConfig
-from situs.train.run import RunConfig, is_run, load_run, make_method, settled
+from situs.train.run import is_run, load_run
 
 State = dict[str, Tensor]
 Say = Callable[[str], None]

@@ -1,6 +1,5 @@
 """What a run leaves on disk and comes back from: the run folder, its checkpoints and their files."""
 
-from situs.train.checkpoint.checkpoints import Checkpoint
-from situs.train.checkpoint.folder import CLASSES, MARK, RunFolder, check_target, read_config, run_and_step
+from situs.train.checkpoint.folder import CLASSES, MARK, Checkpoint, RunFolder, check_target, read_config, run_and_step
 
 __all__ = ["CLASSES", "MARK", "Checkpoint", "RunFolder", "check_target", "read_config", "run_and_step"]

@@ -5,11 +5,11 @@
     metrics.jsonl                   one line a log step
     checkpoints/step-00001234/      model, optimiser, mean and generators as safetensors, state.json
     nan/                            the step that was not finite, where there was one (see `situs.train.nan`)
-    torn/                           what starting over set aside
 
 A checkpoint is written under another name and renamed when every byte is on the disk. Its state.json holds the size and
-SHA-256 of each of its files, of the log up to it and of the config; that file, config.json and classes.json end with
-the SHA-256 of themselves. So what is damaged is known, and the newest whole checkpoint is used. No pickle anywhere.
+SHA-256 of each of its files, the length of the log and a hash of the config; that file, config.json and classes.json
+end with the SHA-256 of themselves. So what is damaged is known, and the newest whole checkpoint is used. No pickle
+anywhere.
 """
 
 from __future__ import annotations
@@ -17,38 +17,91 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from situs.config import differences, from_dict, to_dict
+from situs.config import differences, flat, from_dict, to_dict
 from situs.errors import SitusError
-from situs.files import write_text
+from situs.files import write_bytes, write_text
 from situs.hold import NAME as LOCK
 from situs.hold import only_one
+from situs.progress import note
 from situs.train import distributed
-from situs.train.checkpoint.checkpoints import NAME, Checkpoint, Checkpoints, may_change
-from situs.train.checkpoint.records import check_log, cut_log, read_metrics
-from situs.train.checkpoint.storage import delete, read_sealed, reason, sealed
+from situs.train.checkpoint.files import (
+    FORMATS,
+    Parts,
+    delete,
+    fingerprint,
+    read_folder,
+    read_table,
+    reason,
+    remove,
+    sync,
+    with_checksum,
+)
+from situs.train.checkpoint.writing import Background, Snapshot, spare_of, write_checkpoint
 
 CLASSES, MARK = "classes.json", ".torchrun"
 
+MAY_CHANGE = frozenset(
+    {
+        *("epochs", "max_steps", "workers", "log_every", "save_every", "keep", "probe_every", "trackers"),
+        *("keep_at", "keep_best"),
+        *("out", "resume", "path"),  # data that moved; the loop checks that it is as much as it was
+    }
+)
+"""Names of config fields that a resumed run may change: none of them alters a step that is already done."""
 
-class RunFolder(Checkpoints):
+PARALLEL = "train.parallel"
+"""May change too, but checkpoints' hashes of their config have it in them."""
+
+NAME = re.compile(r"step-([0-9]{8,})")
+
+
+def may_change(name: str) -> bool:
+    """A method's own fields may not, whatever they are called."""
+    return name == PARALLEL or (not name.startswith("method.") and name.rsplit(".", maxsplit=1)[-1] in MAY_CHANGE)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One whole checkpoint: the step it was taken after, its facts and its tensors."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+    def parts(self, name: str) -> Parts:
+        """The tensors of one kind ("model", "optimizer", "ema", "loop"), to be read one by one, whole or in part."""
+        pattern = re.compile(rf"{re.escape(name)}(\.rank[0-9]+)?\.safetensors")
+        return Parts([self.path / file for file in sorted(self.state["files"]) if pattern.fullmatch(file)])
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """All tensors of one kind, whole; none where there are none."""
+        return self.parts(name).all()
+
+
+class RunFolder:
     """The folder of one run. The writer (rank 0) writes it; other ranks only their parts of checkpoints.
 
-    config: a config or its plain dict. notes: what a resume has to tell the user, one sentence each. limit: the last
-    step that may be gone on from; None: whichever is the newest.
+    config: a plain dict. resumed: whether it was there before.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], *, resumed: bool, writer: bool) -> None:
-        super().__init__(path, config, writer=writer)
-        self.resumed, self._held = resumed, False
+        self.path, self.config, self.resumed, self.writer = path, config, resumed, writer
+        self.checkpoints, self.metrics = path / "checkpoints", path / "metrics.jsonl"
+        self._held = False
+        self._background: Background | None = None
+        self._begun = 0
+        self._spare: int | None = None
 
     @classmethod
     def create(
@@ -74,17 +127,18 @@ class RunFolder(Checkpoints):
         """A run to go on with. config: the one to go on with; None takes the recorded one as it is."""
         path = Path(path)
         recorded = read_config(path)
-        given, filled = recorded if config is None else to_dict(config), recorded
+        new, filled = recorded if config is None else to_dict(config), recorded
         if is_dataclass(config) and not isinstance(config, type):  # a field that came later has its default
             filled = to_dict(from_dict(type(config), recorded, where=f"{path}/config.json"))
-        run = cls(path, _as_recorded(given, recorded, filled), resumed=True, writer=writer)
-        changed = differences(filled, given)
+        run = cls(path, _as_recorded(new, recorded, filled), resumed=True, writer=writer)
+        changed = differences(filled, new)
         fixed = {name: pair for name, pair in changed.items() if not may_change(name)}
         if fixed:
             listed = ", ".join(f"{name} was {old!r} and is now {new!r}" for name, (old, new) in list(fixed.items())[:3])
             more = f" and {len(fixed) - 3} more fields" if len(fixed) > 3 else ""
             raise SitusError(f"{path}: cannot resume with another config: {listed}{more}", field="resume")
-        run.notes += [f"{name}: {old} -> {new}" for name, (old, new) in changed.items()]
+        for name, (old, value) in changed.items():
+            note(f"{name}: {old} -> {value}")
         return run
 
     @contextlib.contextmanager
@@ -126,14 +180,14 @@ class RunFolder(Checkpoints):
         """The names of the classes; None where the data had none."""
         if not (self.path / CLASSES).exists():
             return None
-        table = read_sealed(self.path / CLASSES)
+        table = read_table(self.path / CLASSES)
         if isinstance(table, str):
             raise SitusError(f"{self.path}: {table}")
         return tuple(table["classes"])
 
     def _write_table(self, name: str, table: Mapping[str, Any]) -> None:
         with self._writing(name):
-            write_text(self.path / name, sealed(table, name))
+            write_text(self.path / name, with_checksum(table, name))
 
     @contextlib.contextmanager
     def _writing(self, what: str) -> Iterator[None]:
@@ -142,48 +196,188 @@ class RunFolder(Checkpoints):
         except OSError as error:
             raise SitusError(f"{self.path}: {what} could not be written: {reason(error)}") from error
 
+    # --- checkpoints ------------------------------------------------------------------------------------------
+
+    def save(self, step: int, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], keep: int) -> Path:
+        """Writes the checkpoint of `step` and drops all but the newest `keep`; see `begin`."""
+        self.begin(step, files, state, keep)
+        saved = self.wait()
+        assert saved is not None
+        return saved
+
+    def begin(
+        self,
+        step: int,
+        files: Mapping[str, Mapping[str, Tensor]],
+        state: Mapping[str, Any],
+        keep: int,
+        stay: Collection[int] = (),
+    ) -> None:
+        """Copies the tensors as they are now and writes them in the background; waits for the write before this one.
+
+        All ranks call it. The log counts up to its present end. stay: steps whose checkpoints are not dropped either.
+        """
+        if self._background is None:
+            self._background = Background()
+        self.wait()
+        if self._spare is None:
+            devices = [tensor.device for tensors in files.values() for tensor in tensors.values()]
+            self._spare = max(map(spare_of, devices), default=0)
+        snapshot, background, self._begun = Snapshot(files, self._spare), self._background, step
+        log = {"bytes": self.metrics.stat().st_size if self.metrics.is_file() else 0}
+
+        def facts() -> dict[str, Any]:
+            if self.metrics.exists():
+                sync(self.metrics)
+            return {"step": step, **state, "config": self._config_hash(), "metrics": log}
+
+        def write() -> Path:
+            write_checkpoint(self._at(step), snapshot, facts, background, main=self.writer)
+            if self.writer:
+                self._drop_others(step, keep, stay)
+            return self._at(step)
+
+        background.begin(write)
+
+    def _drop_others(self, step: int, keep: int, stay: Collection[int]) -> None:
+        """Newer ones than `step` are damaged, or the run would have gone on from them."""
+        older = [other for other in sorted(self._steps(), reverse=True) if other <= step]
+        for other in {*self._steps()} - {*older[:keep], *(other for other in older if other in stay)}:
+            remove(self._at(other))
+
+    def wait(self) -> Path | None:
+        """Waits for the write that is under way, and raises what went wrong with it; None where none was."""
+        try:
+            return None if self._background is None else self._background.wait()
+        except (OSError, RuntimeError) as error:  # of gloo, where another rank is gone
+            why = reason(error) if isinstance(error, OSError) else "another rank is gone"
+            text = f"{self.path}: the checkpoint of step {self._begun} could not be written: {why}"
+            if not self.writer:
+                raise SitusError(text) from error
+            if (whole := self.latest()) is None:
+                raise SitusError(f"{text}; there is no earlier one") from error
+            text += f"; that of step {whole.step} is whole, and resuming {self.path} goes on from it"
+            raise SitusError(text) from error
+
+    @property
+    def writing(self) -> bool:
+        """Whether a write is under way; nothing waits."""
+        return self._background is not None and self._background.busy
+
+    @property
+    def failed(self) -> bool:
+        """Whether a write has failed, which `wait` would raise; nothing waits."""
+        return self._background is not None and self._background.failed
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Waits for the write that is under way, without a word of how it went. at once: it is given up."""
+        if self._background is not None:
+            self._background.close(at_once)
+
+    def _config_hash(self, parallel: str | None = None) -> str:
+        """A hash of the settings that no resume may change: a checkpoint is of the run whose config has it."""
+        named = flat(self.config)
+        fixed = {name: value for name, value in named.items() if not may_change(name)}
+        if PARALLEL in named:
+            fixed[PARALLEL] = parallel or named[PARALLEL]
+        return fingerprint(fixed)
+
+    def _at(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
+        return self.checkpoints / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """The steps of which a checkpoint lies here, whole or damaged; one that is being written is waited for."""
+        if self._background is not None:
+            self._background.join()
+        return self._steps()
+
+    def _steps(self) -> list[int]:
+        numbers = [int(m[1]) for path in self.checkpoints.glob("step-*") if (m := NAME.fullmatch(path.name))]
+        return [step for step in numbers if self._at(step).exists()]
+
+    def look(self, step: int) -> Checkpoint | str:
+        """The checkpoint of a step, or what is wrong with it."""
+        state = read_folder(self._at(step))
+        if isinstance(state, str):
+            return f"the checkpoint of step {step} is damaged ({state})"
+        if state.get("step") != step:
+            return f"the checkpoint of step {step} is damaged (it is the checkpoint of step {state.get('step')})"
+        if state.get("config") not in {self._config_hash(parallel) for parallel in ("ddp", "fsdp")}:
+            return f"the checkpoint of step {step} is damaged (it is the checkpoint of a run with another config)"
+        return self.checkpoint(state)
+
+    def checkpoint(self, state: Mapping[str, Any]) -> Checkpoint:
+        """The checkpoint whose state.json was read, here or by another rank."""
+        return Checkpoint(self._at(state["step"]), state["step"], dict(state))
+
+    def whole(self, step: int) -> Checkpoint | None:
+        """The checkpoint of a step; None where it is damaged."""
+        return None if isinstance(checkpoint := self.look(step), str) else checkpoint
+
+    def latest(self, limit: int | None = None) -> Checkpoint | None:
+        """The newest whole checkpoint, of step `limit` at most."""
+        steps = sorted((step for step in self.steps() if limit is None or step <= limit), reverse=True)
+        return next((whole for step in steps if (whole := self.whole(step)) is not None), None)
+
+    def chosen(self, step: int | None = None) -> Checkpoint:
+        """The checkpoint that is the run's model: of this step, or of the best validation where that was kept, or the
+        newest."""
+        if step is None and self.config.get("train", {}).get("keep_best"):
+            step = self.facts().get("best", {}).get("step")
+        if step is None:
+            return self.newest()
+        if step not in (there := sorted(self.steps())):
+            listed = ", ".join(map(str, there)) or "none"
+            raise SitusError(f"{self.path}: has no checkpoint of step {step}, only of {listed}")
+        if isinstance(checkpoint := self.look(step), str):
+            raise SitusError(f"{self.path}: {checkpoint}")
+        return checkpoint
+
+    def newest(self) -> Checkpoint:
+        """The newest whole checkpoint; an error where there is none, which tells a damaged one from none at all."""
+        if (checkpoint := self.latest()) is None:
+            steps = self.steps()
+            raise SitusError(
+                f"{self.path}: the run has "
+                + (f"no whole checkpoint: {self.look(min(steps))}" if steps else "no checkpoint yet")
+            )
+        return checkpoint
+
     @cached_property
     def start(self) -> Checkpoint | None:
         """The checkpoint that a resumed run goes on from; None for one that was killed before its first.
 
-        A run that has lost its checkpoints is refused: going on would begin it again, and that must be asked for.
+        A run that has lost its checkpoints is refused: going on would begin it again.
         """
-        told = len(self.notes)
-        found = self.latest()
-        if found is not None:
-            return found
-        torn, self.notes = self.notes[told:], self.notes[:told]
+        damaged = []
+        for step in sorted(self.steps(), reverse=True):
+            if not isinstance(checkpoint := self.look(step), str):
+                for each in damaged:
+                    note(f"{each} and was passed over")
+                return checkpoint
+            damaged.append(checkpoint)
         due = self.config.get("train", {}).get("save_every")
         done = max((record["step"] for record in self.records()), default=0)
         gone = not self.checkpoints.is_dir()  # it is made before config.json
         # The first may still be on its way to the disk until the second is due, which waits for it.
-        if torn or gone or (due is not None and done > 2 * due):
-            lost = torn[0].removesuffix(" and was passed over") if torn else f"step {done} is logged but none is there"
+        if damaged or gone or (due is not None and done > 2 * due):
+            lost = damaged[0] if damaged else f"step {done} is logged but none is there"
             raise SitusError(
-                f"{self.path}: the run has no whole checkpoint left ({lost}); starting over begins it again at step 0 "
-                "and sets what is there aside",
-                field="start_over",
+                f"{self.path}: the run has no whole checkpoint left ({lost}); begin it again in another folder",
+                field="out",
             )
         return None
 
-    def start_over(self) -> None:
-        """Sets checkpoints and log aside in torn/; refused where a checkpoint is whole."""
-        if (whole := self.latest()) is not None:
-            raise SitusError(
-                f"{self.path}: the checkpoint of step {whole.step} is whole, and resuming goes on from it; for a new "
-                "run give another folder alone",
-                field="out",
-            )
-        self.notes = [note for note in self.notes if " is torn (" not in note]
-        old = [path for path in (*map(self._at, self.steps()), self.metrics) if path.exists()]
-        if not self.writer or not old:
-            return
-        aside = next(p for n in range(1, 10**6) if not (p := self.path / f"torn{'' if n == 1 else f'-{n}'}").exists())
-        with self._writing(aside.name):
-            aside.mkdir()
-            for path in old:
-                path.rename(aside / path.name)
-        self.notes.append(f"started over: what was there is in {aside}")
+    def facts(self) -> dict[str, Any]:
+        """The state.json of the newest checkpoint that has one as it was written; its tensors are not read."""
+        for step in sorted(self.steps(), reverse=True):
+            state = read_table(self._at(step) / "state.json")
+            if not isinstance(state, str) and state.get("format") in FORMATS and state.get("step") == step:
+                return state
+        return {}
+
+    # --- the log ----------------------------------------------------------------------------------------------
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Adds one line to metrics.jsonl."""
@@ -193,23 +387,42 @@ class RunFolder(Checkpoints):
 
     def rewind(self, checkpoint: Checkpoint | None) -> None:
         """Cuts metrics.jsonl to what it was at the checkpoint: the run will write the rest again."""
-        size = 0
-        if checkpoint is not None:
-            fact = checkpoint.state["metrics"]
-            size = fact["bytes"]
-            if not self.metrics.exists() and size:
-                self.notes.append("metrics.jsonl is gone: the log begins anew")
-                return
-            check_log(self.metrics, checkpoint.step, fact, "; move it away to go on without its lines")
-        with self._writing("metrics.jsonl"):
-            cut_log(self.metrics, size)
+        size = 0 if checkpoint is None else checkpoint.state["metrics"]["bytes"]
+        if self.metrics.exists() and not self.metrics.is_file():
+            raise SitusError(f"{self.metrics}: is no file; move it away", field="resume")
+        data = self.metrics.read_bytes() if self.metrics.exists() else b""
+        if len(data) < size:
+            note("metrics.jsonl has lost lines: the log has a gap")
+        kept = data[:size]
+        kept = kept[: kept.rfind(b"\n") + 1]
+        if kept != data:
+            with self._writing("metrics.jsonl"):
+                write_bytes(self.metrics, kept)
 
     def records(self) -> list[dict[str, Any]]:
-        """The whole lines of metrics.jsonl, which are those that were written."""
-        state = self.facts()
-        if state and self.metrics.exists():
-            check_log(self.metrics, state["step"], state["metrics"])
+        """The whole lines of metrics.jsonl."""
         return read_metrics(self.metrics)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a metrics.jsonl; a last line that a crash cut short is left out."""
+    if not path.is_file():
+        return []
+    records = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            if number == len(lines):
+                break
+            raise SitusError(f"{path}: line {number} is no JSON") from None
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            raise SitusError(f"{path}: line {number} is no record of a step")
+        records.append(record)
+    return records
 
 
 def run_and_step(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
@@ -221,7 +434,7 @@ def run_and_step(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
 
 def read_config(path: Path) -> dict[str, Any]:
     """The recorded config of a run folder."""
-    table = read_sealed(path / "config.json")
+    table = read_table(path / "config.json")
     if not isinstance(table, str):
         return table
     if not (path / "config.json").exists():
@@ -248,9 +461,9 @@ def check_target(path: Path) -> None:
         raise SitusError(f"{path}: is a file; a run is a folder", field="out")
     if (path / "config.json").exists() and (path / "checkpoints").is_dir():
         raise SitusError(f"{path}: already holds a run; resume it or choose another folder", field=("resume", "out"))
-    held = sorted(each.name for each in path.iterdir() if each.name not in (LOCK, MARK)) if path.is_dir() else []
-    if held:
-        more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+    names = sorted(each.name for each in path.iterdir() if each.name not in (LOCK, MARK)) if path.is_dir() else []
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise SitusError(
-            f"{path}: is not empty, it holds {held[0]}{more}; a run needs a new or empty folder", field="out"
+            f"{path}: is not empty, it holds {names[0]}{more}; a run needs a new or empty folder", field="out"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from situs.errors import SitusError
 from situs.train import distributed
-from situs.train.checkpoint.checkpoints import Checkpoint
+from situs.train.checkpoint.folder import Checkpoint
 from situs.train.ema import Ema
 
 Files = dict[str, dict[str, Tensor]]
@@ -49,7 +49,7 @@ def restore(
     """
     fill("model", model.state_dict(), checkpoint)
     # A parameter that never had a gradient has no moments; which ones do is known to rank 0's file.
-    names = None if checkpoint is None else sorted(checkpoint.parts("optimizer").entries)
+    names = None if checkpoint is None else sorted(checkpoint.parts("optimizer").shapes)
     for name in distributed.from_main(names, device):
         _make_moment(optimizer, name)
     fill("optimizer", moments(optimizer), checkpoint)
@@ -63,7 +63,7 @@ def fill(file: str, targets: Mapping[str, Tensor], checkpoint: Checkpoint | None
     """Copies the tensors of one kind in a checkpoint into `targets`, by name; what does not fit is an error."""
     parts = None if checkpoint is None else checkpoint.parts(file)
     if checkpoint is not None and parts is not None:
-        check_fit(f"{checkpoint.path.name}/{file}.safetensors", targets, parts.entries)
+        check_fit(f"{checkpoint.path.name}/{file}.safetensors", targets, parts.shapes)
     for name, target in targets.items():
         box = distributed.box_of(target)
         if box is None:
@@ -74,14 +74,14 @@ def fill(file: str, targets: Mapping[str, Tensor], checkpoint: Checkpoint | None
             distributed.local(target).copy_(parts.read(name, box))
 
 
-def check_fit(where: str, targets: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Refuses values whose names or shapes are not those of the targets."""
-    for name in sorted(targets.keys() ^ values.keys()):
+def check_fit(where: str, targets: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Refuses names or shapes that are not those of the targets."""
+    for name in sorted(targets.keys() ^ shapes.keys()):
         owner = "is not in the file" if name in targets else "is in the file but not in the model"
         raise SitusError(f"{where} does not fit: {name} {owner}")
     for name, target in targets.items():
-        if tuple(target.shape) != tuple(values[name].shape):
-            raise SitusError(f"{where} does not fit: {name} is {list(values[name].shape)}, not {list(target.shape)}")
+        if tuple(target.shape) != tuple(shapes[name]):
+            raise SitusError(f"{where} does not fit: {name} is {list(shapes[name])}, not {list(target.shape)}")
 
 
 def _named(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

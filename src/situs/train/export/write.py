@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from situs import __version__
@@ -32,10 +33,9 @@ from situs.errors import SitusError
 from situs.files import read_json, write_text
 from situs.methods import classifies
 from situs.methods.base import Method
-from situs.train.checkpoint.checkpoints import Checkpoint
+from situs.train.checkpoint import Checkpoint
+from situs.train.checkpoint.files import sync
 from situs.train.checkpoint.state import check_fit
-from situs.train.checkpoint.storage import sync
-from situs.train.checkpoint.tensors import save
 from situs.train.export.card import ModelProvenance, card
 
 WEIGHTS, CONFIG, CARD, POSITIONS = "model.safetensors", "config.json", "README.md", "situs_positions.safetensors"
@@ -76,8 +76,7 @@ def load_checkpoint(method: Method, checkpoint: Checkpoint, *, ema: bool | None 
     if ema and not mean:
         raise SitusError(f"{checkpoint.path.name} holds no mean of the weights, the run made none", field="ema")
     values = checkpoint.tensors("model") | mean
-    own = method.state_dict()
-    check_fit(checkpoint.path.name, own, values)
+    check_fit(checkpoint.path.name, method.state_dict(), {name: value.shape for name, value in values.items()})
     method.load_state_dict(values)
     return bool(mean)
 
@@ -246,7 +245,12 @@ def _fitting(values: Sequence[float], channels: int, other: float) -> Sequence[f
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    save(path, {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, {"format": "pt"})
+    """safetensors' own writer, with the rights and the errors of an ordinary file (it leaves 0600 and wraps them)."""
+    try:
+        save_file({name: t.detach().contiguous().clone() for name, t in tensors.items()}, path, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error).removeprefix("Error while serializing: I/O error: ")) from error
+    path.chmod(0o644)
 
 
 def _write_transformers(folder: Path, backbone: Backbone, method: Method, provenance: ModelProvenance) -> list[str]:

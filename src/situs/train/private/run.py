@@ -13,6 +13,7 @@ from situs.data.augment.recipes import AugmentConfig
 from situs.data.loader import Loader
 from situs.errors import SitusError, counted
 from situs.methods.base import Method
+from situs.progress import note
 from situs.train.checkpoint import RunFolder
 from situs.train.contract import RunState
 from situs.train.private.accounting import NOT_COVERED, DpConfig, epsilon_of, noise_for
@@ -79,7 +80,7 @@ class Private:
         return self.plan(method, loader, total)[-1]
 
     def open(
-        self, run: RunFolder, method: Method, loader: Loader, total: int, speak: Callable[[str], None]
+        self, run: RunFolder, method: Method, loader: Loader, total: int
     ) -> tuple[Callable[..., PrivateStepper], Ledger]:
         """What makes the updates, and the hook that writes ε to the log."""
         dp = self.config
@@ -91,8 +92,8 @@ class Private:
         noise, rate, said = self.plan(method, loader, total)
         self.draws.secret, known = secret_of(run.path)
         if run.resumed and not known:
-            speak("the secret of the noise is gone: what is drawn from here on is drawn anew")
-        speak(said)
+            note("the secret of the noise is gone: what is drawn from here on is drawn anew")
+        note(said)
         mechanism = Mechanism(self.draws.secret, noise, dp.clip, loader.global_batch)
         return partial(PrivateStepper, mechanism=mechanism), Ledger(noise, rate, dp.delta)
 

@@ -16,7 +16,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from situs.backbones.attention_maps import attention_weights
+from situs.core.attention import attention_weights
 from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods.base import Batch, Method

@@ -1,0 +1,1 @@
+"""Triton and Gluon code, imported where a GPU runs it."""

@@ -1,0 +1,110 @@
+"""The MLP of a block in a compiled step: GELU, and its gradient, belong to the product that comes before them.
+
+On a Hopper GPU that is one kernel (`gpu.mlp`), of which GELU takes little more than nothing; elsewhere the product
+and the kernels of `gelu` behind it. Which of them it is, an operator decides when it runs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.core.kernels.gelu import bias_gelu, bias_gelu_backward
+from situs.core.kernels.when import operator
+
+_GLUON = ((3, 6), (3, 8))  # the first and the last Triton whose Gluon was tried: it is young, and changes
+_TILE, _DEPTH = 128, 64  # of the kernel
+
+
+def mlp(x: Tensor, weight1: Tensor, bias: Tensor, weight2: Tensor) -> Tensor:
+    """gelu(x weight1ᵀ + bias) weight2ᵀ. x: [..., D], of half precision, as the products are."""
+    if torch.is_grad_enabled():
+        return _Mlp.apply(x, weight1, bias, weight2)
+    return F.linear(_forward(x, weight1.to(x.dtype), bias, keep=False)[0], weight2.to(x.dtype))
+
+
+class _Mlp(torch.autograd.Function):
+    """Keeps what the products need: x, the first product without its bias, and GELU of it. Its gradients are not to be
+    differentiated again: what they owe to these would be left out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight1: Tensor, bias: Tensor, weight2: Tensor) -> Tensor:
+        made, h = _forward(x, weight1.to(x.dtype), bias, keep=True)
+        ctx.save_for_backward(x, h, made, weight1, bias, weight2)
+        return F.linear(made, weight2.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, h, made, weight1, bias, weight2 = ctx.saved_tensors
+        to_h, to_bias = _backward(grad, weight2.to(grad.dtype), h, bias)
+        to_weight1, to_weight2 = _rows(to_h).mT @ _rows(x), _rows(grad).mT @ _rows(made)
+        to_x = to_h @ weight1.to(to_h.dtype)
+        return to_x, to_weight1.to(weight1.dtype), to_bias.to(bias.dtype), to_weight2.to(weight2.dtype)
+
+
+@operator("mlp_gelu")
+def _forward(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """(gelu(x weightᵀ + bias), x weightᵀ), or nothing as the second where it is not to be kept."""
+    rows = _rows(x).contiguous()
+    shape = (*x.shape[:-1], len(weight))
+    if _fits_kernel(rows, weight):
+        from situs.core.kernels.gpu import mlp as gpu
+
+        made, h = gpu.forward(rows, weight.contiguous(), bias.contiguous(), keep)
+    else:
+        h = F.linear(rows, weight)
+        made = bias_gelu(h, bias)
+    return made.view(shape), h.view(shape) if keep else x.new_empty(0)
+
+
+@operator("mlp_gelu_backward")
+def _backward(grad: Tensor, weight: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """(gradient of h, of bias in float32), where gelu(h + bias) weightᵀ has the gradient `grad`."""
+    rows, before = _rows(grad).contiguous(), _rows(h).contiguous()
+    if _fits_kernel(rows, weight.mT):
+        from situs.core.kernels.gpu import mlp as gpu
+
+        to_h, to_bias = gpu.backward(rows, weight.contiguous(), before, bias.contiguous())
+    else:
+        to_h, to_bias = bias_gelu_backward(rows @ weight, before, bias)
+    return to_h.view(h.shape), to_bias
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _fits_kernel(rows: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel multiplies [M, K] by [N, K]: whole tiles of columns and of depth, any number of rows."""
+    if not rows.is_cuda or not len(rows) or rows.element_size() != 2 or not _has_kernel(rows.device):
+        return False
+    aligned = rows.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+    return aligned and weight.shape[0] % _TILE == 0 and weight.shape[1] % _DEPTH == 0
+
+
+@cache
+def _has_kernel(device: torch.device) -> bool:
+    try:
+        found = tuple(map(int, version("triton").split(".")[:2]))
+    except (PackageNotFoundError, ValueError):
+        return False
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+    return hopper and _GLUON[0] <= found <= _GLUON[1]
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    del bias
+    made = x.new_empty(*x.shape[:-1], len(weight))
+    return made, torch.empty_like(made) if keep else x.new_empty(0)
+
+
+@_backward.register_fake
+def _(grad: Tensor, weight: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    del grad, weight
+    return h.new_empty(h.shape), bias.new_empty(bias.shape, dtype=torch.float32)

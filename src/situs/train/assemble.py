@@ -1,0 +1,284 @@
+"""A run put together from one config: data, backbone, method, who looks on; trained by `run`, tried out by `rehearse`.
+
+The config holds what the user chose, with paths that hold from anywhere, the size of its inputs, which is the model's
+own unless it is given, the share that is held out, and the mean and deviation of clips (`settled`). What else follows
+(the model's channels from the data's, the classes from the labels) is computed here and never written back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from situs.backbones import BackboneConfig, create_backbone
+from situs.backbones.base import Backbone
+from situs.config import Checked, choice, choices_of
+from situs.data.augment.recipes import AugmentConfig
+from situs.data.config import BATCH, NO_DATA, DataConfig
+from situs.data.loader import Loader, make_loader, settle
+from situs.data.sources import SAMPLES
+from situs.data.sources.memory import is_memory, spoken
+from situs.data.sources.subset import PerClass, Rows, Subset
+from situs.errors import SitusError, counted
+from situs.limits import Natural
+from situs.methods import METHODS, create_method
+from situs.methods.base import Method
+from situs.progress import note
+from situs.train import distributed, restart
+from situs.train.checkpoint import check_target
+from situs.train.config import TrainConfig
+from situs.train.contract import Hook
+from situs.train.inputs import absolute, check_held_out, check_words, own_size, settle_text, share_held_out
+from situs.train.optim import OptimConfig
+from situs.train.private.accounting import DpConfig
+from situs.train.private.run import Private, private_of
+from situs.train.tuning import TuningConfig, attach, check_start, freeze
+from situs.train.tuning import describe as described
+
+
+@dataclass(frozen=True)
+class RunConfig(Checked):
+    """Everything that makes a run what it is; written as config.json beside it."""
+
+    method: Any = choice(METHODS, "mp3")
+    """What is learned."""
+
+    backbone: BackboneConfig = field(default_factory=BackboneConfig)
+    """The model. Its input's size, channels and classes follow from the data."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """The images, clips of sound, or sentences."""
+
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    """What happens to a training image or clip."""
+
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """How the weights move."""
+
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """How long, in which precision, how often it speaks."""
+
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+    """Which weights are trained, where it starts from others."""
+
+    dp: DpConfig = field(default_factory=DpConfig)
+    """Differential privacy, where its epsilon or noise is given."""
+
+    init: str | None = None
+    """Weights to start from: a run, an export, a weight file or a timm name."""
+
+    init_positions: bool = True
+    """Whether positions are taken from `init` too, where both have the kind."""
+
+    probe_every: Natural = 0
+    """Epochs between two looks at kNN and positions; 0: none."""
+
+    @property
+    def method_name(self) -> str:
+        """The method's name in `METHODS`."""
+        return choices_of(RunConfig)["method"].name_of(self.method)
+
+
+def settled(config: RunConfig) -> RunConfig:
+    """The config with absolute paths, so that a run is found again from anywhere, with the size of its inputs, and with
+    the share that is held out."""
+    backbone, data, init = config.backbone, config.data, config.init
+    if not data.path:
+        raise SitusError(NO_DATA, field="data")
+    data = data.learned_by(config.method_name, METHODS[config.method_name].needs_targets)
+    if data.path != SAMPLES:
+        data = replace(data, path=absolute(data.path))
+    data = replace(data, held_out=share_held_out(data, learns=bool(METHODS[config.method_name].needs_targets)))
+    if data.audio.noise is not None:
+        data = replace(data, audio=replace(data.audio, noise=absolute(data.audio.noise)))
+    data = settle(data)
+    if init is not None:
+        init = absolute(init)
+    name, mark = backbone.name.removeprefix("hf:"), "hf:" if backbone.name.startswith("hf:") else ""
+    held = Path(name) if name.endswith(".json") else Path(name) / "config.json"
+    if held.is_file():  # and not a timm name, whatever else is named so here
+        backbone = replace(backbone, name=mark + absolute(name))
+    if backbone.weights is not None:
+        backbone = replace(backbone, weights=absolute(backbone.weights))
+    if data.kind == "text":
+        data = settle_text(data, backbone, config.method_name)
+    elif data.img_size is None:
+        data = replace(data, img_size=backbone.img_size or own_size(backbone))
+    return replace(config, backbone=backbone, data=data, init=init)
+
+
+Hooks = Callable[[RunConfig, Loader, torch.device], Sequence[Hook]]
+Start = Callable[[RunConfig, Backbone], Sequence[str]]
+
+
+def cannot_start(config: RunConfig, backbone: Backbone) -> Sequence[str]:
+    """A `Start` that reads nothing."""
+    raise SitusError(f"init={config.init}: nothing was given that reads it for {backbone.name}", field="start")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a training is given from above. start: puts the tensors that `RunConfig.init` names into a new backbone, and
+    gives what a user should know, a line each (`situs.models.initialise.starting`). adapt: another method over the same
+    tensors, which is trained instead. hooks: who looks on, given the config, the training loader and the device.
+    """
+
+    start: Start = cannot_start
+    adapt: Callable[[Method, Loader], Method] = lambda method, _: method
+    hooks: Hooks = lambda *_: ()
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A run before its first step. total: updates from its beginning to its end."""
+
+    config: RunConfig
+    ranks: distributed.Ranks
+    loader: Loader
+    method: Method
+    hooks: Sequence[Hook]
+    total: int
+    private: Private | None
+
+
+@contextmanager
+def assemble(
+    asked: RunConfig, config: RunConfig, ranks: distributed.Ranks, setup: Setup, *, fresh: bool
+) -> Iterator[Assembled]:
+    """The run that `config` describes, for as long as it is needed; what a user should know of it is noted.
+
+    asked: the config before it was settled. fresh: it starts at step 0, and so from `init`.
+    """
+    private = private_of(config.dp, config.method_name, config.augment)
+    loader = make_training_loader(config, ranks, private)
+    try:
+        for line in described_set(asked, config, loader):
+            note(line)
+        method = _start_method(config, loader, ranks, setup, fresh)
+        hooks = setup.hooks(config, loader, ranks.device)
+        note(describe(config, method, ranks))
+        total = config.train.total_steps(loader.steps_per_epoch)
+        yield Assembled(config, ranks, loader, method, hooks, total, private)
+    finally:
+        loader.close()
+
+
+def _start_method(config: RunConfig, loader: Loader, ranks: distributed.Ranks, setup: Setup, fresh: bool) -> Method:
+    """The method that is trained, on its device, with the tensors of `config.init` where no checkpoint has them."""
+    alone = loader.source.target == "label" and loader.source.things != "sentences" and fresh
+    if alone and len(classes := loader.classes or ()) == 1 and "label" in METHODS[config.method_name].needs_targets:
+        said = f"{loader.source.name}: all of it is of one class, {classes[0]!r}, and there is nothing to tell apart"
+        raise SitusError(f"{said}; name the folder that holds a folder for each class", field="data")
+    method = check_words(make_method(config, loader.classes), loader)
+    if config.init is not None and fresh:
+        for line in setup.start(config, method.backbone):
+            note(line)
+    freeze(attach(method, config.tuning), config.tuning, new_positions=not config.init_positions)
+    return setup.adapt(method.to(ranks.device), loader)
+
+
+def check_place(config: RunConfig, out: str | Path | None, resume: str | Path | None) -> None:
+    """Refuses a start from nothing where there must be one, and a place for a run that is none, or two, or taken."""
+    check_start(config.tuning, config.init, new=resume is None)
+    if (out is None) == (resume is None):
+        raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
+    if out is not None and not restart.begun(Path(out)):
+        check_target(Path(out))  # said before the data is read, which may take minutes
+        check_held_out(config.data.learned_by(config.method_name, METHODS[config.method_name].needs_targets))
+
+
+def described_set(asked: RunConfig, config: RunConfig, loader: Loader) -> Iterator[str]:
+    """What the samples are, and what was chosen for them that nobody asked for: what is held out, a small batch.
+
+    asked: the config before it was settled.
+    """
+    yield loader.describe()
+    if asked.data.held_out is None and config.data.held_out:
+        part = loader.source
+        while isinstance(part, Subset | PerClass):
+            part = part.source
+        assert isinstance(part, Rows)
+        count, whole = len(part.source) - len(part), counted(len(part.source), part.things)
+        named = f"{part.source.name}: has no split to be judged on, so that {count:,} of its {whole} are held out"
+        yield f"{named} and never trained on; data.held_out says another share, and 0 trains on all"
+    if config.data.batch is None and loader.global_batch < BATCH:
+        updates = f"{counted(loader.steps_per_epoch, 'updates')} an epoch"
+        yield (f"batch {loader.global_batch}: the set is small, and is gone through in {updates} (data.batch)")
+
+
+def describe(config: RunConfig, method: Method, ranks: distributed.Ranks) -> str:
+    """One line: what is trained, how large, where."""
+    count = sum(p.numel() for p in method.parameters() if p.requires_grad)
+    million = count / 1e6
+    grid = " x ".join(map(str, method.backbone.grid))
+    things = "places" if method.backbone.input.words else "patches"
+    tokens = f"{grid} {things}, " if method.backbone.num_tokens else ""
+    where = f"{ranks.world} x {ranks.device.type}" if ranks.world > 1 else str(ranks.device)
+    name = config.backbone.name
+    precision = config.train.precision_on(ranks.device)
+    trained = f"{million:.1f} M trained parameters" if million >= 0.1 else f"{count:,} trained parameters"
+    if config.tuning.parts != "all":
+        trained = f"{million:.3g} M of {sum(p.numel() for p in method.parameters()) / 1e6:.3g} M parameters trained"
+        trained += f" ({described(config.tuning)})"
+    return f"{config.method_name} on {name}: {tokens}{trained}, {precision}, {where}"
+
+
+def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
+    """The method on its backbone, freshly initialised from the run's seed."""
+    kind = METHODS[config.method_name]
+    texts = config.data.kind == "text"
+    if kind.needs_targets and classes is None and "words" not in kind.needs_targets:
+        said = f"{config.method_name} needs labels, and {spoken(config.data.path)} has none"
+        if texts or config.data.kind == "audio":
+            raise SitusError(said, field=("data", "data.text.label") if texts else "data")
+        if is_memory(config.data.path):
+            said += ", one class each: give (image, label) pairs, dicts with 'image' and 'label', or (images, labels)"
+            raise SitusError(said, field=("data", "data.multi_label"))
+        more = "" if config.data.multi_label else ", not one class an image; with any number of them it is multi-label"
+        raise SitusError(said + more, field=("data", "data.multi_label"))
+    count = 0 if classes is None else len(classes)
+    torch.manual_seed(config.train.seed)
+    backbone = create_backbone(
+        replace(
+            config.backbone,
+            img_size=config.backbone.img_size or config.data.size,
+            in_chans=config.data.channels,
+            num_classes=None if "words" in kind.needs_targets else count if "label" in kind.needs_targets else 0,
+        )
+    )
+    if not texts:
+        backbone.require("images")  # which the other data of a run are
+    backbone.wide = config.train.residual == "float32"
+    if (shape := backbone.input.shape) not in (None, config.data.size):
+        own, read = (" × ".join(map(str, size)) for size in (shape, config.data.size))
+        said = f"the model takes images of {own} pixels, and the data is read at {read}; data.img_size alone says both"
+        raise SitusError(said, field="data.img_size")
+    return create_method(config.method_name, backbone, config.method, count)
+
+
+def make_training_loader(config: RunConfig, ranks: distributed.Ranks, private: Private | None = None) -> Loader:
+    """This rank's part of the augmented training set; its augmentation is compiled where the method is."""
+    if private is not None and config.data.kind == "text":
+        raise SitusError("differential privacy is for images and clips here, not for sentences", field="dp.epsilon")
+    data = config.data if private is None else replace(config.data, strict=True)  # another in its place came twice
+    drawn = None if private is None else private.draws
+    loader = make_loader(data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world, drawn=drawn)
+    wanted = "label" in METHODS[config.method_name].needs_targets
+    if wanted and loader.source.multi_label and not loader.source.label_known():
+        said = f"none of the {len(loader.source):,} {loader.source.things} of {loader.source.name} has a label"
+        raise SitusError(f"{said} that is known, so there is nothing to learn", field="data")
+    return loader.compile() if config.train.compile and ranks.device.type == "cuda" else loader
+
+
+def make_eval_loader(
+    config: RunConfig, device: torch.device | str = "cpu", *, batch: int | None = None, rank: int = 0, world: int = 1
+) -> Loader:
+    """The val split, not augmented and in its own order, as this run's model sees it; all, or this rank's part."""
+    size = batch or min(1024, config.data.batch or BATCH)
+    data = replace(config.data, split="val", batch=size - size % world)
+    return make_loader(data, None, device, rank=rank, world=world)
