@@ -22,11 +22,11 @@ from situs.data.batch import Batch
 from situs.data.modalities.base import Modality, Scale
 from situs.data.modalities.pixels import PixelPipeline, alike
 from situs.data.pipeline import Noise, Pipeline
-from situs.data.resize import channels_of, pack, resize_packed, resized
+from situs.data.resize import centre_fit, channels_of, pack, resize_packed, resized
 from situs.data.sources.base import Source, TensorSource, Wanted, list_shards, splits_of
 from situs.data.sources.cifar import find_cifar, open_cifar
 from situs.data.sources.folder import TABLES, FolderSource, split_folders
-from situs.data.sources.images import IMAGE_SUFFIXES, centre_fit, to_channels
+from situs.data.sources.images import IMAGE_SUFFIXES, to_channels
 from situs.data.sources.memory import is_memory
 from situs.data.sources.parquet import COLUMNS, ParquetSource
 from situs.data.sources.table import SUFFIXES, TableSource, has_table, table_splits

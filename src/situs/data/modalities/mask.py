@@ -22,10 +22,10 @@ from situs.data.batch import VOID, Batch
 from situs.data.masks import MaskConfig
 from situs.data.modalities.base import Fits
 from situs.data.modalities.image import Image
-from situs.data.modalities.pixels import WITHOUT_CLASSES, PixelPipeline, alike, brought_to, repeat_border, take_nearest
+from situs.data.modalities.pixels import WITHOUT_CLASSES, PixelPipeline, alike, repeat_border, take_nearest
 from situs.data.pipeline import Noise, Pipeline
+from situs.data.resize import covering_size, resized
 from situs.data.sources.base import Source, Wanted
-from situs.data.sources.images import covering_size
 from situs.data.sources.segments import mask_splits, open_masks
 from situs.errors import BrokenSampleError
 
@@ -58,7 +58,7 @@ class MaskPipeline(PixelPipeline):
             raise BrokenSampleError(f"{self.source.name}, image {self.source.key(index)}: {said}")
         most = covering_size(have, *(round(side * self.most) for side in self.size))
         if not self.training or most[0] < have[0]:
-            image = brought_to(image, most)
+            image = resized(image, most)
         if self.training and most[0] < have[0]:
             mask = take_nearest(mask, most)
         return {"image": image, "mask": mask}
