@@ -12,7 +12,7 @@ import torch
 from masked import disc, write_ade
 
 from situs.data.augment import geometry, randaugment
-from situs.data.augment.recipes import AugmentConfig, _plan, apply_masked, draw
+from situs.data.augment.recipes import AugmentConfig, apply_masked, draw
 from situs.data.batch import VOID
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
@@ -28,7 +28,7 @@ CROPS: dict[str, dict[str, Any]] = {
     "resized": {"crop": "resized", "scale": (0.3, 1.0)},
     "pad": {"crop": "pad", "pad": 5},
     "none": {"crop": "none"},
-    "turned": {"crop": "scaled", "operations": 2, "operation_probability": 1.0},
+    "turned": {"crop": "scaled", "operations": 2},
 }
 
 
@@ -53,7 +53,7 @@ def test_the_class_of_each_pixel_is_that_of_the_place_its_colour_tells(name: str
         noise = draw(config, ids, seed=3, epoch=epoch)
         if "operations" in noise:  # colours tell places here: the geometry of the operations alone
             boxes = geometry.scaled_crop_boxes(noise["crop"], *values["sides"].T, SIZE, config.scales)
-            affine, flip = randaugment.matrices(_plan(noise, config), *SIZE), noise["flip"] < 0.5
+            affine, flip = randaugment.matrices(randaugment.plan(noise["operations"]), *SIZE), noise["flip"] < 0.5
             told = {"sides": values["sides"], "finer": 1}
             images = geometry.warp(values["image"], boxes, flip, SIZE, torch.zeros(3), affine, interpolation, **told)
             masks = geometry.warp_masks(values["mask"], boxes, flip, SIZE, affine, fill=VOID, sides=values["sides"])

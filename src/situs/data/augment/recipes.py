@@ -8,7 +8,7 @@ and CutMix look at a second sample (`situs.data.augment.mix`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -21,12 +21,20 @@ from situs.data.batch import VOID
 from situs.errors import unknown_name
 from situs.limits import Count, Natural, NotNegative, Positive, Rule, Share, Within
 
+_ERASED = 0.02, 1 / 3  # share of an image, from and to
 _RISING = Rule("two rising numbers in (0, 1]", lambda pair: 0 < pair[0] <= pair[1] <= 1)
 
 
 @dataclass(frozen=True)
 class AugmentConfig(Checked):
     """What happens to a training sample between the disk and the model. `RECIPES` names the usual ones of images."""
+
+    retired: ClassVar = {
+        name: (value, f"it is {value} always") for name, value in (
+            ("magnitude", 9.0), ("magnitude_std", 0.5), ("operation_probability", 0.5), ("erasing_area", [0.02, 1 / 3]),
+            ("erasing_with", "noise"), ("mix_probability", 1.0), ("mix_switch", 0.5),
+        )
+    }  # fmt: skip
 
     crop: Literal["none", "resized", "pad", "scaled", "fitted"] = "resized"
     """resized: a random box brought to the model's size. pad: a shift by up to `pad` pixels. none: the whole image.
@@ -62,37 +70,17 @@ class AugmentConfig(Checked):
     """Largest change of brightness, contrast and saturation; 0.4 draws each factor from [0.6, 1.4]. 0: none."""
 
     operations: Natural = 0
-    """RandAugment: operations a sample. 0: no RandAugment."""
-
-    magnitude: Annotated[float, Within("[0, 10]")] = 9.0
-    """RandAugment: strength of the operations, of 10."""
-
-    magnitude_std: NotNegative = 0.5
-    """RandAugment: standard deviation of the strength."""
-
-    operation_probability: Share = 0.5
-    """RandAugment: chance that an operation drawn is carried out."""
+    """RandAugment: operations a sample, of strength 9 ± 0.5 of 10, each carried out with a chance of one half. 0: no
+    RandAugment."""
 
     erasing: Share = 0.0
-    """Random erasing: share of images with a rectangle erased."""
-
-    erasing_area: Annotated[tuple[float, float], _RISING] = (0.02, 1 / 3)
-    """Random erasing: share of the image erased, from and to."""
-
-    erasing_with: Literal["noise", "mean"] = "noise"
-    """Random erasing: normal noise for each pixel and channel, or the mean colour."""
+    """Random erasing: share of images of which a rectangle of 2 % to a third becomes normal noise."""
 
     mixup: NotNegative = 0.0
     """MixUp's α; 0: no MixUp."""
 
     cutmix: NotNegative = 0.0
     """CutMix's α; 0: no CutMix."""
-
-    mix_probability: Share = 1.0
-    """Share of samples that MixUp or CutMix mixes."""
-
-    mix_switch: Share = 0.5
-    """Share of the mixed samples that take CutMix, where both are on."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.0
     """Mass of a label spread over all classes, or over yes and no of each class of a multi-label set. Labels are soft
@@ -158,7 +146,7 @@ def draw(config: AugmentConfig, ids: Tensor, *, seed: int, epoch: int) -> Noise:
     if config.mixes:
         shapes["mix"] = (mix.NOISE,)
     noise = {name: uniform(seed, epoch, ids, f"augment.{name}", shape) for name, shape in shapes.items()}
-    if config.erasing > 0 and config.erasing_with == "noise":
+    if config.erasing > 0:
         noise["table"] = erasing.normal_table(ids.device)
     return noise
 
@@ -206,11 +194,11 @@ def recoloured(images: Tensor, noise: Noise, config: AugmentConfig, mean: Tensor
             factors = 1.0 + config.jitter * (2.0 * noise["jitter"] - 1.0)
             levels = colour.jitter(levels, factors.clamp(min=0.0))
         if "operations" in noise:
-            levels = randaugment.recolour(levels, _plan(noise, config))
+            levels = randaugment.recolour(levels, randaugment.plan(noise["operations"]))
         images = levels / 255.0
     images = normalise(images, mean, std)
     if "erasing" in noise:
-        images = erasing.erase(images, noise["erasing"], config.erasing, config.erasing_area, noise.get("table"))
+        images = erasing.erase(images, noise["erasing"], config.erasing, _ERASED, noise["table"])
     return images
 
 
@@ -234,13 +222,7 @@ def apply_mix(
         noise["mix"],
         mixup=config.mixup,
         cutmix=config.cutmix,
-        probability=config.mix_probability,
-        switch=config.mix_switch,
     )
-
-
-def _plan(noise: Noise, config: AugmentConfig) -> randaugment.AugmentPlan:
-    return randaugment.plan(noise["operations"], config.magnitude, config.magnitude_std, config.operation_probability)
 
 
 def _geometry(images: Tensor, noise: Noise, config: AugmentConfig, size: tuple[int, int], mean: Tensor) -> Tensor:
@@ -268,7 +250,11 @@ def places_of(
         boxes = geometry.pad_crop_boxes(noise["crop"], *sides, config.pad)
     else:
         boxes = geometry.whole_boxes(count, *sides, device)
-    return boxes, flip, randaugment.matrices(_plan(noise, config), *size) if "operations" in noise else None
+    return (
+        boxes,
+        flip,
+        randaugment.matrices(randaugment.plan(noise["operations"]), *size) if "operations" in noise else None,
+    )
 
 
 def as_floats(images: Tensor) -> Tensor:
