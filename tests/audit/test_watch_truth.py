@@ -454,8 +454,17 @@ def test_twins_in_a_batch_do_not_hide_one_another() -> None:
     [(images, _)] = batches(1)
     real = torch.cat([images, images])
     watch = audit.guard(own(), img_size=16, act="log", attacks=["patchembed"])
-    held = watch._against(denormalise(real, *IMAGENET))
+    held = watch._against(real, IMAGENET)
     assert list(held.blind) == ["grey"]
+
+
+@pytest.mark.parametrize("mean", [0.1, 0.485, 0.9])
+def test_the_blind_grey_is_the_mean_of_the_normalisation(mean: float) -> None:
+    normalisation: Any = ([mean] * 3, [0.2] * 3)
+    [(images, _)] = batches(1, 2, normalisation=normalisation)
+    held = audit.guard(own(), img_size=16, act="log")._against(images, normalisation)
+    errors = (images * 0.2).square().mean(dim=(1, 2, 3))  # of a picture whose every pixel is the mean
+    torch.testing.assert_close(torch.tensor(held.blind["grey"]["psnr"]), -10 * errors.log10(), atol=1e-3, rtol=0)
 
 
 def test_decoys_are_few_and_small() -> None:

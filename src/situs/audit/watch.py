@@ -261,7 +261,7 @@ class Guard:
         deadline = Deadline(seconds=self.seconds)
         normalisation, foreign = units(images, self.normalisation)
         fed, unknown = self._fed(images, passes)
-        against = [self._against(denormalise(each, *normalisation)) for each in (images, *fed)]
+        against = [self._against(each, normalisation) for each in (images, *fed)]
         match, steps, unmatched = self._match(upload, images, passes, local_steps)
         tries = self._tries(upload, match, images, local_steps, normalisation, steps)
         found = self._attack(tries, against, images, normalisation, deadline)
@@ -495,15 +495,17 @@ class Guard:
 
     # --- what pictures are held against -----------------------------------------------------------------------------
 
-    def _against(self, real: Tensor) -> Against:
-        """The batch's pictures with others to be told from, and blind guesses at them."""
+    def _against(self, images: Tensor, normalisation: Normalisation) -> Against:
+        """The batch's pictures with others to be told from, and blind guesses at them: the grey is the mean of the
+        normalisation, which everyone has."""
+        real, grey = (denormalise(each, *normalisation) for each in (images, torch.zeros_like(images)))
         others = [each for each in self._decoys if each.shape == real.shape[1:]]
         decoys = torch.stack(others).to(real) / 255 if others else real[:0]
         decoys = decoys[~alike(real, decoys).any(dim=0)]  # the same image in another epoch is no blind guess at it
         gallery = torch.cat([real, decoys])
         free = ~alike(real, gallery)
         free[range(len(real)), range(len(real))] = False
-        guesses = {"grey": torch.full_like(real, 0.5)}
+        guesses = {"grey": grey}
         if bool(free.any()):
             mean, other = guesses["grey"].clone(), guesses["grey"].clone()
             for place, each in enumerate(free):
