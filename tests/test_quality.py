@@ -88,7 +88,6 @@ COVERED = {
     "situs.cli.locks.passphrase": "test_lock",
     "situs.cli.locks.unlock": "test_lock",
     "situs.data.pack.config": "test_run",
-    "situs.data.pack.journal": "test_run",
     "situs.data.pack.shards": "test_run",
     "situs.data.sources.base": "test_open",
     "situs.data.sources.folder": "test_open",

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn import functional
 
 from situs.core.tokens import grid_of, mask_of, pair, patchify, take, unpatchify
 from situs.errors import SitusError
@@ -47,20 +46,6 @@ def test_unpatchify_undoes_patchify_and_the_other_way_round(
     patches = patchify(images, patch)
     assert torch.equal(unpatchify(patches, grid, patch), images)
     assert torch.equal(patchify(unpatchify(patches, grid, patch), patch), patches)
-
-
-@pytest.mark.parametrize(("size", "patch"), [((32, 32), 4), ((20, 28), (4, 7)), ((6, 10), (6, 2))])
-def test_patches_are_what_a_strided_convolution_sees(size: tuple[int, int], patch):
-    """A patch embedding is a convolution whose stride is the patch; its weight is laid out like x_p."""
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(2, 3, *size, generator=generator, dtype=torch.float64)
-    weight = torch.randn(5, 3, *pair(patch), generator=generator, dtype=torch.float64)
-    convolved = functional.conv2d(images, weight, stride=pair(patch)).flatten(2).transpose(1, 2)
-    flat = weight.permute(0, 2, 3, 1).flatten(1)
-    torch.testing.assert_close(patchify(images, patch) @ flat.T, convolved, rtol=0, atol=1e-12)
-    unfolded = functional.unfold(images, pair(patch), stride=pair(patch)).transpose(1, 2)
-    channels_last = unfolded.unflatten(2, (3, -1)).transpose(2, 3).flatten(2)
-    assert torch.equal(patchify(images, patch), channels_last)
 
 
 @pytest.mark.parametrize("tail", [(), (2,), (2, 3)])

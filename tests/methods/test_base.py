@@ -80,8 +80,8 @@ def test_a_decoder_that_something_listens_to_is_run_layer_by_layer(monkeypatch: 
     def joined(*_: object) -> torch.Tensor:
         raise AssertionError("joined")
 
-    monkeypatch.setattr("situs.methods.heads.takes_kernels", lambda _: True)
-    monkeypatch.setattr("situs.methods.heads.run_joined", joined)
+    monkeypatch.setattr("situs.backbones.block.takes_kernels", lambda _: True)
+    monkeypatch.setattr("situs.backbones.block.run_joined", joined)
     with pytest.raises(AssertionError, match="joined"):
         decoder(torch.randn(1, 4, 8))
     decoder.get_submodule("layers.1.mlp.1").register_forward_hook(lambda *_: seen.append(1))

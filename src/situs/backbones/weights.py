@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
-from situs.core.position import resample_table
+from situs.backbones.config import PositionKind
+from situs.core.position import resample_table, sincos
 from situs.errors import SitusError
 
 CONTAINERS = ("model_ema", "state_dict_ema", "model", "state_dict", "teacher")
@@ -100,13 +101,24 @@ def load_weights(backbone: Backbone, state: Mapping[str, Tensor], what: str) -> 
 def _fit_table(given: Tensor, table: Tensor, grid: tuple[int, ...], what: str) -> Tensor:
     """A square table with the prefix rows of `table`, on the grid of `table`."""
     prefix = table.shape[1] - grid[0] * grid[1]
-    side = isqrt(max(0, given.shape[1] - prefix))
+    side = math.isqrt(max(0, given.shape[1] - prefix))
     if not side or side * side != given.shape[1] - prefix:
         raise SitusError(
             f"{what}: its position table of {given.shape[1]} rows is no square grid with {prefix} prefix rows"
         )
     patches = resample_table(given[0, prefix:].float(), (side, side), grid)
     return torch.cat([given[0, :prefix].float(), patches])[None].to(given.dtype)
+
+
+@torch.no_grad()
+def fill_table(table: nn.Parameter, kind: PositionKind, grid: tuple[int, ...]) -> None:
+    """Fills a position table [1, p + N, D] anew. The rows of prefix tokens are 0 beside fixed ones, as in MAE's."""
+    table.zero_()
+    if kind == "learned":
+        nn.init.trunc_normal_(table, std=0.02)
+    elif kind != "none":
+        table[0, -math.prod(grid) :] = sincos(grid, table.shape[-1])
+    table.requires_grad_(kind in ("learned", "learned_sincos"))
 
 
 def load_into(module: nn.Module, state: Mapping[str, Tensor], what: str, *, optional: Iterable[str] = ()) -> list[str]:

@@ -25,12 +25,6 @@ def draw_puzzle(
 
     noise: [B, *puzzle_noise_shape(grid, ratio, rule=rule)]. ratio: γ. rule: see `block_mask`.
     """
-    shape = puzzle_noise_shape(grid, ratio, rule=rule)
-    if noise.dim() != 2 or noise.shape[1:] != shape:
-        raise SitusError(
-            f"draw_puzzle: noise has shape {tuple(noise.shape)};"
-            f" for grid={grid}, ratio={ratio}, rule={rule!r} it must be [B, {shape[0]}]"
-        )
     places = grid[0] * grid[1]
     mask = block_mask(noise[:, :-places], grid, ratio, rule=rule)
     return mask, jigsaw(mask, noise[:, -places:])

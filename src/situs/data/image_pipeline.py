@@ -19,9 +19,9 @@ from situs.data.augment.recipes import NONE, AugmentConfig, apply, apply_mix, as
 from situs.data.batch import Batch
 from situs.data.pipeline import Noise
 from situs.data.pixel_pipeline import PixelPipeline, alike
-from situs.data.resize import channels_of, pack, resize_packed, resized
+from situs.data.resize import centre_fit, channels_of, pack, resize_packed, resized
 from situs.data.sources.base import Source, TensorSource
-from situs.data.sources.images import centre_fit, to_channels
+from situs.data.sources.images import to_channels
 
 _LARGE = 2  # times the bytes of what the model sees: a larger crop is resized before it travels
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from situs.data.augment.recipes import AugmentConfig, apply_masked, as_floats, normalise
 from situs.data.batch import VOID, Batch
 from situs.data.pipeline import Noise
-from situs.data.pixel_pipeline import PixelPipeline, alike, brought_to, check_augment, repeat_border, take_nearest
-from situs.data.sources.images import covering_size
+from situs.data.pixel_pipeline import PixelPipeline, alike, check_augment, repeat_border, take_nearest
+from situs.data.resize import covering_size, resized
 from situs.errors import BrokenSampleError
 
 _LONGEST = 16  # times its shorter side
@@ -49,7 +49,7 @@ class MaskPipeline(PixelPipeline):
             raise BrokenSampleError(f"{self.source.name}, image {self.source.key(index)}: {said}")
         most = covering_size(have, *(round(side * self.most) for side in self.size))
         if not self.training or most[0] < have[0]:
-            image = brought_to(image, most)
+            image = resized(image, most)
         if self.training and most[0] < have[0]:
             mask = take_nearest(mask, most)
         return {"image": image, "mask": mask}

@@ -20,7 +20,8 @@ from situs.data.augment.objects import apply_objects
 from situs.data.augment.recipes import as_floats, normalise
 from situs.data.batch import VOID, Batch
 from situs.data.pipeline import Noise
-from situs.data.pixel_pipeline import PixelPipeline, alike, brought_to, check_augment, repeat_border, take_nearest
+from situs.data.pixel_pipeline import PixelPipeline, alike, check_augment, repeat_border, take_nearest
+from situs.data.resize import resized
 
 _FILL = {"boxes": 0.0, "classes": VOID, "crowd": False, "masks": 0}
 
@@ -47,12 +48,12 @@ class ObjectPipeline(PixelPipeline):
         ratio = self._scale(epoch, draw) * min(want / side for want, side in zip(self.size, have, strict=True))
         fitted = max(1, round(have[0] * ratio)), max(1, round(have[1] * ratio))
         if not self.training:
-            return {"image": brought_to(sample["image"], fitted), "whole": have}
+            return {"image": resized(sample["image"], fitted), "whole": have}
         if ratio >= 1:
             return sample
         by = torch.tensor([fitted[1] / have[1], fitted[0] / have[0]])
         moved = {"masks": take_nearest(sample["masks"], fitted), "boxes": sample["boxes"] * by.repeat(2)}
-        return sample | {"image": brought_to(sample["image"], fitted)} | moved
+        return sample | {"image": resized(sample["image"], fitted)} | moved
 
     def _scale(self, epoch: int, draw: int) -> float:
         """By how much the device scales the image of a draw."""

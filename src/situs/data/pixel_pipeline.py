@@ -73,17 +73,6 @@ def alike(images: Sequence[Tensor]) -> list[Tensor]:
     return list(images)
 
 
-def brought_to(image: Tensor, size: tuple[int, int]) -> Tensor:
-    """An image [C, H, W] at a size: bicubic and antialiased, as `centre_fit` does."""
-    from torchvision.transforms.v2 import InterpolationMode
-    from torchvision.transforms.v2 import functional as tv
-
-    if tuple(image.shape[1:]) == size:
-        return image
-    made = tv.resize(image, list(size), InterpolationMode.BICUBIC, antialias=True)
-    return made.clamp(0.0, 1.0) if made.is_floating_point() else made
-
-
 def take_nearest(masks: Tensor, size: tuple[int, int]) -> Tensor:
     """Masks [..., H, W] at a size, each pixel taken from the nearest."""
     rows, columns = (((torch.arange(want) + 0.5) * (have / want)).long()

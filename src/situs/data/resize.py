@@ -16,18 +16,55 @@ from torch.nn import functional as F
 from situs.core.kernels import has_kernels
 
 Size = tuple[int, int]
+# Beyond this many times the size asked for, an image's longer side is cut before it is resized and not after.
+_LONGEST = 8
 
 
-def resized(image: Tensor, size: Size, mode: str) -> Tensor:
-    """An image [C, H, W] antialiased to a size, bilinear or bicubic."""
+def resized(image: Tensor, size: Size, mode: str = "bicubic") -> Tensor:
+    """An image [..., C, H, W] antialiased to a size, bilinear or bicubic; floats stay in [0, 1]."""
+    if tuple(image.shape[-2:]) == size:
+        return image
+    if image.dtype == torch.uint8 and image.device.type == "cpu":  # torchvision takes floats for some on some CPUs
+        *first, channels, height, width = image.shape
+        # A cut whose rows are not beside each other would take the long way.
+        rows = image.reshape(-1, channels, height, width).contiguous(memory_format=torch.channels_last)
+        return F.interpolate(rows, size, mode=mode, antialias=True).view(*first, channels, *size)
     from torchvision.transforms.v2 import InterpolationMode
     from torchvision.transforms.v2 import functional as tv
 
-    if image.dtype == torch.uint8 and image.device.type == "cpu":  # torchvision takes floats for some on some CPUs
-        # A cut whose rows are not beside each other would take the long way.
-        image = image.permute(1, 2, 0)[None].contiguous().permute(0, 3, 1, 2)
-        return F.interpolate(image, size, mode=mode, antialias=True)[0]
-    return tv.resize(image, list(size), interpolation=InterpolationMode(mode), antialias=True)
+    image = tv.resize(image, list(size), interpolation=InterpolationMode(mode), antialias=True)
+    # Bicubic weights overshoot; bytes are clamped, floats are not.
+    return image.clamp(0.0, 1.0) if image.is_floating_point() else image
+
+
+def centre_fit(image: Tensor, height: int, width: int) -> Tensor:
+    """`image` [..., C, H, W] resized to cover the size, then cut to its centre."""
+    if tuple(image.shape[-2:]) == (height, width):
+        return image
+    image = _shorten(image, height, width)
+    covering = covering_size((image.shape[-2], image.shape[-1]), height, width)
+    top, left = round((covering[0] - height) / 2), round((covering[1] - width) / 2)
+    return resized(image, covering)[..., top : top + height, left : left + width]
+
+
+def covering_size(have: tuple[int, int], height: int, width: int) -> tuple[int, int]:
+    """The size in the shape of `have` that just covers another."""
+    # Whole numbers and cut, not rounded, as torchvision finds the longer side.
+    tall = have[0] * width >= height * have[1]
+    return (have[0] * width // have[1], width) if tall else (height, have[1] * height // have[0])
+
+
+def _shorten(image: Tensor, height: int, width: int) -> Tensor:
+    """The middle of an image [..., H, W] whose shape is far from the one wanted.
+
+    Resized whole, an image of 3,000,000 × 1 pixels would grow to 3,000,000 × `width` times as many.
+    """
+    have = image.shape[-2:]
+    most = max(1, _LONGEST * have[1] * height // width), max(1, _LONGEST * have[0] * width // height)
+    for side, dim in ((0, -2), (1, -1)):
+        if have[side] > most[side]:
+            image = image.narrow(dim, (have[side] - most[side]) // 2, most[side])
+    return image
 
 
 def pack(crops: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -11,18 +11,18 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from situs.data.blocks import BlockEpoch, BlockOrder
 from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.sampler import BatchPlan, Permutation, batches_for
-from situs.data.work import cores, processes, told_of_the_killed
-from situs.errors import SitusError, counted
+from situs.data.work import checked, cores, made_by, told_of_the_killed
+from situs.errors import counted
 
 _PREFETCH = 4  # tasks that each worker prepares ahead, as far as memory allows: one at least
 _AHEAD_BYTES = 8 << 30  # of all that is prepared by the workers of a process
@@ -41,35 +41,22 @@ class _Task(NamedTuple):
     fresh: bool
 
 
-class _Reader(Dataset[list[WorkerBatch]]):
-    """A pipeline as the DataLoader wants it: asked for a list of one task.
-
-    Gives all batches of the task in one where their rows can be told apart again: a tensor costs its way, not its size.
-    """
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
-
-    def __getitem__(self, task: _Task) -> list[WorkerBatch]:
-        if task.fresh:
-            self.pipeline.source.release()
-        if self.pipeline.by_rows or len(task.sizes) == 1:
-            return [self.pipeline.read(task.epoch, task.draws, task.done)]
-        parts, start = [], 0
-        for size in task.sizes:
-            done = None
-            if task.done is not None:
-                done = {count - start: rows for count, rows in task.done.items() if start <= count <= start + size}
-            parts.append(self.pipeline.read(task.epoch, task.draws[start : start + size], done))
-            start += size
-        return parts
-
-    def __getitems__(self, tasks: list[_Task]) -> list[WorkerBatch]:
-        return self[tasks[0]]
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
+def _read(pipeline: Pipeline, tasks: list[_Task]) -> list[WorkerBatch]:
+    """What a pipeline reads of one task: all its batches in one where their rows can be told apart again, for a tensor
+    costs its way, not its size."""
+    [task] = tasks
+    if task.fresh:
+        pipeline.source.release()
+    if pipeline.by_rows or len(task.sizes) == 1:
+        return [pipeline.read(task.epoch, task.draws, task.done)]
+    parts, start = [], 0
+    for size in task.sizes:
+        done = None
+        if task.done is not None:
+            done = {count - start: rows for count, rows in task.done.items() if start <= count <= start + size}
+        parts.append(pipeline.read(task.epoch, task.draws[start : start + size], done))
+        start += size
+    return parts
 
 
 class _Schedule:
@@ -144,15 +131,8 @@ class WorkerStream:
         self.plan, self.pipeline = plan, pipeline
         self.workers = workers = min(workers, cores())
         self._schedule = _Schedule(plan, max(1, workers) if isinstance(plan.order, BlockOrder) else 1)
-        self._loader = DataLoader(
-            _Reader(pipeline),
-            batch_sampler=self._schedule,  # pyright: ignore[reportArgumentType]
-            collate_fn=_as_it_is,
-            pin_memory=pin,
-            persistent_workers=workers > 0,
-            generator=torch.Generator(),  # its own: the DataLoader would draw from torch's global one
-            **processes(workers, _ahead(pipeline, plan, workers)),
-        )
+        ahead, more = _ahead(pipeline, plan, workers), {"pin_memory": pin, "persistent_workers": workers > 0}
+        self._loader = made_by(partial(_read, pipeline), self._schedule, workers, ahead, **more)
         self._tasks: Iterator[list[WorkerBatch]] = iter(())
         self._next: tuple[int, int] | None = None  # epoch and step that the workers go on with
         # If nobody closes it: of a circle of objects that is let go, their queues are gone before torch tells them.
@@ -171,21 +151,18 @@ class WorkerStream:
 
     def batches(self, epoch: int, start_step: int) -> Iterator[list[WorkerBatch]]:
         """The epoch's batches from `start_step` on, each in parts: the rows that one worker read, then the next's."""
-        try:
-            if self._next != (epoch, start_step):
-                self._schedule.start_at(epoch, start_step)
-                self._tasks = iter(self._loader)
-            self._next = None  # left halfway, the next call starts anew
-            step = start_step
-            while step < self.plan.steps:
-                with told_of_the_killed():
-                    round_ = [next(self._tasks) for _ in range(self._schedule.parts)]
-                for parts in _by_batch(round_, self._schedule.sizes.popleft()):
-                    yield parts
-                    step += 1
-            self._next = (epoch + 1, 0) if self.plan.shuffle else None
-        except SitusError as error:
-            raise type(error)(_own_words(str(error))) from error
+        if self._next != (epoch, start_step):
+            self._schedule.start_at(epoch, start_step)
+            self._tasks = iter(self._loader)
+        self._next = None  # left halfway, the next call starts anew
+        step = start_step
+        while step < self.plan.steps:
+            with told_of_the_killed():
+                round_ = [checked(next(self._tasks)) for _ in range(self._schedule.parts)]
+            for parts in _by_batch(round_, self._schedule.sizes.popleft()):
+                yield parts
+                step += 1
+        self._next = (epoch + 1, 0) if self.plan.shuffle else None
 
 
 def _end_workers(loader: DataLoader[Any], owner: int | None = None) -> None:
@@ -212,9 +189,3 @@ def _by_batch(tasks: list[list[WorkerBatch]], sizes: list[list[int]]) -> Iterato
         ]
         yield parts or [tasks[0][0].part(slice(0, 0))]
         starts = [start + count for start, count in zip(starts, rows, strict=True)]
-
-
-def _own_words(text: str) -> str:
-    """The sentence of an error from a worker, which the DataLoader buries under the worker's traceback."""
-    last = text.strip().rpartition("\n")[2]
-    return last.partition(": ")[2] if last != text.strip() else text

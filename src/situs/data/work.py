@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -25,15 +25,15 @@ def cores() -> int:
 
 
 class _Work(Dataset[Any]):
-    def __init__(self, function: Callable[[list[int]], Any]) -> None:
+    def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
 
-    def __getitem__(self, number: int) -> Any:
-        return self.__getitems__([number])
+    def __getitem__(self, task: Any) -> Any:
+        return self.__getitems__(task)
 
-    def __getitems__(self, numbers: list[int]) -> Any:
+    def __getitems__(self, task: Any) -> Any:
         try:
-            return self.function(numbers)
+            return self.function(task)
         except SitusError as error:
             return error  # raised by the reader, who would else see it below the worker's traceback
 
@@ -65,14 +65,32 @@ def _end_with_parent(_: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def processes(count: int, ahead: int) -> dict[str, Any]:
-    """A DataLoader's options for so many worker processes. ahead: what each prepares before it is asked for."""
-    options: dict[str, Any] = {"num_workers": count}
+def made_by(
+    function: Callable[[Any], Any], tasks: Iterable[Any], count: int, ahead: int, **more: Any
+) -> DataLoader[Any]:
+    """What `function` makes of each task, in order, by `count` processes; `results` goes through it.
+
+    ahead: what each process prepares before it is asked for. more: a DataLoader's other options.
+    """
     if count:
-        options |= {"prefetch_factor": ahead, "worker_init_fn": _end_with_parent}
+        more |= {"prefetch_factor": ahead, "worker_init_fn": _end_with_parent}
     if count and sys.platform == "linux":  # forked, and so they share the memory of a set that is held
-        options["multiprocessing_context"] = "fork"
-    return options
+        more["multiprocessing_context"] = "fork"
+    return DataLoader(
+        _Work(function),
+        batch_sampler=tasks,  # pyright: ignore[reportArgumentType]
+        collate_fn=_as_it_is,
+        generator=torch.Generator(),  # its own: the DataLoader would draw from torch's global one
+        num_workers=count,
+        **more,
+    )
+
+
+def checked(made: Any) -> Any:
+    """What a task made; its own error is raised."""
+    if isinstance(made, SitusError):
+        raise made
+    return made
 
 
 @contextmanager
@@ -98,15 +116,6 @@ def in_order(
     bounds the memory.
     """
     count = cores() if workers is None else min(workers, cores())
-    loader = DataLoader(
-        _Work(function),
-        batch_sampler=_Lists(numbers, at_once),  # pyright: ignore[reportArgumentType]
-        collate_fn=_as_it_is,
-        generator=torch.Generator(),  # its own: the DataLoader would draw from torch's global one
-        **processes(count, _AHEAD),
-    )
     with told_of_the_killed():
-        for made in loader:
-            if isinstance(made, SitusError):
-                raise made
-            yield made
+        for made in made_by(function, _Lists(numbers, at_once), count, _AHEAD):
+            yield checked(made)

@@ -1,14 +1,12 @@
-"""What methods add to a backbone: position classifiers and small decoders. Plain torch, no backbone's classes."""
+"""What methods add to a backbone: position classifiers and small decoders."""
 
 from __future__ import annotations
-
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.core.kernels import Layer, Norm, Parts, attend_own, has_hooks, norm_fits, run_joined, takes_kernels
+from situs.backbones.block import Attention, Block, Mlp, Stream, run_blocks
 from situs.data.batch import VOID
 from situs.errors import SitusError
 
@@ -88,13 +86,7 @@ class Decoder(nn.Module):
 
         mask: [B, S] bool, False for padding, which no token sees.
         """
-        layers = cast("list[DecoderBlock]", list(self.layers))
-        joins = mask is None and layers and takes_kernels(x) and norm_fits(x.shape[-1])
-        if joins and not any(has_hooks(part) for layer in layers for part in layer.modules()):
-            x = run_joined([layer.parts() for layer in layers], x, None)
-        else:
-            for layer in layers:
-                x = layer(x, mask)
+        x = run_blocks(self.layers, DecoderBlock.read, Stream(x, 0, mask=mask), None)
         return self.leave(self.norm(x[:, start:]))
 
     def forward(self, x: Tensor, start: int = 0, mask: Tensor | None = None) -> Tensor:
@@ -115,16 +107,11 @@ class DecoderBlock(nn.Module):
         hidden = int(width * mlp_ratio)
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self.proj(attend_own(self.qkv(self.norm1(x)), self.heads, mask))
-        return x + self.mlp(self.norm2(x))
-
-    def parts(self) -> Parts:
-        """Its tensors, for `run_joined`."""
-        first, _, last = cast("Any", self.mlp)
-        norm1, norm2 = (Norm(norm.weight, norm.bias, norm.eps) for norm in (self.norm1, self.norm2))
-        qkv, proj, fc1, fc2 = (Layer(each.weight, each.bias) for each in (self.qkv, self.proj, first, last))
-        return Parts(norm1, qkv, self.heads, proj, norm2, fc1, fc2)
+    def read(self) -> Block:
+        """It by its parts."""
+        up, act, down = self.mlp
+        attention = Attention((self.qkv,), self.proj, self.heads)
+        return Block(self, "pre", self.norm1, attention, self.norm2, Mlp((up,), act, down, self.mlp))
 
 
 def init_linear(module: nn.Module) -> None:

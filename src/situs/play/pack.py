@@ -106,9 +106,9 @@ def _decoder(decoder: Decoder, tensors: dict[str, Tensor], eps: dict[str, float]
     tensors |= _linear("decoder.enter", decoder.enter) | _linear("decoder.leave", decoder.leave)
     norms: dict[str, Any] = {"decoder.norm": decoder.norm}
     layers: list[Any] = list(decoder.layers)
-    for depth, layer in enumerate(layers):
-        name = f"decoder.{depth}"
-        parts = {"qkv": layer.qkv, "proj": layer.proj, "fc1": layer.mlp[0], "fc2": layer.mlp[2]}
+    for depth, layer in enumerate(layer.read() for layer in layers):
+        name, attention = f"decoder.{depth}", layer.attention
+        parts = {"qkv": attention.qkv[0], "proj": attention.out, "fc1": layer.mlp.up[0], "fc2": layer.mlp.down}
         for part, module in parts.items():
             tensors |= _linear(f"{name}.{part}", module)
         norms |= {f"{name}.norm1": layer.norm1, f"{name}.norm2": layer.norm2}

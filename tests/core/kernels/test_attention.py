@@ -59,14 +59,6 @@ def test_the_compiler_is_told_the_truth_of_them() -> None:
     torch.library.opcheck(attention._context, (q, kv, 2), test_utils=tests)
 
 
-def test_a_mask_is_torchs_business(taken: list[int]) -> None:
-    qkv, mask = torch.randn(2, 5, 24, dtype=WIDE), torch.tensor([[True, True, False, True, False], [True] * 5])
-    seen = [by_hand(*(x[None, mask[row]] for x in qkv[row].chunk(3, dim=-1)), 2) for row in range(2)]
-    made = attend_own(qkv, 2, mask)
-    assert not taken
-    assert all(torch.allclose(made[row, mask[row]], seen[row][0]) for row in range(2))
-
-
 def test_when_the_kernel_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(queries: int = 197, keys: int = 50, width: int = 64) -> bool:
         return fits_kernel(torch.empty(1, dtype=torch.bfloat16), queries, keys, width)

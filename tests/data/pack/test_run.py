@@ -22,7 +22,7 @@ from PIL import Image
 
 from situs.data.check import check
 from situs.data.pack import PackConfig, pack
-from situs.data.pack.shards import ShardFile
+from situs.data.pack.shards import Shard
 from situs.data.sources import open_source
 from situs.errors import SitusError
 
@@ -146,7 +146,7 @@ def test_pixels_without_files_and_one_split_of_two(tmp_path):
 @FORMATS
 def test_a_stopped_packing_goes_on_to_the_same_bytes(photos, tmp_path, kind, monkeypatch):
     pack(photos, tmp_path / "whole", config(kind), workers=0)
-    calls, keep = [], ShardFile.keep
+    calls, keep = [], Shard.keep
 
     def full(self):
         calls.append(self.path.name)
@@ -154,12 +154,12 @@ def test_a_stopped_packing_goes_on_to_the_same_bytes(photos, tmp_path, kind, mon
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return keep(self)
 
-    monkeypatch.setattr(ShardFile, "keep", full)
+    monkeypatch.setattr(Shard, "keep", full)
     with pytest.raises(SitusError, match=r"out: could not be written: no space left on device; what is packed stays"):
         pack(photos, tmp_path / "out", config(kind), workers=0)
     left = files(tmp_path / "out")
-    assert sorted(left) == sorted([".packing.jsonl", *calls[:2]])  # nothing half-written, nothing lost
-    monkeypatch.setattr(ShardFile, "keep", keep)
+    assert sorted(left) == sorted([".packing.json", *calls[:2]])  # nothing half-written, nothing lost
+    monkeypatch.setattr(Shard, "keep", keep)
     made = []
     monkeypatch.setattr("situs.data.pack.run._item", _counted(made))
     packed = pack(photos, tmp_path / "out", config(kind), workers=0)
@@ -178,53 +178,28 @@ def _counted(made: list[int]):
     return item
 
 
-@pytest.mark.parametrize("broken_write", [1, 4])
-def test_a_full_disk_in_the_middle_of_a_shard(photos, tmp_path, monkeypatch, broken_write):
-    """Arrow's and tar's own writers meet the error, not only ours."""
-    pack(photos, tmp_path / "whole", config("parquet", shard_mib=1), workers=0)
-    count, own = [0], ShardFile.write
-
-    def full(self, data):
-        count[0] += 1
-        if count[0] == broken_write:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return own(self, data)
-
-    monkeypatch.setattr(ShardFile, "write", full)
-    with pytest.raises(SitusError, match="no space left on device"):
-        pack(photos, tmp_path / "out", config("parquet", shard_mib=1), workers=0)
-    assert [*files(tmp_path / "out")] == [".packing.jsonl"]
-    monkeypatch.setattr(ShardFile, "write", own)
-    pack(photos, tmp_path / "out", config("parquet", shard_mib=1), workers=0)
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
-
-
-def test_a_torn_journal_and_a_lost_shard_are_made_anew(photos, tmp_path, monkeypatch):
+def test_a_lost_shard_and_what_follows_are_made_anew(photos, tmp_path, monkeypatch):
     pack(photos, tmp_path / "whole", config("parquet"), workers=0)
-    monkeypatch.setattr("situs.data.pack.run._Writer.close", _stop_after(3))
-    with pytest.raises(KeyboardInterrupt):
-        pack(photos, tmp_path / "out", config("parquet"), workers=0)
-    monkeypatch.undo()
-    journal = tmp_path / "out/.packing.jsonl"
-    journal.write_text(journal.read_text() + '{"split": "train", "fi')
+    _stop_after(3, photos, tmp_path, monkeypatch)
     (tmp_path / "out/train-00001.parquet").unlink()
     (tmp_path / "out/.train-00004.parquet.tmp").write_bytes(b"half")
     pack(photos, tmp_path / "out", config("parquet"), workers=0)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
-def _stop_after(count: int):
-    from situs.data.pack.run import _Writer
+def _stop_after(count: int, photos: Path, tmp_path: Path, monkeypatch) -> None:
+    keep, left = Shard.keep, [count]
 
-    close, left = _Writer.close, [count]
-
-    def stopping(self, end):
+    def stopping(self):
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
-        close(self, end)
+        return keep(self)
 
-    return stopping
+    monkeypatch.setattr(Shard, "keep", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        pack(photos, tmp_path / "out", config("parquet"), workers=0)
+    monkeypatch.undo()
 
 
 @pytest.mark.slow
@@ -234,9 +209,9 @@ def test_a_killed_process_with_workers_leaves_what_another_goes_on_with(tmp_path
     words = ["data", "pack", str(tmp_path / "photos"), "--short-side", "100", "--shard-mib", "0.05"]
     command = [sys.executable, "-m", "situs", *words, "--out", str(tmp_path / "out"), "--workers", "1"]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    journal = tmp_path / "out/.packing.jsonl"
+    begun = tmp_path / "out/.packing.json"
     deadline = time.monotonic() + 120
-    while running.poll() is None and not (journal.is_file() and journal.read_text().count("\n") > 3):
+    while running.poll() is None and not (begun.is_file() and begun.read_text().count("sha256") > 3):
         assert time.monotonic() < deadline
         time.sleep(0.002)
     running.send_signal(signal.SIGKILL)
@@ -264,10 +239,7 @@ def test_again_another_and_start_over(photos, tmp_path):
 
 
 def test_a_packing_begun_on_other_images_is_not_gone_on_with(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr("situs.data.pack.run._Writer.close", _stop_after(2))
-    with pytest.raises(KeyboardInterrupt):
-        pack(photos, tmp_path / "out", config("parquet"), workers=0)
-    monkeypatch.undo()
+    _stop_after(2, photos, tmp_path, monkeypatch)
     with pytest.raises(SitusError, match="holds a packing that was begun with another config"):
         pack(photos, tmp_path / "out", config("parquet", short_side=9), workers=0)
     write(photos / "train/cat/00.png", picture(50))

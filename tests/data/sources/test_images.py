@@ -12,8 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
+from situs.data.resize import centre_fit
 from situs.data.sources import images
-from situs.data.sources.images import centre_fit, decode, decode_numbers, from_pillow, to_channels
+from situs.data.sources.images import decode, decode_numbers, from_pillow, to_channels
 from situs.errors import BrokenSampleError, SitusError
 
 RNG = np.random.default_rng(0)

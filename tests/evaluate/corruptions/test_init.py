@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from situs.core.random import uniform
-from situs.data.sources.images import centre_fit, decode
+from situs.data.resize import centre_fit
+from situs.data.sources.images import decode
 from situs.data.sources.samples import load_samples
 from situs.errors import SitusError
 from situs.evaluate.corruptions import CORRUPTIONS, GROUPS, corrupt, find_corruptions, find_severities

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from situs.data.batch import VOID
 from situs.data.config import DataConfig
 from situs.data.masks import MaskConfig
+from situs.data.resize import centre_fit
 from situs.data.sources import open_source
-from situs.data.sources.images import centre_fit
 from situs.errors import SitusError
 from situs.evaluate.segments.measure import always_most, evaluate_segments
 from situs.models import Model

@@ -14,7 +14,8 @@ from situs.backbones.base import Features, InputSpec, join
 from situs.backbones.config import PositionKind
 from situs.backbones.hf.layers import EncoderBackbone, Head, fit
 from situs.backbones.hf.names import own_state
-from situs.core.position import Positions, resample_table, sincos
+from situs.backbones.weights import fill_table
+from situs.core.position import Positions, resample_table
 from situs.core.tokens import Grid, grid_of, pair
 from situs.errors import SitusError
 
@@ -97,7 +98,6 @@ class ImageBackbone(EncoderBackbone):
             table=(self._table() if grid in (None, self.grid) else self._table_of(grid))[self.table_prefix :]
         )
 
-    @torch.no_grad()
     def set_positions(self, kind: PositionKind) -> None:
         """Fills the model's own table anew. none: with zeros that stay, which its own forward adds to no effect.
 
@@ -112,12 +112,7 @@ class ImageBackbone(EncoderBackbone):
                 f"of {self.grid[0]}x{self.grid[1]} patches; choose learned or none, or a square image",
                 field="img_size",
             )
-        table.zero_()
-        if kind == "learned":
-            nn.init.trunc_normal_(table, std=0.02)
-        elif kind != "none":
-            table[0, self.table_prefix :] = sincos(self.grid, self.dim)
-        table.requires_grad_(kind in ("learned", "learned_sincos"))
+        fill_table(table, kind, self.grid)
         self._placeless = kind == "none"
 
     def fitted(self, positions: Positions | None, count: int) -> Positions:

@@ -27,8 +27,8 @@ from situs.backbones.timm.backbone import (
     SwinBackbone,
     VitBackbone,
 )
-from situs.backbones.weights import load_into, load_weights, read_state_dict
-from situs.core.position import sincos
+from situs.backbones.timm.blocks import check_blocks, read_block
+from situs.backbones.weights import fill_table, load_into, load_weights, read_state_dict
 from situs.core.tokens import grid_of, pair
 from situs.errors import SitusError
 from situs.files import read_json
@@ -255,25 +255,16 @@ def _refuse_early(name: str, arguments: dict[str, Any]) -> None:
 
 def _relative_architecture(vit: Any, config: BackboneConfig) -> tuple[str, dict[str, Any]]:
     """timm's own relative-position class with a plain ViT's shape, so that the export loads in timm unchanged."""
-    block = vit.blocks[0]
-    plain = type(block).__name__ == "Block" and vit.reg_token is None and isinstance(vit.norm_pre, nn.Identity)
-    if not plain or not isinstance(block.attn.q_norm, nn.Identity):
+    check_blocks(config.name, vit.blocks)
+    block = read_block(vit.blocks[0])
+    plain = block.form == "pre" and vit.reg_token is None and isinstance(vit.norm_pre, nn.Identity)
+    if not plain or not isinstance(block.attention.head_norms[0], nn.Identity):
         raise SitusError(f"positions='relative': {config.name} is no plain ViT (registers, pre-norm or q/k norm)")
-    scale, patch = block.ls1, vit.patch_embed.patch_size
-    arguments: dict[str, Any] = {
-        "img_size": vit.patch_embed.img_size,
-        "patch_size": patch[0] if patch[0] == patch[1] else patch,
-        "in_chans": config.in_chans,
-        "num_classes": vit.num_classes,
-        "embed_dim": vit.embed_dim,
-        "depth": len(vit.blocks),
-        "num_heads": block.attn.num_heads,
-        "mlp_ratio": block.mlp.fc1.out_features / vit.embed_dim,
-        "qkv_bias": block.attn.qkv.bias is not None,
+    gamma = block.gammas[0]
+    arguments = _read_off(vit, config.in_chans)[-1] | {
+        "qkv_bias": block.attention.qkv[0].bias is not None,
         # 0 means no LayerScale there; timm drops a None and falls back on the architecture's own 1e-5.
-        "init_values": 0.0 if isinstance(scale, nn.Identity) else float(scale.gamma[0]),
-        "class_token": vit.cls_token is not None,
-        "global_pool": vit.global_pool,
+        "init_values": 0.0 if gamma is None else float(gamma[0]),
         "fc_norm": not isinstance(vit.fc_norm, nn.Identity),
         "rel_pos_type": "bias",
     }
@@ -297,12 +288,7 @@ def _with_positions(backbone: Backbone, kind: PositionKind) -> Backbone:
         table = backbone.positions().table if type(backbone) is VitBackbone else None
         if table is None:
             raise SitusError(f"positions={kind!r}: {backbone.name} has no position table to fill; plain ViTs have")
-        if kind == "learned":
-            nn.init.trunc_normal_(model.pos_embed, std=0.02)
-        else:  # the prefix rows are 0, as in MAE's and DropPos's
-            model.pos_embed.zero_()
-            table.copy_(sincos(backbone.grid, backbone.dim))
-            model.pos_embed.requires_grad_(kind == "learned_sincos")
+        fill_table(model.pos_embed, kind, backbone.grid)
     return backbone
 
 
@@ -313,11 +299,9 @@ def _swin_with_table(backbone: SwinBackbone, kind: PositionKind) -> Backbone:
         raise SitusError(
             "positions='relative': Swin has its windows' relative bias always; choose learned, sincos or none"
         )
-    if kind in ("sincos", "learned_sincos"):
-        table = sincos(backbone.grid, backbone.dim)
-    else:
-        table = nn.init.trunc_normal_(torch.empty(backbone.num_tokens, backbone.dim), std=0.02)
-    return SwinBackbone(backbone.model, backbone.name, table, learned=kind != "sincos")
+    table = nn.Parameter(torch.empty(1, backbone.num_tokens, backbone.dim))
+    fill_table(table, kind, backbone.grid)
+    return SwinBackbone(backbone.model, backbone.name, table[0].detach(), learned=table.requires_grad)
 
 
 def published_name(backbone: Backbone) -> str:

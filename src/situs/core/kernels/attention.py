@@ -42,12 +42,12 @@ def _holds(queries: int, width: int) -> bool:
     return -(-queries // 64) * max(32, width) <= 32 * HELD
 
 
-def attend_own(qkv: Tensor, heads: int, mask: Tensor | None = None) -> Tensor:
-    """Self-attention: [B, S, 3 * H * d] -> [B, S, H * d]. mask: [B, S] bool, False for what no token sees."""
+def attend_own(qkv: Tensor, heads: int) -> Tensor:
+    """Self-attention: [B, S, 3 * H * d] -> [B, S, H * d]."""
     q, k, v = _joint(qkv, heads)
-    if mask is None and fits_kernel(qkv, q.shape[1], k.shape[1], q.shape[-1]):
+    if fits_kernel(qkv, q.shape[1], k.shape[1], q.shape[-1]):
         return _own(qkv, heads)[0]
-    return _by_torch(q, k, v, None if mask is None else mask[:, None, None])
+    return _by_torch(q, k, v)
 
 
 def attend_context(q: Tensor, kv: Tensor, heads: int) -> Tensor:
@@ -70,8 +70,8 @@ def _apart(q: Tensor, kv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return q.view(*q.shape[:2], heads, -1), k, v
 
 
-def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+def _by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
 
 
 @operator("attend_own")

@@ -7,25 +7,26 @@ bytes whatever the number of workers and however often the packing was stopped o
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from situs.data.pack.config import PackConfig
-from situs.data.pack.journal import JOURNAL, BrokenImage, Entry, Journal, clear
-from situs.data.pack.shards import IMAGE, Item, Shard, ShardFile, new_shard
+from situs.data.pack.shards import IMAGE, Item, Shard, new_shard
 from situs.data.pack.store import store, store_pixels
 from situs.data.sources.base import SPLIT_WORDS, EncodedSource, Source
-from situs.data.sources.manifest import CLASSES, read_manifest
+from situs.data.sources.manifest import CLASSES, KIND, MANIFEST, check_size, read_manifest
 from situs.data.sources.open import kind_of, open_source, splits_at, unread_labels
 from situs.data.sources.remote.names import is_remote, redacted
 from situs.data.sources.remote.transfer import RemoteError
 from situs.data.sources.walk import plain
 from situs.data.work import in_order
 from situs.errors import SitusError, counted
-from situs.files import write_text
+from situs.files import read_json, write_text
 from situs.hold import NAME as LOCK
 from situs.hold import only_one
 from situs.results import Provenance, Result, Summary, Table
@@ -33,8 +34,19 @@ from situs.results import Provenance, Result, Summary, Table
 Progress = Callable[[int, int, str], None]
 """Called with images done, images in all and the split."""
 
+BEGUN = ".packing.json"
+"""What is done so far, beside the shards, until the folder is whole and its manifest takes this file's place."""
+
 _LISTED = 5
 _UNSPLIT = "part"  # shards of a set without splits; no word for a split, so that all of them are the set
+
+
+class BrokenImage(NamedTuple):
+    """An image that was left out. number: in its split's order."""
+
+    number: int
+    name: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +157,6 @@ class _Packing:
         self.splits = list(found) or [""]
         self.classes: tuple[str, ...] | None = None
         self.left_out = unread_labels(path, multi_label=how.multi_label)
-        self.fingerprints: dict[str, str] = {}
 
     def run(self) -> Packed:
         asked = {"config": self.how.told(), "splits": self.splits}
@@ -154,23 +165,41 @@ class _Packing:
             return self._again(whole, asked)
         self._check_empty()
         source = self._open(self.splits[0])  # whatever is wrong with it is told before anything is written
-        journal, images = Journal(self.out, asked), 0
+        self.state = self._begun(asked)
         for split in self.splits:
-            images += self._pack_split(split, source or self._open(split), journal)
+            self._pack_split(split, source or self._open(split))
             source = None
-        if not images:
-            reason = next((each.reason for entry in journal.entries for each in entry.broken), "it is empty")
+        state = self.state
+        if not state["shards"]:
+            reason = next((each["reason"] for each in state["broken"]), "it is empty")
             clear(self.out)
             raise SitusError(f"{self.path}: none of its images can be read; {reason}", field="data")
         if self.classes is not None and self.how.format == "webdataset":
             write_text(self.out / CLASSES, "".join(f"{name}\n" for name in self.classes))
-        facts = {
-            "data": self._name(),
-            "fingerprints": self.fingerprints,
-            "classes": self.classes,
-            "left_out": self.left_out,
-        }
-        return self._result(journal.finish(facts), again=False)
+        facts = {"data": self._name(), "fingerprints": state["fingerprints"], "classes": self.classes}
+        shards = [{key: value for key, value in shard.items() if key != "end"} for shard in state["shards"]]
+        manifest = {"kind": KIND, "version": 1, **asked, **facts, "left_out": self.left_out, "shards": shards}
+        manifest["broken"] = state["broken"]
+        write_text(self.out / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+        (self.out / BEGUN).unlink(missing_ok=True)
+        return self._result(manifest, again=False)
+
+    def _begun(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """What is packed already: the shards that lie there, and of each split the first image that is not done."""
+        if not (self.out / BEGUN).is_file():
+            return {**asked, "fingerprints": {}, "done": {}, "shards": [], "broken": []}
+        state = read_json(self.out / BEGUN)
+        if differs := ", ".join(key for key in asked if asked[key] != state.get(key)):
+            raise SitusError(
+                f"{self.out}: holds a packing that was begun with another {differs}; start over, or pack elsewhere",
+                field=("start_over", "out"),
+            )
+        there = [*takewhile(lambda shard: not check_size(self.out, shard), state["shards"])]
+        if len(there) < len(state["shards"]):  # all behind a lost one are made anew
+            done = {shard["split"]: shard["end"] for shard in there}
+            broken = [each for each in state["broken"] if each["number"] < done.get(each["split"], 0)]
+            state |= {"shards": there, "done": done, "broken": broken}
+        return state
 
     def _name(self) -> str:
         return plain(redacted(str(self.path)).rstrip("/").rpartition("/")[2]) or "set"
@@ -197,7 +226,7 @@ class _Packing:
 
     def _check_empty(self) -> None:
         """Nothing but what a packing leaves: a reader would take other shards for part of the set."""
-        begun = (self.out / JOURNAL).is_file()
+        begun = (self.out / BEGUN).is_file()
         for file in self.out.iterdir():
             if file.name.startswith(".") and file.name.endswith(".tmp"):
                 file.unlink()  # of a packing that was killed
@@ -209,28 +238,44 @@ class _Packing:
     def _open(self, split: str) -> Source:
         return open_source(self.path, split or None, channels=self.how.channels, multi_label=self.how.multi_label)
 
-    def _pack_split(self, split: str, source: Source, journal: Journal) -> int:
-        """Gives how many images of the split are packed."""
-        of = self.fingerprints[split] = _fingerprint(source)
-        if any(entry.of != of for entry in journal.of(split)):
+    def _pack_split(self, split: str, source: Source) -> None:
+        mark = _fingerprint(source)
+        if self.state["fingerprints"].setdefault(split, mark) != mark:
             raise SitusError(
                 f"{source.name}: has other images than when its packing began; start over, or pack elsewhere",
                 field=("start_over", "out"),
             )
         self.left_out += source.notes
-        names = self._share_classes(source)
-        writer, start = _Writer(self.out, self.how, split, of, names, journal), journal.done(split)
+        names, start = self._share_classes(source), self.state["done"].get(split, 0)
+        number = sum(shard["split"] == split for shard in self.state["shards"])
         self.tell(start, len(source), split or "images")
-        made = in_order(partial(_items, source, self.how), range(start, len(source)), self.workers)
+        shard: Shard | None = None
+        broken: list[BrokenImage] = []
         try:
-            for items in made:
+            for items in in_order(partial(_items, source, self.how), range(start, len(source)), self.workers):
                 for item in items:
-                    writer.add(item)
+                    if isinstance(item, BrokenImage):
+                        broken.append(item)
+                        continue
+                    if shard is not None and shard.payload + len(item.stored.data) > self.how.shard_mib * 2**20:
+                        self._keep(split, shard, item.number, broken)
+                        shard, broken, number = None, [], number + 1
+                    shard = shard or new_shard(self.out, f"{split or _UNSPLIT}-{number:05d}", self.how, names)
+                    shard.add(item)
                 self.tell(items[-1].number + 1, len(source), split or "images")
-            writer.close(len(source))
+            self._keep(split, shard, len(source), broken)
+            shard = None
         finally:
-            writer.drop()
-        return sum(entry.images for entry in journal.of(split))
+            if shard is not None:
+                shard.drop()
+
+    def _keep(self, split: str, shard: Shard | None, end: int, broken: list[BrokenImage]) -> None:
+        """Ends a shard before image `end`, and notes it: a packing that is killed goes on from there."""
+        if shard is not None:
+            self.state["shards"].append({"split": split, **shard.keep(), "end": end})
+        self.state["broken"] += [{"split": split, **each._asdict()} for each in broken]
+        self.state["done"][split] = end
+        write_text(self.out / BEGUN, json.dumps(self.state))
 
     def _share_classes(self, source: Source) -> tuple[str, ...] | None:
         """The class names as they are written: one line each."""
@@ -275,49 +320,14 @@ def _item(source: Source, how: PackConfig, number: int) -> Item | BrokenImage:
         return BrokenImage(number, name, str(error))
 
 
-class _Writer:
-    """The shards of one split, one after the other."""
-
-    def __init__(
-        self, out: Path, how: PackConfig, split: str, of: str, classes: Sequence[str] | None, journal: Journal
-    ) -> None:
-        self.out, self.how, self.split, self.of = out, how, split, of
-        self.classes, self.journal = classes, journal
-        self.shard: Shard | None = None
-        self.broken: list[BrokenImage] = []
-
-    def add(self, item: Item | BrokenImage) -> None:
-        """The next image of the set."""
-        if isinstance(item, BrokenImage):
-            self.broken.append(item)
-            return
-        limit = self.how.shard_mib * 2**20
-        if self.shard is not None and self.shard.payload + len(item.stored.data) > limit:
-            self.close(item.number)
-        if self.shard is None:
-            number = sum(bool(entry.file) for entry in self.journal.of(self.split))
-            suffix = ".tar" if self.how.format == "webdataset" else ".parquet"
-            file = ShardFile(self.out / f"{self.split or _UNSPLIT}-{number:05d}{suffix}")
-            self.shard = new_shard(file, self.how, self.classes)
-        self.shard.add(item)
-
-    def close(self, end: int) -> None:
-        """Ends the shard before image `end`, and notes it."""
-        entry = Entry(self.split, self.of, "", "", 0, 0, 0, end, tuple(self.broken))
-        if self.shard is not None:
-            self.shard.end()
-            digest, file = self.shard.file.keep(), self.shard.file
-            entry = entry._replace(file=file.path.name, sha256=digest, bytes=file.bytes)
-            entry = entry._replace(source_bytes=self.shard.source_bytes, images=self.shard.images)
-        if entry.file or entry.broken:
-            self.journal.add(entry)
-        self.shard, self.broken = None, []
-
-    def drop(self) -> None:
-        """Whatever is not closed."""
-        if self.shard is not None:
-            self.shard.drop()
-            self.shard = None
+def clear(folder: Path) -> None:
+    """Takes away what a packing wrote: what it noted, its manifest and the shards that they name."""
+    begun = read_json(folder / BEGUN) if (folder / BEGUN).is_file() else {"shards": []}
+    names = {shard["file"] for shard in (*(read_manifest(folder) or {"shards": []})["shards"], *begun["shards"])}
+    (folder / MANIFEST).unlink(missing_ok=True)  # first: without its shards it would be a lie
+    for name in (*names, CLASSES, BEGUN):
+        if names or name == BEGUN:
+            (folder / Path(name).name).unlink(missing_ok=True)
 
 
 def _mib(count: int) -> str:

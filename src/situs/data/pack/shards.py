@@ -35,57 +35,12 @@ class Item(NamedTuple):
     source_bytes: int
 
 
-class ShardFile:
-    """A file under a temporary name, hashed as it is written; a shard's writer needs no more of one than this."""
-
-    closed = False
+class Shard(ABC):
+    """Writes items to a file under a temporary name, until it is whole."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.aside = path, path.with_name(f".{path.name}.tmp")
-        self._hash, self.bytes = hashlib.sha256(), 0
-        self._file = self.aside.open("wb", buffering=1 << 20)
-
-    def write(self, data: Any) -> int:
-        """Bytes at the end of the file."""
-        if self.closed:  # what a writer still has to say of a file that is dropped
-            return len(data)
-        count = self._file.write(data)
-        self._hash.update(data)
-        self.bytes += count
-        return count
-
-    def tell(self) -> int:
-        return self.bytes
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def keep(self) -> str:
-        """On the disk, and under its name; gives its SHA-256."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.close()
-        self.aside.replace(self.path)
-        return self._hash.hexdigest()
-
-    def drop(self) -> None:
-        """As if it had never been."""
-        with contextlib.suppress(OSError):  # what was still to be written does not fit either
-            self.close()
-        self.aside.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        self.closed = True
-        self._file.close()
-
-
-class Shard(ABC):
-    """Writes items to a file; `end` writes what closes it."""
-
-    suffix: str
-
-    def __init__(self, file: ShardFile) -> None:
-        self.file, self.images, self.payload, self.source_bytes = file, 0, 0, 0
+        self.images, self.payload, self.source_bytes = 0, 0, 0
 
     def add(self, item: Item) -> None:
         """One more image."""
@@ -98,23 +53,32 @@ class Shard(ABC):
     def _write(self, item: Item) -> None: ...
 
     @abstractmethod
-    def end(self) -> None: ...
+    def _end(self) -> None: ...
+
+    def keep(self) -> dict[str, Any]:
+        """On the disk, and under its name; gives what a manifest says of it."""
+        self._end()
+        with self.aside.open("rb") as file:
+            os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        size = self.aside.stat().st_size
+        self.aside.replace(self.path)
+        counts = {"source_bytes": self.source_bytes, "images": self.images}
+        return {"file": self.path.name, "sha256": digest, "bytes": size, **counts}
 
     def drop(self) -> None:
-        """Leaves nothing of it."""
-        self.file.drop()
-        with contextlib.suppress(Exception):  # the writer's last words go nowhere
-            self.end()
+        """As if it had never been."""
+        with contextlib.suppress(Exception):  # what was still to be written does not fit either
+            self._end()
+        self.aside.unlink(missing_ok=True)
 
 
 class TarShard(Shard):
     """WebDataset: 000000012.jpg and 000000012.cls, the number being the image's in the set that was packed."""
 
-    suffix = ".tar"
-
-    def __init__(self, file: ShardFile) -> None:
-        super().__init__(file)
-        self._tar = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)  # pyright: ignore[reportArgumentType]
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._tar = tarfile.TarFile(self.aside, "w", format=tarfile.USTAR_FORMAT)
 
     def _write(self, item: Item) -> None:
         self._member(f"{item.number:09d}{item.stored.suffix}", item.stored.data)
@@ -126,7 +90,7 @@ class TarShard(Shard):
         info.size = len(data)
         self._tar.addfile(info, io.BytesIO(data))
 
-    def end(self) -> None:
+    def _end(self) -> None:
         self._tar.close()
 
 
@@ -136,13 +100,11 @@ class ParquetShard(Shard):
     several: a bool column a class instead.
     """
 
-    suffix = ".parquet"
-
-    def __init__(self, file: ShardFile, classes: Sequence[str] | None, row_group: int, several: bool = False) -> None:
+    def __init__(self, path: Path, classes: Sequence[str] | None, row_group: int, several: bool = False) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        super().__init__(file)
+        super().__init__(path)
         self._group, self._waiting, self._flags = row_group, [], tuple(classes or ()) if several else ()
         features: dict[str, Any] = {IMAGE: {"_type": "Image"}}
         columns: list[Any] = [(IMAGE, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))]
@@ -156,7 +118,7 @@ class ParquetShard(Shard):
         self._schema = pa.schema(columns, metadata=metadata)
         # Images do not compress; readers hold each page to its checksum.
         options: dict[str, Any] = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
-        self._writer = pq.ParquetWriter(pa.PythonFile(file, mode="w"), self._schema, **options)
+        self._writer = pq.ParquetWriter(self.aside, self._schema, **options)
 
     def _write(self, item: Item) -> None:
         row: dict[str, Any] = {IMAGE: {"bytes": item.stored.data, "path": item.name}}
@@ -175,18 +137,14 @@ class ParquetShard(Shard):
         self._writer.write_table(pa.Table.from_pylist(self._waiting, self._schema))
         self._waiting = []
 
-    def end(self) -> None:
+    def _end(self) -> None:
         if self._waiting:
             self._write_group()
         self._writer.close()
 
 
-def new_shard(file: ShardFile, how: PackConfig, classes: Sequence[str] | None) -> Shard:
+def new_shard(folder: Path, name: str, how: PackConfig, classes: Sequence[str] | None) -> Shard:
     """An empty shard of the format."""
-    try:
-        if how.format == "webdataset":
-            return TarShard(file)
-        return ParquetShard(file, classes, how.row_group, how.multi_label)
-    except BaseException:  # a parquet file begins with four bytes, for which the disk may be full
-        file.drop()
-        raise
+    if how.format == "webdataset":
+        return TarShard(folder / f"{name}.tar")
+    return ParquetShard(folder / f"{name}.parquet", classes, how.row_group, how.multi_label)

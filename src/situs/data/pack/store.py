@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from situs.data.pack.config import PackConfig
+from situs.data.resize import covering_size, resized
 from situs.data.sources.images import decode, read_header
 
 _OWN = ("PNG", "WEBP", "AVIF", "GIF", "BMP", "DIB", "PPM", "NPY")
@@ -55,12 +56,7 @@ def store_pixels(image: Tensor, how: PackConfig) -> Stored:
 
 
 def _shrink(image: Tensor, short_side: int) -> Tensor:
-    from torchvision.transforms.v2 import InterpolationMode
-    from torchvision.transforms.v2 import functional as tv
-
-    image = tv.resize(image, [short_side], InterpolationMode.BICUBIC, antialias=True)
-    # Bicubic weights overshoot; uint8 is clamped by torchvision, floats are not.
-    return image.clamp(0.0, 1.0) if image.is_floating_point() else image
+    return resized(image, covering_size((image.shape[1], image.shape[2]), short_side, short_side))
 
 
 def _encode(image: Tensor, how: PackConfig | None) -> Stored:

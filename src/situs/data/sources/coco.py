@@ -25,7 +25,7 @@ from situs.data.objects import pack_masks
 from situs.data.sources.base import SPLIT_WORDS, Wanted, choose_split
 from situs.data.sources.folder import FileSource
 from situs.data.sources.images import decode, said_size
-from situs.data.sources.outlines import Outlines, Rle, decode_rles, is_number, is_outside, mask_api
+from situs.data.sources.outlines import Rle, decode_rles, is_number, mask_api, packed_outline, rle_of
 from situs.data.sources.walk import plain
 from situs.errors import BrokenSampleError, SitusError, counted
 from situs.files import read_json
@@ -66,8 +66,8 @@ class CocoSource(FileSource):
         told = _read(file, state.st_mtime_ns, state.st_size)
         classes = wanted.objects.classes or tuple(told.names)
         places = _places(told.names, classes, file)
-        self.root = _folder_of(told.images.names, path, file, chosen)
-        self._labels, self._told, self._files = None, told, told.images.names
+        self.root = _folder_of(told.files, path, file, chosen)
+        self._labels, self._told, self._files = None, told, told.files
         self._classes = places[told.kinds]
         own = dict(zip(places.tolist(), told.categories, strict=True))
         self.categories = tuple(own.get(number) for number in range(len(classes)))
@@ -79,37 +79,29 @@ class CocoSource(FileSource):
             for why, found in told.left.items()
             if found
         ]
-        if told.outside:
-            said = (
-                f"{counted(len(told.outside), 'objects')} with an outline outside of the image, which no training sees"
-            )
-            self.notes.append(f"{self.name}: {said}, the first annotation {told.outside[0]}")
 
     def truth(self, index: int) -> Truth:
         """What the annotations say of an image."""
         told = self._told
         span = slice(told.starts[index], told.starts[index + 1])
-        sides, boxes = told.images.sides[index], torch.from_numpy(told.boxes[span])
+        sides, boxes = told.sides[index], torch.from_numpy(told.boxes[span])
         rles = []
         for place in range(span.start, span.stop):
             try:
-                rles.append(told.outlines.rle(told.order[place], sides))
+                rles.append(rle_of(told.outlines[place], sides))
             except SitusError as error:
                 said = f"the outline of annotation {told.ids[place]} {error}"
                 raise BrokenSampleError(f"{self.entry(index)}: {said}") from error
         corners = torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], dim=1)
         classes, crowd, areas = (torch.from_numpy(each[span]) for each in (self._classes, told.crowd, told.areas))
         drawn = torch.tensor([float(mask_api().area(rle)) for rle in rles], dtype=areas.dtype)
-        number = told.images.ids[index]
-        return Truth(number, sides, corners, classes, crowd, torch.where(areas.isnan(), drawn, areas), rles)
+        return Truth(told.images[index], sides, corners, classes, crowd, torch.where(areas.isnan(), drawn, areas), rles)
 
     def undrawn(self, index: int) -> list[str]:
         """A sentence on each object whose outline encloses no pixel of the image, as one that lies outside."""
-        areas = (mask_api().area(rle) for rle in self.truth(index).rles)
-        said = "the outline of annotation {} encloses no pixel"
-        return [
-            said.format(self._told.ids[self._told.starts[index] + each]) for each, area in enumerate(areas) if not area
-        ]
+        first, rles = self._told.starts[index], self.truth(index).rles
+        none = [self._told.ids[first + each] for each, rle in enumerate(rles) if not mask_api().area(rle)]
+        return [f"the outline of annotation {number} encloses no pixel" for number in none]
 
     def read(self, index: int) -> dict[str, Any]:
         image = decode(self.payload(index), self.entry(index), self.channels)
@@ -195,30 +187,6 @@ def _places(names: list[str], classes: tuple[str, ...], file: Path) -> np.ndarra
     return np.array([place[name] for name in names])
 
 
-class _Images:
-    """The images of a json: their ids, the names of their files, their sides."""
-
-    def __init__(self, rows: list[dict[str, Any]], file: Path) -> None:
-        self.ids, self.names, self.sides = [], [], []
-        self.row: dict[Any, int] = {}
-        for row in rows:
-            number, sides = row.get("id"), (row.get("height"), row.get("width"))
-            # LVIS names only the place in the web, which ends as COCO's folders do.
-            name = row.get("file_name") or "/".join(str(row.get("coco_url", "")).split("/")[-2:])
-            named = _is_name(number) and isinstance(name, str) and name
-            if not named or not all(isinstance(side, int) and side > 0 for side in sides):
-                said = "has not an id, a file_name, and a height and width above 0"
-                raise SitusError(f"{file}: the image {str(row)[:80]} {said}", field="data")
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise SitusError(f"{file}: names the image {name!r}, outside of its folder", field="data")
-            if number in self.row:
-                raise SitusError(f"{file}: has two images of the id {number!r}", field="data")
-            self.row[number] = len(self.ids)
-            self.ids.append(number)
-            self.names.append(name)
-            self.sides.append(sides)
-
-
 def _folder_of(names: list[str], path: Path, file: Path, split: str | None) -> Path:
     """The folder that the images are in; each of them is."""
     home = file.parent.parent if file.parent.name == "annotations" else file.parent
@@ -244,61 +212,79 @@ def _folder_of(names: list[str], path: Path, file: Path, split: str | None) -> P
 
 
 class _Told:
-    """What a json tells, whatever its classes are called later: of its objects a row each, in the order of their
-    images; those that are none are counted."""
+    """What a json tells, whatever its classes are called later.
+
+    Of its categories their ids and "names"; of its images the ids, "files" and "sides"; of its objects a row each, in
+    the order of their images, of which the objects begin at "starts"; and the ids of those that are none, "left".
+    """
 
     def __init__(self, tables: dict[str, list[dict[str, Any]]], file: Path) -> None:
-        own = _kinds(tables["categories"], file)
-        self.categories, self.names = [*own], [*own.values()]
-        self.images = _Images(tables["images"], file)
-        self.outlines, self.left = Outlines(), {_FLAT: [], _BARE: []}
-        self.outside: list[Any] = []  # their ids
-        self._rows: list[tuple[Any, ...]] = []
-        numbers = {number: kind for kind, number in enumerate(own)}
+        kinds = _kinds(tables["categories"], file)
+        self.categories, self.names = [*kinds], [*kinds.values()]
+        self.images, self.files, self.sides = [], [], []
+        for row in tables["images"]:
+            self._add_image(row, file)
+        self.left: dict[str, list[Any]] = {_FLAT: [], _BARE: []}
+        places = [{key: at for at, key in enumerate(keys)} for keys in (self.images, self.categories)]
+        if len(places[0]) < len(self.images):
+            twice = next(number for number, count in Counter(self.images).items() if count > 1)
+            raise SitusError(f"{file}: has two images of the id {twice!r}", field="data")
+        rows = []
         for row in tables["annotations"]:
             try:
-                self._add(row, self.images, numbers)
+                rows.append(self._object(row, *places))
             except SitusError as error:
                 raise SitusError(f"{file}: annotation {row.get('id')} {error}", field="data") from error
-        if not self._rows:
+        rows = [row for row in rows if row is not None]
+        if not rows:
             said = f"none of its {counted(len(tables['annotations']), 'annotations')} has a box and an outline"
             raise SitusError(f"{file}: {said}", field="data")
-        images, kinds, crowd, boxes, areas, ids = zip(*self._rows, strict=True)
-        del self._rows
-        order = np.argsort(np.array(images), kind="stable")
-        self.starts = np.searchsorted(np.array(images)[order], np.arange(len(self.images.ids) + 1)).tolist()
-        self.order = order.tolist()
-        self.kinds, self.crowd, self.boxes, self.areas = (
-            np.array(each)[order] for each in (kinds, crowd, boxes, areas)
-        )
-        self.ids = np.array(ids, dtype=object)[order].tolist()
+        rows.sort(key=lambda row: row[0])
+        images, kinds, crowd, boxes, areas, self.ids, self.outlines = zip(*rows, strict=True)
+        self.starts = np.searchsorted(np.array(images), np.arange(len(self.images) + 1)).tolist()
+        self.kinds, self.crowd, self.boxes, self.areas = map(np.array, (kinds, crowd, boxes, areas))
 
-    def _add(self, row: dict[str, Any], images: _Images, numbers: dict[Any, int]) -> None:
+    def _add_image(self, row: dict[str, Any], file: Path) -> None:
+        number, sides = row.get("id"), (row.get("height"), row.get("width"))
+        # LVIS names only the place in the web, which ends as COCO's folders do.
+        name = row.get("file_name") or "/".join(str(row.get("coco_url", "")).split("/")[-2:])
+        named = _is_name(number) and isinstance(name, str) and name
+        if not named or not all(isinstance(side, int) and side > 0 for side in sides):
+            said = "has not an id, a file_name, and a height and width above 0"
+            raise SitusError(f"{file}: the image {str(row)[:80]} {said}", field="data")
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise SitusError(f"{file}: names the image {name!r}, outside of its folder", field="data")
+        self.images.append(number)
+        self.files.append(name)
+        self.sides.append(sides)
+
+    def _object(self, row: dict[str, Any], images: dict[Any, int], kinds: dict[Any, int]) -> tuple[Any, ...] | None:
         image, category, box, area = (row.get(name) for name in ("image_id", "category_id", "bbox", "area"))
-        if not _is_name(image) or image not in images.row:
+        if not _is_name(image) or image not in images:
             raise SitusError(f"is of the image {image!r}, and no image has this id")
-        if not _is_name(category) or category not in numbers:
-            raise SitusError(f"is of the category {category!r}, and the categories are {_listed(numbers)}")
+        if not _is_name(category) or category not in kinds:
+            low, high = min(kinds), max(kinds)
+            holes = ", not all of them" if high - low + 1 > len(kinds) else ""
+            raise SitusError(f"is of the category {category!r}, and the categories are {low} to {high}{holes}")
         if not isinstance(box, list) or len(box) != 4 or not all(isinstance(each, int | float) for each in box):
             raise SitusError(f"has the bbox {box!r}, and not x, y, width and height")
         if (crowd := row.get("iscrowd") or 0) not in (0, 1):
             raise SitusError(f"has the iscrowd {crowd!r}, and not 0 or 1")
-        number = images.row[image]
-        high, wide = images.sides[number]
+        number = images[image]
+        high, wide = self.sides[number]
         left, top, right, bottom = box[0], box[1], box[0] + box[2], box[1] + box[3]
         if not (min(right, wide) > max(left, 0) and min(bottom, high) > max(top, 0)):  # nor with a NaN
             self.left[_FLAT].append(row.get("id"))
-            return
+            return None
         try:
-            if not self.outlines.add(row.get("segmentation"), (high, wide)):
-                self.left[_BARE].append(row.get("id"))
-                return
+            outline = packed_outline(row.get("segmentation"), (high, wide))
         except SitusError as error:
             raise SitusError(f"has no outline: it {error}") from error
-        if is_outside(row.get("segmentation"), (high, wide)):
-            self.outside.append(row.get("id"))
+        if outline is None:
+            self.left[_BARE].append(row.get("id"))
+            return None
         area = float(area) if area is not None and is_number(area) else math.nan
-        self._rows.append((number, numbers[category], bool(crowd), [float(each) for each in box], area, row.get("id")))
+        return number, kinds[category], bool(crowd), [float(each) for each in box], area, row.get("id"), outline
 
 
 @lru_cache(maxsize=2)
@@ -310,9 +296,3 @@ def _read(file: Path, changed: int, size: int) -> _Told:  # noqa: ARG001
 def _is_name(value: Any) -> bool:
     """Whether JSON's value can stand for something: a number or a word."""
     return isinstance(value, int | float | str) and value != ""
-
-
-def _listed(numbers: dict[Any, int]) -> str:
-    """The ids of the categories, as few words as tell them."""
-    low, high = min(numbers), max(numbers)
-    return f"{low} to {high}" + (", not all of them" if high - low + 1 > len(numbers) else "")

@@ -42,8 +42,6 @@ _HEIF = (*_HEIC, b"mif1", b"msf1")  # the last two may be AVIF as well
 _FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000")
 _ORIENTATION = 0x0112  # the EXIF tag
 _MOST_BYTES = 1 << 30
-# Beyond this many times the size asked for, an image's longer side is cut before it is resized and not after.
-_LONGEST = 8
 # Rec. 601 luma, the weights Pillow and torchvision turn RGB into grey with.
 LUMA = (0.299, 0.587, 0.114)
 _PILLOW_TYPES = {"I;16": torch.uint16, "I": torch.int32, "F": torch.float32}
@@ -218,43 +216,6 @@ def to_channels(image: Tensor, channels: int | None, name: str) -> Tensor:
         "and RGB to grey convert",
         field="channels",
     )
-
-
-def centre_fit(image: Tensor, height: int, width: int) -> Tensor:
-    """`image` [..., C, H, W] resized (bicubic, antialiased) to cover the size, then cut to its centre."""
-    from torchvision.transforms.v2 import InterpolationMode
-    from torchvision.transforms.v2 import functional as tv
-
-    have = image.shape[-2:]
-    if tuple(have) == (height, width):
-        return image
-    image = _shorten(image, height, width)
-    covering = covering_size((image.shape[-2], image.shape[-1]), height, width)
-    image = tv.resize(image, list(covering), InterpolationMode.BICUBIC, antialias=True)
-    top, left = round((covering[0] - height) / 2), round((covering[1] - width) / 2)
-    image = image[..., top : top + height, left : left + width]
-    # Bicubic weights overshoot; uint8 is clamped by torchvision, floats are not.
-    return image.clamp(0.0, 1.0) if image.is_floating_point() else image
-
-
-def covering_size(have: tuple[int, int], height: int, width: int) -> tuple[int, int]:
-    """The size in the shape of `have` that just covers another."""
-    # Whole numbers and cut, not rounded, as torchvision finds the longer side.
-    tall = have[0] * width >= height * have[1]
-    return (have[0] * width // have[1], width) if tall else (height, have[1] * height // have[0])
-
-
-def _shorten(image: Tensor, height: int, width: int) -> Tensor:
-    """The middle of an image [..., H, W] whose shape is far from the one wanted.
-
-    Resized whole, an image of 3,000,000 × 1 pixels would grow to 3,000,000 × `width` times as many.
-    """
-    have = image.shape[-2:]
-    most = max(1, _LONGEST * have[1] * height // width), max(1, _LONGEST * have[0] * width // height)
-    for side, dim in ((0, -2), (1, -1)):
-        if have[side] > most[side]:
-            image = image.narrow(dim, (have[side] - most[side]) // 2, most[side])
-    return image
 
 
 def _shallow(image: Tensor) -> Tensor:

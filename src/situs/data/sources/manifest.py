@@ -45,17 +45,24 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any] | None:
     return held
 
 
-def check_shard(folder: Path, shard: dict[str, Any]) -> str:
-    """What is wrong with a shard of a manifest; empty where nothing is."""
-    path = folder / shard["file"]
+def check_size(folder: Path, shard: dict[str, Any]) -> str:
+    """What is wrong with a shard of a manifest before its bytes are read; empty where nothing is."""
     try:
-        size = path.stat().st_size
-        if size != shard["bytes"]:
-            return f"has {size:,} bytes and not {shard['bytes']:,}"
-        with path.open("rb") as file:
-            hashed = hashlib.file_digest(file, "sha256")
+        size = (folder / shard["file"]).stat().st_size
     except FileNotFoundError:
         return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    return "" if size == shard["bytes"] else f"has {size:,} bytes and not {shard['bytes']:,}"
+
+
+def check_shard(folder: Path, shard: dict[str, Any]) -> str:
+    """What is wrong with a shard of a manifest; empty where nothing is."""
+    if wrong := check_size(folder, shard):
+        return wrong
+    try:
+        with (folder / shard["file"]).open("rb") as file:
+            hashed = hashlib.file_digest(file, "sha256")
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
     return "" if hashed.hexdigest() == shard["sha256"] else "is not what was packed: its SHA-256 differs"

@@ -16,7 +16,7 @@ LABELS = LABEL_COLUMNS
 SENTENCES = ("text", "sentence")
 
 
-class Table:
+class Columns:
     """The rows of one file. names: its columns. words: those that hold text. others: those that hold neither words nor
     numbers, and what they hold."""
 
@@ -49,7 +49,7 @@ class Table:
         return self._written.get(name, ())
 
 
-def read_table(file: Path) -> Table:
+def read_columns(file: Path) -> Columns:
     """The rows of a file, by its ending; one without any is refused."""
     table = _read_parquet(file) if file.suffix == ".parquet" else _read_plain(file)
     if not len(table):
@@ -59,17 +59,17 @@ def read_table(file: Path) -> Table:
     return table
 
 
-def _read_plain(file: Path) -> Table:
+def _read_plain(file: Path) -> Columns:
     if file.suffix not in SUFFIXES:
         raise SitusError(f"{file}: sentences are read from {', '.join(SUFFIXES)}", field="data")
     try:
         columns = _read_lines(file) if file.suffix == ".jsonl" else _read_cells(file)
     except (UnicodeDecodeError, csv.Error) as error:
         raise SitusError(f"{file}: cannot be read ({str(error)[:80]})", field="data") from error
-    return Table(file, columns, {})
+    return Columns(file, columns, {})
 
 
-def _read_parquet(file: Path) -> Table:
+def _read_parquet(file: Path) -> Columns:
     import pyarrow as pa
 
     opened = open_parquet(file)
@@ -83,7 +83,7 @@ def _read_parquet(file: Path) -> Table:
         held.validate(full=True)
         columns = {name: held[name].to_pylist() for name in plain}
         written = {name: class_names(file, schema, name) for name in LABELS if name in plain}
-    return Table(file, columns, written, {name: str(own)[:40] for name, own in held_as.items() if name not in plain})
+    return Columns(file, columns, written, {name: str(own)[:40] for name, own in held_as.items() if name not in plain})
 
 
 def _read_cells(file: Path) -> dict[str, list[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,39 +17,57 @@ from situs.data.sources.base import Blocks, Source
 from situs.errors import BrokenSampleError, SitusError, verb
 
 
-class Rows(Source):
-    """Some images of a source, by their numbers."""
+class _Parts(Source):
+    """A source whose samples are others' samples: `at` says whose, and which."""
 
-    def __init__(self, source: Source, rows: Iterable[int], name: str | None = None) -> None:
-        told = (name or source.name, source.classes, source.channels, source.strict)
-        super().__init__(*told, multi_label=source.multi_label)
-        self.source = source
-        self.rows = np.fromiter(rows, np.int64) if not isinstance(rows, np.ndarray) else rows
-        self.notes, self.things = source.notes, source.things
+    def __init__(self, name: str, first: Source, notes: list[str]) -> None:
+        super().__init__(name, first.classes, first.channels, first.strict, multi_label=first.multi_label)
+        self.first, self.notes, self.things = first, notes, first.things
+
+    @abstractmethod
+    def at(self, index: int) -> tuple[Source, int]:
+        """The source of sample `index`, and its number there."""
 
     @property
     def target(self) -> str:
         """Of the source."""
-        return self.source.target
+        return self.first.target
+
+    def key(self, index: int) -> str:
+        """The sample's name in its source."""
+        source, row = self.at(index)
+        return source.key(row)
+
+    def read(self, index: int) -> dict[str, Any]:
+        """Sample `index` of all."""
+        source, row = self.at(index)
+        return source.read(row)
+
+    def label(self, index: int) -> Any:
+        """Of the source."""
+        source, row = self.at(index)
+        return source.label(row)
+
+    def origin(self, index: int) -> tuple[Source, int]:
+        """In the source."""
+        source, row = self.at(index)
+        return source.origin(row)
+
+
+class Rows(_Parts):
+    """Some images of a source, by their numbers."""
+
+    def __init__(self, source: Source, rows: Iterable[int], name: str | None = None) -> None:
+        super().__init__(name or source.name, source, source.notes)
+        self.source = source
+        self.rows = np.fromiter(rows, np.int64) if not isinstance(rows, np.ndarray) else rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def key(self, index: int) -> str:
-        """The image's name in its source."""
-        return self.source.key(int(self.rows[index]))
-
-    def read(self, index: int) -> dict[str, Any]:
-        """Sample `index` of the part."""
-        return self.source.read(int(self.rows[index]))
-
-    def label(self, index: int) -> Any:
+    def at(self, index: int) -> tuple[Source, int]:
         """Of the source."""
-        return self.source.label(int(self.rows[index]))
-
-    def origin(self, index: int) -> tuple[Source, int]:
-        """In the source."""
-        return self.source.origin(int(self.rows[index]))
+        return self.source, int(self.rows[index])
 
     def blocks(self) -> Blocks | None:
         """Those of the source that hold a row; none where the rows are not in the source's order."""
@@ -64,7 +83,7 @@ class Rows(Source):
         self.source.release(None if index is None else int(self.rows[index]))
 
 
-class Joined(Source):
+class Joined(_Parts):
     """Several sources as one, one after another. parts: each behind what stands before the names of its samples."""
 
     def __init__(self, name: str, parts: Iterable[tuple[str, Source]]) -> None:
@@ -72,41 +91,20 @@ class Joined(Source):
         first = self.parts[0]
         if any((part.classes, part.target) != (first.classes, first.target) for part in self.parts):
             raise SitusError(f"{name}: its splits have different classes; take one of them", field="split")
-        super().__init__(name, first.classes, first.channels, first.strict, multi_label=first.multi_label)
+        super().__init__(name, first, [note for part in self.parts for note in part.notes])
         self.ends = np.cumsum([len(part) for part in self.parts])
-        self.things, self.notes = first.things, [note for part in self.parts for note in part.notes]
-
-    @property
-    def target(self) -> str:
-        """Of the parts."""
-        return self.parts[0].target
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def _at(self, index: int) -> tuple[int, int]:
+    def at(self, index: int) -> tuple[Source, int]:
+        """Of its part."""
         part = int(np.searchsorted(self.ends, index, "right"))
-        return part, index - int(self.ends[part - 1]) * (part > 0)
+        return self.parts[part], index - int(self.ends[part - 1]) * (part > 0)
 
     def key(self, index: int) -> str:
         """The sample's name in its part, seen from where the parts lie."""
-        part, row = self._at(index)
-        return self.prefixes[part] + self.parts[part].key(row)
-
-    def read(self, index: int) -> dict[str, Any]:
-        """Sample `index` of all."""
-        part, row = self._at(index)
-        return self.parts[part].read(row)
-
-    def label(self, index: int) -> Any:
-        """Of its part."""
-        part, row = self._at(index)
-        return self.parts[part].label(row)
-
-    def origin(self, index: int) -> tuple[Source, int]:
-        """In its part."""
-        part, row = self._at(index)
-        return self.parts[part].origin(row)
+        return self.prefixes[int(np.searchsorted(self.ends, index, "right"))] + super().key(index)
 
 
 class Subset(Rows):

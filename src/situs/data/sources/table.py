@@ -37,7 +37,7 @@ _CODES |= {"": _UNSAID, "nan": _UNSAID}
 
 
 @dataclass(frozen=True)
-class Table:
+class LabelTable:
     """A line a file. names: as the table has them. lines: their numbers. labels: [n, K] int8, 1, 0 or VOID.
 
     listed: whether the classes are those that a column of names has, and not the heading's.
@@ -123,7 +123,7 @@ def table_splits(path: Path) -> set[str]:
     return {*_SPLITS.values()} if (folder / PARTITION).is_file() else {*split_folders(folder)}
 
 
-def read_table(file: Path, classes: tuple[str, ...] | None = None) -> Table:
+def read_table(file: Path, classes: tuple[str, ...] | None = None) -> LabelTable:
     """A table of labels. classes: what they must be, where another table has said it; else the table's own."""
     try:
         text = io.StringIO(file.read_text(encoding="utf-8-sig"), newline="")
@@ -134,10 +134,10 @@ def read_table(file: Path, classes: tuple[str, ...] | None = None) -> Table:
         raise SitusError(f"{file}: must be a table in UTF-8 text ({error})", field="data") from error
 
 
-Rows = Iterator[tuple[int, list[str]]]
+_Lines = Iterator[tuple[int, list[str]]]
 
 
-def _parse(file: Path, celeba: bool, rows: Rows, classes: tuple[str, ...] | None) -> Table:
+def _parse(file: Path, celeba: bool, rows: _Lines, classes: tuple[str, ...] | None) -> LabelTable:
     """rows: the number and the cells of each line that is not empty, one by one: all at once would fill a gigabyte."""
     count = next(rows, (0, [""]))[1] if celeba else None
     header = [cell.strip() for cell in next(rows, (0, [""]))[1]][0 if celeba else 1 :]
@@ -150,7 +150,7 @@ def _parse(file: Path, celeba: bool, rows: Rows, classes: tuple[str, ...] | None
     names: list[str] = []
     lines: list[int] = []
 
-    def labelled() -> Rows:
+    def labelled() -> _Lines:
         for line, cells in rows:
             names.append(cells[0].strip().replace("\\", "/").removeprefix("./"))
             lines.append(line)
@@ -171,10 +171,10 @@ def _parse(file: Path, celeba: bool, rows: Rows, classes: tuple[str, ...] | None
         )
     if count is not None and int(count[0]) != len(names):
         raise _wrong(file, 1, f"tells of {int(count[0]):,} files, and {len(names):,} follow")
-    return Table(file, classes or found, names, lines, labels, listed)
+    return LabelTable(file, classes or found, names, lines, labels, listed)
 
 
-def _coded(file: Path, header: list[str], rows: Rows) -> np.ndarray:
+def _coded(file: Path, header: list[str], rows: _Lines) -> np.ndarray:
     """The labels of a column a class."""
     held, seen = bytearray(), set[int]()
     for line, cells in rows:
@@ -192,7 +192,7 @@ def _coded(file: Path, header: list[str], rows: Rows) -> np.ndarray:
     return np.where(codes == _UNSAID, VOID, codes == 1).astype(np.int8)
 
 
-def _listed(file: Path, rows: Rows, classes: tuple[str, ...] | None) -> tuple[tuple[str, ...], np.ndarray]:
+def _listed(file: Path, rows: _Lines, classes: tuple[str, ...] | None) -> tuple[tuple[str, ...], np.ndarray]:
     """The classes, sorted, and the labels of a column of names."""
     told: list[tuple[int, list[str] | None]] = []
     for line, cells in rows:

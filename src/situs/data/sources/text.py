@@ -27,7 +27,7 @@ from situs.data.sources.base import (
     splits_of,
     unseen,
 )
-from situs.data.sources.rows import LABELS, SENTENCES, SUFFIXES, Table, read_table
+from situs.data.sources.rows import LABELS, SENTENCES, SUFFIXES, Columns, read_columns
 from situs.data.text import LONGEST, TextConfig
 from situs.data.tokeniser import Ids, Tokeniser
 from situs.errors import BrokenSampleError, SitusError, counted, verb
@@ -74,7 +74,7 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
     if any(file.suffix == PLAIN for file in own):
         raise SitusError(f"{own[0]}: is plain text without labels, which a language model learns from", field="data")
     home = [file for file in files if split_of(file) in SPLITS["train"]] or own
-    tables = [read_table(file) for file in own]
+    tables = [read_columns(file) for file in own]
     column, label = _columns(tables, text)
     texts = [each for table in tables for each in _sentences(table, column)]
     pairs = (
@@ -83,7 +83,7 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
     entries = [(table.file, row) for table in tables for row in range(len(table))]
     numbers, classes, named = None, None, False
     if label is not None and wanted.labels:
-        first = tables if home == own else [read_table(file) for file in home]
+        first = tables if home == own else [read_columns(file) for file in home]
         classes = _classes(first, label)
         named = not is_numbered(classes) and not any(table.class_names(label) for table in first)
     if classes is not None:
@@ -260,7 +260,7 @@ def _tensor(ids: np.ndarray) -> Tensor:
 def _plain(file: Path, text: TextConfig) -> list[str]:
     """The texts of a file: plain text as a whole, of a table one a row."""
     if file.suffix != PLAIN:
-        table = read_table(file)
+        table = read_columns(file)
         return [each for each in _sentences(table, _columns([table], text)[0]) if each]
     try:
         return [file.read_text(encoding="utf-8-sig")]
@@ -268,7 +268,7 @@ def _plain(file: Path, text: TextConfig) -> list[str]:
         raise SitusError(f"{file}: is no text in UTF-8 ({str(error)[:80]})", field="data") from error
 
 
-def _sentences(table: Table, column: str, field: str = "text.column") -> list[str | None]:
+def _sentences(table: Columns, column: str, field: str = "text.column") -> list[str | None]:
     for row, value in enumerate(table.column(column)):
         if not isinstance(value, str | None):
             said = f"column {column!r} holds {str(value)[:40]}, which is no sentence"
@@ -276,7 +276,7 @@ def _sentences(table: Table, column: str, field: str = "text.column") -> list[st
     return table.column(column)
 
 
-def _columns(tables: list[Table], text: TextConfig) -> tuple[str, str | None]:
+def _columns(tables: list[Columns], text: TextConfig) -> tuple[str, str | None]:
     """The columns of sentences and labels, the same in every file."""
     found = [_columns_of(table, text) for table in tables]
     for table, each in zip(tables, found, strict=True):
@@ -285,7 +285,7 @@ def _columns(tables: list[Table], text: TextConfig) -> tuple[str, str | None]:
     return found[0]
 
 
-def _columns_of(table: Table, text: TextConfig) -> tuple[str, str | None]:
+def _columns_of(table: Columns, text: TextConfig) -> tuple[str, str | None]:
     listed = ", ".join([*table.names, *(f"{name} ({kind})" for name, kind in table.others.items())])[:200]
     for field, asked in (("text.column", text.column), ("text.pair", text.pair), ("text.label", text.label)):
         if asked in table.others:
@@ -311,7 +311,7 @@ def _columns_of(table: Table, text: TextConfig) -> tuple[str, str | None]:
     return words[0], label
 
 
-def _classes(tables: list[Table], label: str) -> tuple[str, ...] | None:
+def _classes(tables: list[Columns], label: str) -> tuple[str, ...] | None:
     """Their names: written beside the table, those in it, or its numbers; None where every label is hidden."""
     for table in tables:
         if label not in table.names:
@@ -330,7 +330,7 @@ def _classes(tables: list[Table], label: str) -> tuple[str, ...] | None:
     return number_names(max(numbers), f"{tables[0].file}, column {label!r}") if numbers else None
 
 
-def _label(table: Table, label: str, row: int) -> int | str | None:
+def _label(table: Columns, label: str, row: int) -> int | str | None:
     """A row's label: a number from 0 on, a name, or None where it is missing or hidden (-1)."""
     value = table.column(label)[row]
     value = value.strip() if isinstance(value, str) else value
@@ -347,7 +347,7 @@ def _label(table: Table, label: str, row: int) -> int | str | None:
     raise SitusError(f"{table.file}, row {row}: the label {value!r} is no class number and no name", field="text.label")
 
 
-def _number(table: Table, label: str, row: int, known: dict[str, int], named: bool) -> int | None:
+def _number(table: Columns, label: str, row: int, known: dict[str, int], named: bool) -> int | None:
     """The class of a row. named: the training split has names, of which a number is one or none: 5 of 1, 5 and "6+"."""
     found = _label(table, label, row)
     found = str(found) if named and found is not None else found
