@@ -45,8 +45,8 @@ def fitted(data: DataConfig, backbone: BackboneConfig, method: str) -> DataConfi
     """The data as the model takes it: its size, or the tokeniser and the ids of the longest sentence."""
     if data.modality.ids and not METHODS[method].reads_text:
         able = ", ".join(name for name in METHODS if METHODS[name].reads_text)
-        said = f"{method} learns from arrays, and {data.path} holds {data.modality.things}, from which learn: {able}"
-        raise SitusError(said, field=("method", "data"))
+        said = f"{method} learns from images and clips, and {data.path} holds {data.modality.things}"
+        raise SitusError(f"{said}, from which learn: {able}", field=("method", "data"))
     return data.modality.fit(data, lambda: _fits(backbone), learns=bool(METHODS[method].needs_targets))
 
 

@@ -53,7 +53,7 @@ def test_the_class_of_each_pixel_is_that_of_the_place_its_colour_tells(name: str
         noise = draw(config, ids, seed=3, epoch=epoch)
         if "operations" in noise:  # colours tell places here: the geometry of the operations alone
             boxes = geometry.scaled_crop_boxes(noise["crop"], *values["sides"].T, SIZE, config.scales)
-            affine, flip = randaugment.matrices(randaugment.plan(noise["operations"]), *SIZE), noise["flip"] < 0.5
+            affine, flip = randaugment.matrices(randaugment.plan(noise["operations"], 9.0), *SIZE), noise["flip"] < 0.5
             told = {"sides": values["sides"], "finer": 1}
             images = geometry.warp(values["image"], boxes, flip, SIZE, torch.zeros(3), affine, interpolation, **told)
             masks = geometry.warp_masks(values["mask"], boxes, flip, SIZE, affine, fill=VOID, sides=values["sides"])

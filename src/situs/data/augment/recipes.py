@@ -21,7 +21,6 @@ from situs.data.batch import VOID
 from situs.errors import unknown_name
 from situs.limits import Count, Natural, NotNegative, Positive, Rule, Share, Within
 
-_ERASED = 0.02, 1 / 3  # share of an image, from and to
 _RISING = Rule("two rising numbers in (0, 1]", lambda pair: 0 < pair[0] <= pair[1] <= 1)
 
 
@@ -30,11 +29,13 @@ class AugmentConfig(Checked):
     """What happens to a training sample between the disk and the model. `RECIPES` names the usual ones of images."""
 
     retired: ClassVar = {
-        name: (value, f"it is {value} always") for name, value in (
-            ("magnitude", 9.0), ("magnitude_std", 0.5), ("operation_probability", 0.5), ("erasing_area", [0.02, 1 / 3]),
-            ("erasing_with", "noise"), ("mix_probability", 1.0), ("mix_switch", 0.5),
-        )
-    }  # fmt: skip
+        "magnitude_std": (0.5, "the strength of RandAugment spreads by 0.5, as in DeiT"),
+        "operation_probability": (0.5, "half of RandAugment's operations are carried out, as in DeiT"),
+        "erasing_area": ([0.02, 1 / 3], "a fiftieth to a third of the image is erased, as in DeiT"),
+        "erasing_with": ("noise", "what is erased becomes noise, as in DeiT"),
+        "mix_probability": (1.0, "all samples are mixed where mixup or cutmix is on"),
+        "mix_switch": (0.5, "half of the samples take each where mixup and cutmix are on"),
+    }
 
     crop: Literal["none", "resized", "pad", "scaled", "fitted"] = "resized"
     """resized: a random box brought to the model's size. pad: a shift by up to `pad` pixels. none: the whole image.
@@ -70,17 +71,19 @@ class AugmentConfig(Checked):
     """Largest change of brightness, contrast and saturation; 0.4 draws each factor from [0.6, 1.4]. 0: none."""
 
     operations: Natural = 0
-    """RandAugment: operations a sample, of strength 9 ± 0.5 of 10, each carried out with a chance of one half. 0: no
-    RandAugment."""
+    """RandAugment: operations a sample. 0: no RandAugment."""
+
+    magnitude: Annotated[float, Within("[0, 10]")] = 9.0
+    """RandAugment: strength of the operations, of 10."""
 
     erasing: Share = 0.0
-    """Random erasing: share of images of which a rectangle of 2 % to a third becomes normal noise."""
+    """Random erasing: share of images with a rectangle filled with noise."""
 
     mixup: NotNegative = 0.0
     """MixUp's α; 0: no MixUp."""
 
     cutmix: NotNegative = 0.0
-    """CutMix's α; 0: no CutMix."""
+    """CutMix's α; 0: no CutMix. Where both are on, each mixes half of the samples."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.0
     """Mass of a label spread over all classes, or over yes and no of each class of a multi-label set. Labels are soft
@@ -194,11 +197,11 @@ def recoloured(images: Tensor, noise: Noise, config: AugmentConfig, mean: Tensor
             factors = 1.0 + config.jitter * (2.0 * noise["jitter"] - 1.0)
             levels = colour.jitter(levels, factors.clamp(min=0.0))
         if "operations" in noise:
-            levels = randaugment.recolour(levels, randaugment.plan(noise["operations"]))
+            levels = randaugment.recolour(levels, _plan(noise, config))
         images = levels / 255.0
     images = normalise(images, mean, std)
     if "erasing" in noise:
-        images = erasing.erase(images, noise["erasing"], config.erasing, _ERASED, noise["table"])
+        images = erasing.erase(images, noise["erasing"], config.erasing, noise["table"])
     return images
 
 
@@ -216,13 +219,11 @@ def apply_mix(
     targets = mix.soft_multi_labels(labels, smoothing) if many else mix.soft_labels(labels, classes, smoothing)
     if not config.mixes:
         return images, targets
-    return mix.mix(
-        images,
-        targets,
-        noise["mix"],
-        mixup=config.mixup,
-        cutmix=config.cutmix,
-    )
+    return mix.mix(images, targets, noise["mix"], mixup=config.mixup, cutmix=config.cutmix)
+
+
+def _plan(noise: Noise, config: AugmentConfig) -> randaugment.AugmentPlan:
+    return randaugment.plan(noise["operations"], config.magnitude)
 
 
 def _geometry(images: Tensor, noise: Noise, config: AugmentConfig, size: tuple[int, int], mean: Tensor) -> Tensor:
@@ -250,11 +251,7 @@ def places_of(
         boxes = geometry.pad_crop_boxes(noise["crop"], *sides, config.pad)
     else:
         boxes = geometry.whole_boxes(count, *sides, device)
-    return (
-        boxes,
-        flip,
-        randaugment.matrices(randaugment.plan(noise["operations"]), *size) if "operations" in noise else None,
-    )
+    return boxes, flip, randaugment.matrices(_plan(noise, config), *size) if "operations" in noise else None
 
 
 def as_floats(images: Tensor) -> Tensor:
