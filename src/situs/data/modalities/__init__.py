@@ -11,7 +11,7 @@ from situs.data.modalities.text import Text
 from situs.errors import SitusError
 
 MODALITIES: tuple[Modality, ...] = (Image(), Mask(), Objects(), Audio(), Text())
-KINDS: dict[str, Modality] = {each.kind: each for each in reversed(MODALITIES)}
+KINDS: dict[str, Modality] = {each.kind: each for each in MODALITIES if "class" in each.targets}
 """kind -> the modality whose samples have a class each."""
 
 TARGETS = tuple(dict.fromkeys(target for each in MODALITIES for target in each.targets))
