@@ -7,10 +7,11 @@ from situs.data.modalities.base import Modality
 from situs.data.modalities.image import Image
 from situs.data.modalities.mask import Mask
 from situs.data.modalities.objects import Objects
+from situs.data.modalities.series import Series
 from situs.data.modalities.text import Text
 from situs.errors import SitusError
 
-MODALITIES: tuple[Modality, ...] = (Image(), Mask(), Objects(), Audio(), Text())
+MODALITIES: tuple[Modality, ...] = (Image(), Mask(), Objects(), Audio(), Text(), Series())
 KINDS: dict[str, Modality] = {each.kind: each for each in MODALITIES if "class" in each.targets}
 """kind -> the modality whose samples have a class each."""
 
