@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 from timm.layers.patch_embed import PatchEmbed
 from timm.layers.pos_embed_sincos import RotaryEmbeddingCat
+from timm.models import (
+    beit,
+    deit,
+    eva,
+    resnet,
+    swin_transformer,
+    swin_transformer_v2,
+    vision_transformer,
+    vision_transformer_relpos,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -400,3 +410,16 @@ def _images_of(stem: Any) -> InputSpec:
     """What timm's patch embedding takes; a border that fills no patch is left out of the image."""
     (h, w), (ph, pw) = stem.grid_size, stem.patch_size
     return InputSpec((h * ph, w * pw), stem.proj.in_channels, (ph, pw))
+
+
+FAMILIES: dict[type[nn.Module], Callable[[Any, str], Backbone]] = {
+    vision_transformer.VisionTransformer: VitBackbone,
+    deit.VisionTransformerDistilled: VitBackbone,
+    eva.Eva: EvaBackbone,
+    vision_transformer_relpos.VisionTransformerRelPos: RelPosBackbone,
+    beit.Beit: BeitBackbone,
+    swin_transformer.SwinTransformer: SwinBackbone,
+    swin_transformer_v2.SwinTransformerV2: SwinBackbone,
+    resnet.ResNet: PixelBackbone,
+}
+"""timm class, exactly -> its backbone."""
