@@ -89,10 +89,10 @@ def _read_off(model: Any, channels: int) -> list[dict[str, Any]]:
 @torch.no_grad()
 def _alike(model: nn.Module, other: nn.Module, backbone: Backbone) -> bool:
     """Whether two modules have the same tensors by name and shape and, with the same values, the same outputs."""
-    own, new = model.state_dict(), other.state_dict()
-    if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in new.items()}:
+    tensors, new = model.state_dict(), other.state_dict()
+    if {name: value.shape for name, value in tensors.items()} != {name: value.shape for name, value in new.items()}:
         return False
-    other.load_state_dict(own)
+    other.load_state_dict(tensors)
     size = backbone.input.shape or (64, 64)
     like = next(model.parameters())
     images = torch.randn(1, backbone.input.channels, *size, generator=torch.Generator().manual_seed(0)).to(like)
@@ -170,8 +170,8 @@ def _arguments(config: BackboneConfig) -> dict[str, Any]:
             grid_of(size, config.patch_size)
     if config.positions == "none":  # only timm's plain ViT can be made without a table
         if _module_of(config.name) != "vision_transformer":
-            said = f"positions='none': {config.name} cannot be built without its positions"
-            raise SitusError(f"{said}; encode(positions=None) leaves them out")
+            reason = f"positions='none': {config.name} cannot be built without its positions"
+            raise SitusError(f"{reason}; encode(positions=None) leaves them out")
         arguments["pos_embed"] = "none"
     return arguments
 
