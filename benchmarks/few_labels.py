@@ -54,8 +54,6 @@ RATES: dict[str, tuple[float, ...]] = {
 }  # fmt: skip
 FOLDS = {("pets", 5): 5, ("pets", 22): 3, ("cifar", 10): 3, ("cifar", 50): 2, ("cifar", 500): 1}
 LENGTH = {"pets": 1000, "cifar": 2000}
-RATE = 1e-5
-"""Of the pretraining, which begins with weights that know much."""
 
 
 class Job(NamedTuple):
@@ -217,7 +215,7 @@ class Study:
     def _pretrain(self, job: Job, bench: Bench) -> dict[str, Any]:
         source = TensorSource(self.images(job.set)["train"][0], None, None, job.set)
         total, learner = self.updates or LENGTH[job.set], None
-        for each in bench.pretrained(self.origin(job._replace(start=DINO)), job.start, source, total, lr=RATE):
+        for each in bench.pretrained(self.origin(job._replace(start=DINO)), job.start, source, total):
             learner = each
         assert learner is not None
         state = {name: value.cpu() for name, value in learner.backbone.state_dict().items()}

@@ -204,7 +204,7 @@ def test_droppos_is_the_papers() -> None:
 
     tuned = recipe("imagenet-droppos-finetune")
     fields(tuned.optim, base_lr=1e-3, lr_reference=256, layer_decay=0.8)
-    fields(tuned.augment, operations=2, magnitude=9.0, magnitude_std=0.5, mixup=0.8, cutmix=1.0, label_smoothing=0.1)
+    fields(tuned.augment, operations=2, magnitude=9.0, mixup=0.8, cutmix=1.0, label_smoothing=0.1)
     assert (tuned.data.batch, tuned.train.epochs, tuned.backbone.drop_path) == (1024, 100, 0.1)
     assert tuned.backbone.model_args == {"global_pool": "avg"}
 

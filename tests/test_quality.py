@@ -147,6 +147,7 @@ COVERED = {
     "situs.train.export.card": "test_write",
     "situs.methods.measured": "test_mp3",
     "situs.train.assemble": "test_run",
+    "situs.train.checkpoint.state": "test_loop",
     "situs.train.config": "test_loop",
     "situs.train.inputs": "test_run_texts",
     "situs.data.sources.rows": "test_text",

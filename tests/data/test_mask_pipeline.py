@@ -28,7 +28,7 @@ CROPS: dict[str, dict[str, Any]] = {
     "resized": {"crop": "resized", "scale": (0.3, 1.0)},
     "pad": {"crop": "pad", "pad": 5},
     "none": {"crop": "none"},
-    "turned": {"crop": "scaled", "operations": 2, "operation_probability": 1.0},
+    "turned": {"crop": "scaled", "operations": 2},
 }
 
 

@@ -70,7 +70,7 @@ CROPS: dict[str, dict[str, Any]] = {
     "fitted": {},
     "near": {"scales": (1.5, 2.0)},
     "none": {"crop": "none"},
-    "turned": {"scales": (0.8, 1.2), "operations": 2, "operation_probability": 1.0},
+    "turned": {"scales": (0.8, 1.2), "operations": 2},
 }
 
 

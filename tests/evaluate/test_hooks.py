@@ -75,7 +75,7 @@ def test_validation_looks_every_so_many_epochs_and_at_the_end(
 def test_validation_gives_the_accuracy_of_the_mean_and_puts_the_weights_back() -> None:
     own = config()
     method = make_method(own, CLASSES)
-    ema = Ema(method, 0.5, warmup=False)
+    ema = Ema(method, 0.5)
     with torch.no_grad():
         for parameter in method.parameters():
             parameter.add_(torch.randn_like(parameter))

@@ -74,7 +74,7 @@ def test_it_looks_every_few_epochs_and_at_the_end() -> None:
 
 def test_the_mean_of_the_weights_is_what_it_sees_and_the_weights_come_back() -> None:
     subject = method().train()
-    ema = Ema(subject, 0.9, warmup=False)
+    ema = Ema(subject, 0.9)
     with torch.no_grad():
         for parameter in subject.parameters():
             parameter.normal_()

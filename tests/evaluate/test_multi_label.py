@@ -173,7 +173,7 @@ def config(folder: Path, steps: int = 40, **data: object) -> RunConfig:
         method=SupervisedConfig(label_smoothing=0.05),
         backbone=BackboneConfig("vit_tiny_patch16_224", patch_size=4, model_args=shape),
         data=DataConfig(path=str(folder), img_size=8, batch=16, multi_label=True, workers=0, **data),  # type: ignore[arg-type]
-        augment=AugmentConfig(crop="none", mixup=0.2, mix_probability=0.5),
+        augment=AugmentConfig(crop="none", mixup=0.2),
         optim=OptimConfig(lr=1e-2, schedule="constant", warmup_epochs=0),
         train=TrainConfig(epochs=None, max_steps=steps, precision="fp32", save_every=7, log_every=10),
     )

@@ -77,12 +77,6 @@ def test_what_is_not_finite_comes_out_as_a_loss_that_is_not() -> None:
     loss.backward()
 
 
-def test_other_draws_choose_other_regions() -> None:
-    method, data = detection(), batch()
-    first, again, other = (method(data, method.draw(data, When(seed=seed, epoch=0))).loss for seed in (0, 0, 1))
-    assert torch.equal(first, again) and not torch.equal(first, other)
-
-
 def test_objects_are_found_inside_the_image_best_first() -> None:
     method = detection(score=0.0, detections=7).eval()
     data = batch()

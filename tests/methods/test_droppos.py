@@ -10,13 +10,11 @@ from builders import small_swin, small_vit
 from torch import Tensor, nn
 
 from situs.backbones import create_backbone
-from situs.backbones.base import Features
 from situs.config import from_dict
 from situs.core.position import cut_targets
 from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods import Batch, DropPos, DropPosConfig
-from situs.methods.droppos import attentive_weights, dropped_loss
 from situs.methods.official import OfficialDropPos, OfficialDropPosConfig
 from situs.presets import load_preset
 from situs.train.run import RunConfig
@@ -223,20 +221,6 @@ def test_a_view_at_other_ratios_shares_the_weights(name: str) -> None:
     assert (method.visible, view.visible, view.anchors) == (3, 12, 6)
 
 
-def test_visible_and_anchors_are_fair_and_the_samples_own() -> None:
-    method = make()
-    ids = torch.arange(4000)
-    assert (method.visible, method.anchors) == (8, 4)
-    visible = method.draw(Batch(ids, ids), When(seed=1, epoch=2))["visible"]
-    assert all(len(set(row)) == 8 for row in visible.tolist())
-    for span, share in ((slice(None), 8 / 12), (slice(0, 4), 4 / 12)):
-        seen = torch.nn.functional.one_hot(visible[:, span], 12).sum(1).double().mean(0)
-        assert torch.allclose(seen, torch.full((12,), share, dtype=torch.float64), atol=0.04)
-    some = ids[[77, 3, 1999]]
-    assert torch.equal(method.draw(Batch(some, some), When(seed=1, epoch=2))["visible"], visible[some])
-    assert not torch.equal(method.draw(Batch(ids, ids), When(seed=1, epoch=3))["visible"], visible)
-
-
 def test_sigma_falls_by_step_or_by_epoch() -> None:
     paper = make(sigma_start=2.0, sigma_end=0.5)
     assert [paper.sigma(When(epoch=3, progress=p, epochs=10)) for p in (0.0, 0.4, 1.0)] == [2.0, 1.4, 0.5]
@@ -304,52 +288,7 @@ def test_gradients_reach_the_mask_token_and_only_the_anchors_rows() -> None:
     assert method.mask_token.grad is not None and method.mask_token.grad.abs().min() > 0
 
 
-def test_places_and_logits_belong_together() -> None:
-    """A decoder whose class is always the true place of the first dropped patch of sample 0."""
-    method = make(affinity=None, sigma_start=0.0)
-    data = batch(method)
-    draws = method.draw(data, When(seed=0, epoch=0))
-    places = draws["visible"][:, method.anchors :]
-    with torch.no_grad():
-        method.decoder.leave.weight.zero_()
-        method.decoder.leave.bias.zero_()
-        method.decoder.leave.bias[int(places[0, 0])] = 40.0
-    output = method(data, draws)
-    right = float((places == places[0, 0]).double().mean())
-    assert torch.equal(output.extras["places"], places)
-    assert float(output.metrics["position_accuracy"]) == pytest.approx(right)
-    assert output.loss.item() == pytest.approx(40 * (1 - right), rel=1e-5)
-
-
 # --- the pure functions -------------------------------------------------------------------------------------------
-
-
-def test_swapping_class_axis_and_token_axis_is_another_loss() -> None:
-    torch.manual_seed(0)
-    logits, targets = torch.randn(2, 6, 6), torch.rand(6, 6)
-    places = torch.stack([torch.randperm(6), torch.randperm(6)])
-    slow = [-(targets[places[b, t]] * logits[b, t].log_softmax(-1)).sum() for b in range(2) for t in range(6)]
-    assert float(dropped_loss(logits, places, targets, None)) == pytest.approx(
-        float(torch.stack(slow).mean()), rel=1e-5
-    )
-    assert float(dropped_loss(logits.transpose(1, 2), places, targets, None)) != pytest.approx(
-        float(torch.stack(slow).mean()), rel=1e-3
-    )
-
-
-@pytest.mark.parametrize("prefix", [0, 1, 5])
-def test_attentive_weights_are_the_softmax_over_all_gathered_and_renormalised(prefix: int) -> None:
-    torch.manual_seed(0)
-    features = Features(torch.randn(2, prefix, 8), torch.randn(2, 10, 8))
-    visible = torch.tensor([[7, 0, 3], [1, 9, 4]])
-    ours = attentive_weights(features, 0.1, visible)
-    for b in range(2):
-        cls = features.prefix[b, 0] if prefix else features.patches[b].mean(0)
-        raw = [math.exp(slow_cosine(cls, patch) / 0.1) for patch in features.patches[b]]
-        full = [value / sum(raw) for value in raw]
-        part = [full[i] for i in visible[b].tolist()]
-        assert ours[b].tolist() == pytest.approx([value / sum(part) for value in part], rel=1e-4)
-    assert not attentive_weights(Features(features.prefix, features.patches.requires_grad_()), 0.1).requires_grad
 
 
 def test_the_official_map_has_the_published_numbers() -> None:
@@ -432,21 +371,6 @@ def test_swin_sees_one_patch_of_each_cell() -> None:
     assert torch.equal(method(data._replace(inputs=images), draws).extras["logits"], output.extras["logits"])
     with pytest.raises(SitusError, match=r"mask_ratio: must be 0\.75 on swin"):
         swin_method(mask_ratio=0.5)
-
-
-def test_swin_learns_places_of_a_few_samples() -> None:
-    method = swin_method(affinity="visible", sigma_start=0.0).float()
-    data = Batch(torch.randn(4, 3, 128, 256), torch.arange(4))
-    draws = method.draw(data, When(seed=0, epoch=0))
-    optimiser = torch.optim.Adam(method.parameters(), lr=3e-3)
-    losses = []
-    while len(losses) < 25 and not (losses and losses[-1] < 0.8 * losses[0]):
-        loss = method(data, draws).loss
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.slow

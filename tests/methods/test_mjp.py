@@ -168,14 +168,6 @@ def test_each_variant_trains_what_it_adds(name: str) -> None:
 
 
 @torch.no_grad()
-def test_row_a_is_supervised_training() -> None:
-    method = make(**vars(VARIANTS["A"]))
-    assert method.draw(batch(), When(seed=0, epoch=0)) == {}
-    logits = method(batch(), {}).extras["logits"]
-    assert torch.allclose(logits, method.backbone.model(batch().inputs), atol=1e-12)
-
-
-@torch.no_grad()
 def test_row_b_does_not_see_the_order_and_row_g_not_inside_a_told_mask() -> None:
     data, index = batch(), torch.stack([torch.randperm(12) for _ in range(4)])
     moved = move_patches(data.inputs, (3, 4), index)
@@ -243,17 +235,6 @@ def test_without_e_unk_every_place_keeps_its_vector_and_dal_counts_it() -> None:
 
 
 # --- draws and schedules ------------------------------------------------------------------------------------------
-
-
-def test_paper_draws_are_the_samples_own_and_in_every_epoch() -> None:
-    method = make()
-    ids = torch.arange(200)
-    whole = method.draw(Batch(ids, ids), When(seed=0, epoch=0))
-    assert whole["mask"].sum(1).tolist() == [6] * 200
-    assert len({tuple(row) for row in whole["mask"].tolist()}) > 10
-    alone = method.draw(Batch(ids[[150, 3]], ids[[150, 3]]), When(seed=0, epoch=0))
-    assert torch.equal(alone["mask"], whole["mask"][[150, 3]]) and torch.equal(alone["index"], whole["index"][[150, 3]])
-    assert torch.equal(whole["index"][~whole["mask"]], torch.arange(12).expand(200, -1)[~whole["mask"]])
 
 
 def test_the_mask_and_the_order_know_nothing_of_each_other() -> None:

@@ -17,7 +17,7 @@ from situs.core.tokens import take
 from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods import MP3, Batch, MP3Config
-from situs.methods.heads import place_ranks, position_accuracy, position_loss
+from situs.methods.heads import place_ranks, position_loss
 
 
 def make(eta: float = 0.5, **config) -> MP3:
@@ -91,42 +91,6 @@ def test_loss_and_gradients_match_an_independent_slow_mp3(eta: float) -> None:
     assert method.context == 6 - int(eta * 6)
 
 
-def test_swapping_class_axis_and_token_axis_is_another_loss() -> None:
-    """Both axes are N long, so a swap runs silently: the loss must tell them apart."""
-    torch.manual_seed(0)
-    logits = torch.randn(2, 6, 6, dtype=torch.float64)
-    places = torch.stack([torch.randperm(6), torch.randperm(6)])
-    by_hand = -torch.stack([logits[b, t].log_softmax(-1)[places[b, t]] for b in range(2) for t in range(6)]).mean()
-    assert float(position_loss(logits, places)) == pytest.approx(float(by_hand), abs=1e-6)
-    assert abs(float(position_loss(logits.transpose(1, 2), places)) - float(by_hand)) > 0.05
-
-
-def test_the_head_learns_its_class_axis() -> None:
-    """A head whose class j always wins puts every token at place j: along the other axis nobody would win."""
-    method = make()
-    with torch.no_grad():
-        method.position_head.weight.zero_()
-        method.position_head.bias.zero_()
-        method.position_head.bias[4] = 50.0
-    draws = method.draw(batch(), When(seed=0, epoch=0))
-    output = method(batch(), draws)
-    assert (output.extras["logits"].argmax(-1) == 4).all()
-    assert float(output.metrics["position_accuracy"]) == pytest.approx(1 / 6)
-    assert float(output.loss.detach()) == pytest.approx(50 * 5 / 6, rel=1e-4)
-
-
-def test_the_context_is_a_fair_subset_and_depends_on_the_sample_alone() -> None:
-    method = make(0.5)
-    ids = torch.arange(4000)
-    order = method.draw(Batch(ids, ids), When(seed=1, epoch=2))["order"]
-    assert torch.equal(order.sort(dim=1).values, torch.arange(6).expand(4000, -1))
-    share = torch.nn.functional.one_hot(order[:, :3], 6).sum(1).double().mean(0)
-    assert torch.allclose(share, torch.full((6,), 0.5, dtype=torch.float64), atol=0.04)
-    some = ids[[77, 3, 1999]]
-    assert torch.equal(method.draw(Batch(some, some), When(seed=1, epoch=2))["order"], order[some])
-    assert not torch.equal(method.draw(Batch(ids, ids), When(seed=1, epoch=3))["order"], order)
-
-
 def test_positions_are_gone_and_masked_patches_are_seen_by_nobody() -> None:
     method = make(0.5)
     draws = method.draw(batch(), When(seed=0, epoch=0))
@@ -157,24 +121,6 @@ def test_anchors_are_told_their_own_place_and_no_other(eta: float) -> None:
     assert float(method(batch(), draws).loss.detach()) == pytest.approx(float(slow.detach()), abs=1e-6)
     untold = slow_mp3(method, batch().inputs, [row[: method.context] for row in order])
     assert abs(float(slow.detach()) - float(untold.detach())) > 1e-3
-
-
-def test_anchors_are_any_places_and_know_nothing_of_the_context() -> None:
-    method = make(0.5, anchor_ratio=0.34)
-    draws = method.draw(Batch(torch.zeros(6000), torch.arange(6000)), When(seed=0, epoch=0))
-    told = torch.zeros(6000, 6).scatter(1, draws["order"], draws["anchors"].float())
-    shown = torch.zeros(6000, 6).scatter(1, draws["order"][:, : method.context], 1.0)
-    error = math.sqrt(2 / 9 / 6000)
-    assert torch.allclose(told.mean(0), torch.full((6,), 1 / 3), atol=4.5 * error)
-    # A place is an anchor as often in the context as outside of it.
-    assert torch.allclose((told * shown).mean(0), torch.full((6,), 1 / 6), atol=4.5 * error)
-
-
-def test_accuracy_of_an_untrained_head_is_chance() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(500, 36, 36)
-    places = torch.stack([torch.randperm(36) for _ in range(500)])
-    assert float(position_accuracy(logits, places)) == pytest.approx(1 / 36, abs=4 * math.sqrt(1 / 36 / 18000))
 
 
 def test_rotary_backbones_leave_the_rotation_out() -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from situs.errors import SitusError
 from situs.methods import upernet
-from situs.methods.upernet import POOLS, BatchNorm, Pyramid, UperNet, normed, pool, resize
+from situs.methods.upernet import BatchNorm, Pyramid, UperNet, resize
 
 MAPS = torch.randn(2, 3, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -20,18 +20,6 @@ MAPS = torch.randn(2, 3, 7, 5, dtype=torch.float64, generator=torch.Generator().
 def test_resizing_is_torchs(size: tuple[int, int]) -> None:
     wanted = F.interpolate(MAPS, size, mode="bilinear", align_corners=False)
     torch.testing.assert_close(resize(MAPS, size), wanted, rtol=0, atol=2e-6)  # its places are float32
-
-
-@pytest.mark.parametrize("side", [*POOLS, 8])
-def test_pooling_is_torchs(side: int) -> None:
-    torch.testing.assert_close(pool(MAPS, side), F.adaptive_avg_pool2d(MAPS, side), rtol=0, atol=1e-7)
-
-
-@pytest.mark.parametrize(("width", "groups"), [(512, 32), (16, 1), (24, 1), (48, 3), (7, 1), (50, 2)])
-def test_groups_have_sixteen_channels_or_fewer_that_divide(width: int, groups: int) -> None:
-    norm = normed(4, width)[1]
-    assert isinstance(norm, torch.nn.GroupNorm)
-    assert norm.num_groups == groups
 
 
 def test_a_pyramid_has_four_sizes_of_any_grid() -> None:

@@ -45,7 +45,7 @@ def main(out: Path) -> None:
     sharded = method()
     distributed.wrap_fsdp(sharded, "fp32")
     before = gradients(sharded)
-    ema = Ema(sharded, 0.9, warmup=False)
+    ema = Ema(sharded, 0.9)
     with torch.no_grad():
         for parameter in sharded.parameters():
             parameter.mul_(2.0)  # the probe must look at the mean, which is still what was made

@@ -16,7 +16,7 @@ from situs.train.ema import Ema
 def test_modes_and_gradients_come_back_even_after_an_error() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     model[1].eval()
-    ema = Ema(model, 0.9, warmup=False)
+    ema = Ema(model, 0.9)
     mean = model[0].weight.detach().clone()
     with torch.no_grad():
         model[0].weight.add_(1.0)

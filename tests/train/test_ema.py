@@ -2,18 +2,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import pytest
 import torch
 from torch import nn
 
-from situs.train.ema import Ema, decay_at
+from situs.train.ema import Ema
 
 
 def test_the_mean_follows_the_slow_formula() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
     model[1].bias.requires_grad_(False)
-    ema = Ema(model, 0.7, warmup=True)
+    ema = Ema(model, 0.7)
     slow = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     assert set(ema.mean) == {"0.weight", "0.bias", "1.weight"}
     for step in range(30):
@@ -29,15 +28,9 @@ def test_the_mean_follows_the_slow_formula() -> None:
         torch.testing.assert_close(ema.mean[name], mean, rtol=1e-12, atol=1e-12)
 
 
-def test_warmup_only_lowers_the_decay() -> None:
-    assert decay_at(0, 0.999, True) == 0.1
-    assert decay_at(10**6, 0.999, True) == 0.999
-    assert decay_at(0, 0.999, False) == 0.999
-
-
 def test_applied_swaps_and_gives_back() -> None:
     model = nn.Linear(2, 2)
-    ema = Ema(model, 0.5, warmup=False)
+    ema = Ema(model, 0.5)
     with torch.no_grad():
         model.weight.add_(1.0)
     own, first = model.weight.detach().clone(), ema.mean["weight"].clone()
@@ -51,24 +44,10 @@ def test_applied_swaps_and_gives_back() -> None:
 def moved() -> tuple[nn.Linear, Ema, torch.Tensor]:
     """A model one away from its mean, with the weights it must have again."""
     model = nn.Linear(2, 2)
-    ema = Ema(model, 0.5, warmup=False)
+    ema = Ema(model, 0.5)
     with torch.no_grad():
         model.weight.add_(1.0)
     return model, ema, model.weight.detach().clone()
-
-
-def test_the_weights_come_back_after_an_exception() -> None:
-    model, ema, own = moved()
-
-    def evaluation() -> None:
-        with ema.applied():
-            assert torch.equal(model.weight, ema.mean["weight"])
-            raise KeyboardInterrupt("enough")
-
-    with pytest.raises(KeyboardInterrupt, match="enough"):
-        evaluation()
-    assert torch.equal(model.weight, own)
-    assert model.weight.requires_grad
 
 
 def test_the_weights_come_back_when_a_generator_that_holds_them_is_closed() -> None:

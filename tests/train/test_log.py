@@ -11,12 +11,11 @@ import types
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from situs.errors import SitusError
 from situs.train.checkpoint import RunFolder
-from situs.train.log import TRACKERS, Log, describe, memory_gib
+from situs.train.log import TRACKERS, Log, describe
 
 RECORD = {
     "step": 50, "epoch": 1.25, "loss": 2.34567, "position_accuracy": 0.41234, "gradient_norm": 3.0, "lr": 1.5e-4,
@@ -113,21 +112,6 @@ def test_the_time_left_is_judged_by_the_steps_made_here(run: RunFolder, monkeypa
     assert out.getvalue() == "step 11/20 · loss 1 · 0:27 left\n"
 
 
-def test_a_live_line_moves_every_second(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, out = Clock(), io.StringIO()
-    monkeypatch.setattr("situs.train.log.time", clock)
-    log = Log(run, 0, 100, console=Console(file=out, width=80, force_terminal=True))
-    for step, seconds in ((1, 0.5), (2, 0.5), (3, 0.5)):
-        clock.now += seconds
-        log.pulse(step, dict)
-    text = out.getvalue()
-    log.close()
-    assert "step 2/100" in text
-    assert "0:49 left" in text
-    assert "step 1/100" not in text
-    assert "step 3/100" not in text
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_that_is_gone_ends_no_run(run: RunFolder, terminal: bool) -> None:
     class Gone(io.StringIO):
@@ -158,16 +142,6 @@ def test_every_record_is_a_line_of_strict_json(run: RunFolder) -> None:
 
     lines = [json.loads(line, parse_constant=refuse) for line in run.metrics.read_text().splitlines()]
     assert lines == [RECORD, {"step": 50, "probe": None}]
-
-
-def test_other_ranks_are_silent(tmp_path: Path, capsys) -> None:
-    run = RunFolder.create(tmp_path / "run", {}, writer=False)
-    log = Log(run, 0, 100)
-    log.step(RECORD)
-    log.say("hello")
-    log.close()
-    assert capsys.readouterr() == ("", "")
-    assert not run.path.exists()
 
 
 @pytest.mark.parametrize("name", sorted(TRACKERS))
@@ -242,10 +216,6 @@ def test_tensorboard_hides_what_is_written_again(run: RunFolder, monkeypatch) ->
     log.keep({"step": 50, "loss": 1.5})
     log.close()
     assert calls == [("tensorboard", 41), ("loss", 1.5, 50), ("closed",)]
-
-
-def test_memory_is_that_of_this_process() -> None:
-    assert 0.01 < memory_gib(torch.device("cpu")) < 1000
 
 
 def steps_of(run: RunFolder, name: str) -> None:

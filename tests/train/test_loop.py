@@ -204,16 +204,6 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path, p
     assert [r["step"] for r in run.records()] == [3, 6, 9, 12, 15, 18, 20]
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_keeps_them(tmp_path: Path) -> None:
-    _, _, run = train(tmp_path / "run", hooks=[StopAt(9)])
-    for torn in run.checkpoints.iterdir():
-        (torn / "state.json").write_text("{}")
-    held = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
-    with pytest.raises(SitusError, match=r"no whole checkpoint left .* begin it again in another folder"):
-        train(tmp_path / "run")
-    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == held
-
-
 def test_two_runs_in_one_folder_are_kept_apart(tmp_path: Path, peace) -> None:
     refused: list[str] = []
 
@@ -341,11 +331,6 @@ def test_a_method_that_comes_in_eval_mode_is_trained_all_the_same(tmp_path: Path
     _, method, _ = train(tmp_path / "run", method=toy(drop_path=0.3).eval())
     assert method.training
     assert same(method, peace[1])  # with the drop path that eval mode would leave out
-
-
-def test_seeds_change_the_run(tmp_path: Path, peace) -> None:
-    _, b, _ = train(tmp_path / "b", dataclasses.replace(TRAIN, seed=1))
-    assert not same(peace[1], b)
 
 
 @pytest.mark.parametrize(

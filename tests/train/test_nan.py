@@ -24,11 +24,6 @@ TRAIN = TrainConfig(epochs=4, precision="fp32", log_every=100, save_every=2, kee
 OPTIM = OptimConfig(lr=1e-2, warmup_epochs=1, weight_decay=0.1, ema=0.9, clip=1.0)
 
 
-def bad_step(sample: int) -> int:
-    """The first step whose batch holds the sample."""
-    return next(i for i, batch in enumerate(ToyLoader().iterate(0, 0), start=1) if sample in batch.ids)
-
-
 SAMPLE = int(next(iter(ToyLoader().iterate(0, 3))).ids[0])  # the fourth step: neither a log step nor the last
 
 
@@ -135,7 +130,3 @@ def test_a_step_comes_back_whole_and_one_of_before_too() -> None:
             assert draws.keys() == {"order"}
             assert torch.equal(draws["order"], part.draws["order"])
             assert share == 0.5
-
-
-def test_the_test_itself_knows_the_step() -> None:
-    assert bad_step(SAMPLE) == 4

@@ -299,31 +299,6 @@ def test_a_stopped_and_extended_run_equals_one_that_never_stopped(mp3: Path, tmp
     assert json.loads((tmp_path / "cut" / "config.json").read_text())["train"]["max_steps"] == 5
 
 
-def test_more_epochs_go_on_and_say_what_happens_to_the_schedule(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    once = config(data={"count": 90, "batch": 30}, train={"epochs": 1, "max_steps": None})
-    assert train_run(once, out=tmp_path / "run", device="cpu").step == 3
-    twice = longer_by(once, epochs=2)
-    assert train_run(twice, resume=tmp_path / "run", device="cpu").step == 6
-    noted, said = capsys.readouterr()
-    assert "train.epochs: 1 -> 2" in noted
-    assert "the run now ends at step 6, not 3: its schedule is computed anew" in said
-    rates = [record["lr"] for record in RunFolder.open(tmp_path / "run").records()]
-    assert rates[3] == pytest.approx(5e-3, rel=1e-3)  # half way down the cosine over six steps
-    assert train_run(twice, resume=tmp_path / "run", device="cpu").step == 6
-    assert "the run is complete; more epochs would go on" in capsys.readouterr().err
-    assert train_run(longer_by(twice, max_steps=6), resume=tmp_path / "run", device="cpu").step == 6
-    assert "the run is complete; more steps would go on" in capsys.readouterr().err
-
-
-def test_another_config_is_refused_and_nothing_is_touched(mp3: Path) -> None:
-    before = {name: (mp3 / name).read_bytes() for name in files(mp3)}
-    with pytest.raises(SitusError, match=r"another config: optim\.lr was 0\.01 and is now 0\.02"):
-        train_run(config(optim={"lr": 0.02}), resume=mp3, device="cpu")
-    assert {name: (mp3 / name).read_bytes() for name in files(mp3)} == before
-
-
 def test_a_run_that_died_before_its_first_checkpoint_starts_from_its_init_again(mp3: Path, tmp_path: Path) -> None:
     own = config(init=str(mp3), optim={"lr": 1e-9}, train={"max_steps": 1})
     with pytest.raises(SitusError, match="nothing was given that reads it"):  # and not trained from random weights

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launch import torchrun
 from masked import write_ade
 
 from situs.config import from_dict, merge
@@ -105,50 +103,3 @@ def test_an_export_segments_as_the_run_does(data: Path, whole: Path, tmp_path: P
     inputs = torch.randn(1, 3, 24, 24)
     wanted = open_model(str(whole)).backbone.model.eval().forward_features(inputs)
     torch.testing.assert_close(model.forward_features(inputs), wanted)
-
-
-SCRIPT = """
-import sys
-from situs.config import from_dict
-from situs.train.run import RunConfig, train_run
-import json
-train_run(from_dict(RunConfig, json.loads(sys.argv[2])), out=sys.argv[1], device="cpu", quiet=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("parallel", "norm"), [("ddp", "group"), ("fsdp", "group"), ("ddp", "batch"), ("fsdp", "batch")]
-)
-def test_two_ranks_are_one(data: Path, tmp_path: Path, parallel: str, norm: str) -> None:
-    from situs.config import to_dict
-
-    told = {"name": "segmentation", "width": 16, "auxiliary_width": 16, "dropout": 0.0, "norm": norm}
-    # Of a bias before a batch norm the gradient is rounding alone, of which Adam without a large eps makes whole steps.
-    calm = config(data, method=told, optim={"eps": 1e-3 if norm == "batch" else 1e-8})
-    calm = replace(calm, backbone=replace(calm.backbone, drop_path=0.0))
-    train_run(calm, out=tmp_path / "one", device="cpu", quiet=True)
-    (tmp_path / "two.py").write_text(SCRIPT)
-    spread = to_dict(replace(calm, train=replace(calm.train, parallel=parallel)))  # type: ignore[arg-type]
-    import json
-
-    torchrun(tmp_path / "two.py", tmp_path / "two", json.dumps(spread))
-    one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
-    names = [name for name in one if not name.startswith("generators")]
-    assert names and {*names} <= two.keys()
-    for name in names:
-        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=2e-6, msg=lambda said, n=name: f"{n}: {said}")
-
-
-@pytest.mark.slow
-def test_eight_images_are_learned_by_heart(tmp_path: Path) -> None:
-    data = write_ade(tmp_path / "ade", {"training": 8})
-    augment = {"crop": "none", "flip": 0.0, "scales": [1.0, 1.0], "interpolation": "bilinear"}
-    calm = {"name": "segmentation", "width": 32, "auxiliary_width": 16, "dropout": 0.0}
-    told = {"lr": 2e-3, "warmup_epochs": 0, "weight_decay": 0.0}
-    asked = config(data, augment=augment, method=calm, optim=told, train={"epochs": 60, "save_every": 1000})
-    train_run(
-        replace(asked, backbone=replace(asked.backbone, drop_path=0.0)), out=tmp_path / "run", device="cpu", quiet=True
-    )
-    found = evaluate_segments(str(tmp_path / "run"), data, split="train", pictures=0)
-    assert found.scores.miou > 0.9

@@ -29,7 +29,7 @@ class Blocks:
         self.method, self.optim, self.precision = cut(method, "server"), optim, precision
         self.backbone = method.backbone
         self.optimizer = make_optimizer(method, optim)
-        self.ema = None if optim.ema is None else Ema(method, optim.ema, optim.ema_warmup)
+        self.ema = None if optim.ema is None else Ema(method, optim.ema)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.device, self.dtype = self.parameters[0].device, self.parameters[0].dtype
         self.updates = 0

@@ -29,7 +29,7 @@ from situs.train.checkpoint import Checkpoint, RunFolder
 from situs.train.checkpoint.files import read_table
 from situs.train.optim import OptimConfig
 
-AGREED = ("weight_decay", "betas", "eps", "layer_decay", "clip", "clip_mode", "ema", "ema_warmup")
+AGREED = ("weight_decay", "betas", "eps", "layer_decay", "clip", "clip_mode", "ema")
 """Fields of the optimiser that both sides must have alike; the rate comes with each step."""
 
 _SESSION = re.compile("[0-9a-f]{32}")

@@ -12,25 +12,21 @@ from torch import Tensor, nn
 _torch: Any = torch  # its stubs do not export the foreach kernels
 
 
-def decay_at(step: int, decay: float, warmup: bool) -> float:
-    """The decay of update number `step` (the first is 0): min(decay, (1 + t) / (10 + t)) with a warm-up."""
-    return min(decay, (1 + step) / (10 + step)) if warmup else decay
-
-
 class Ema:
     """The mean of a model's trainable parameters, by name; buffers and frozen parameters have none."""
 
-    def __init__(self, model: nn.Module, decay: float, warmup: bool) -> None:
+    def __init__(self, model: nn.Module, decay: float) -> None:
         held = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self.decay, self.warmup = decay, warmup
+        self.decay = decay
         self.weights = list(held.values())
         self.mean: dict[str, Tensor] = {name: parameter.detach().clone() for name, parameter in held.items()}
         self._means = list(self.mean.values())
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Moves the mean towards the weights after update number `step`."""
-        _torch._foreach_lerp_(self._means, self.weights, 1.0 - decay_at(step, self.decay, self.warmup))
+        """Moves the mean towards the weights after update number `step` (t, the first is 0)."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        _torch._foreach_lerp_(self._means, self.weights, 1.0 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ _Decay = Annotated[float, Within("[0, 1)")]
 @dataclass(frozen=True)
 class OptimConfig(Checked):
     """How the weights move: AdamW, its schedule, and what is spared."""
+
+    retired: ClassVar = {"ema_warmup": (True, "the mean always begins with a smaller decay")}
 
     lr: Positive | None = None
     """Peak rate; by default base_lr · global batch / lr_reference, so that a recipe fits another batch."""
@@ -81,10 +83,8 @@ class OptimConfig(Checked):
     """norm: one norm over all parameters. parameter: each by itself, what DropPos's published code runs."""
 
     ema: Annotated[float, Within("(0, 1)")] | None = None
-    """Decay of the running mean of the weights (.9999, say); by default there is none."""
-
-    ema_warmup: bool = True
-    """Start the mean with the smaller decay (1 + t) / (10 + t), to forget the first weights sooner."""
+    """Decay of the running mean of the weights (.9999, say); by default there is none. It begins with the smaller decay
+    (1 + t) / (10 + t), to forget the first weights sooner."""
 
 
 RATES = {

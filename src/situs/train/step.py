@@ -87,7 +87,7 @@ class Stepper:
         self.spread, self.compiled = distributed.spread(method, parallel, precision, compiled), compiled
         self.optimizer = make_optimizer(method, optim)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.ema = None if optim.ema is None else Ema(method, optim.ema, optim.ema_warmup)
+        self.ema = None if optim.ema is None else Ema(method, optim.ema)
         self.scaler = torch.amp.GradScaler(self.device.type) if precision == "fp16" else None
         # [not finite, asked to stop], once 1 always 1: after a step that was not finite no update is made, so the
         # weights stay those before it.

@@ -12,8 +12,8 @@ AREA = (0.02, 1 / 3)
 def erased(count: int, probability: float = 1.0, size: tuple[int, int] = (32, 40), table: bool = False) -> torch.Tensor:
     noise = uniform(0, 0, torch.arange(count), "x", (erasing.NOISE,))
     images = torch.full((count, 3, *size), 9.0)
-    normal = erasing.normal_table(images.device) if table else None
-    return erasing.erase(images, noise, probability, AREA, normal)
+    numbers = erasing.normal_table(images.device) if table else torch.zeros(1)
+    return erasing.erase(images, noise, probability, numbers)
 
 
 def test_what_is_erased_is_one_rectangle_in_all_channels():
@@ -55,7 +55,7 @@ def test_every_part_of_an_erased_rectangle_is_a_draw_of_its_own(related):
     noise = uniform(0, 0, torch.arange(count), "x", (erasing.NOISE,))
     images = torch.full((count, 1, size, size), -1.0)
     table = torch.arange(float(size * size * 16))
-    gone = erasing.erase(images, noise, 0.5, (0.02, 0.2), table)[:, 0]
+    gone = erasing.erase(images, noise, 0.5, table, (0.02, 0.2))[:, 0]
     chosen = (gone >= 0).flatten(1).any(1)
     assert related({"whether": chosen.double(), "size": noise[:, 1], "top": noise[:, 21]}) == {}
     gone = gone[chosen]

@@ -13,7 +13,7 @@ from situs.errors import SitusError
 
 MEAN, STD = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.2, 0.25, 0.3])
 EVERYTHING = AugmentConfig(operations=3, jitter=0.4, erasing=0.5)
-CONFIGS = {**RECIPES, "everything": EVERYTHING, "pad": AugmentConfig(crop="pad", operations=1, erasing_with="mean")}
+CONFIGS = {**RECIPES, "everything": EVERYTHING, "pad": AugmentConfig(crop="pad", operations=1)}
 
 
 def pictures(count: int, channels: int = 3, size: int = 20) -> torch.Tensor:

@@ -220,7 +220,7 @@ def test_labels_are_known_without_reading_them_and_checked_when_they_are(tmp_pat
 
 def test_a_group_is_held_until_it_is_released(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "_GROUPS_KEPT", 1)
-    monkeypatch.setattr(parquet, "_FOOTERS_KEPT", 2)
+    monkeypatch.setattr(parquet, "_FOOTERS_KEPT", 1)
     for name in "ab":
         write(tmp_path / f"{name}.parquet", table([0, 1] * 3), row_group_size=2)
     source = parquet.ParquetSource(tmp_path, held_bytes=0)

@@ -104,3 +104,17 @@ def test_rates_grow_with_the_batch() -> None:
     assert rates_of("LoRA", 100)["lr"] == pytest.approx(1e-3) and rates_of("LoRA", 25)["lr"] == pytest.approx(5e-4)
     assert rates_of("all layers", 256)["lr"] == pytest.approx(3.072e-4)
     assert rates_of("all layers", 8, blocks=False)["layer_decay"] == 1.0
+
+
+@pytest.mark.parametrize("method", ["droppos", "mp3", "mae"])
+def test_pretraining_trains_the_new_head_first_and_the_weights_slowly(method: str, bench: tuple[Bench, Origin]) -> None:
+    own, origin = bench
+    start, moved, head = None, list[float](), list[float]()
+    for learner in own.pretrained(origin, method, own.train, 6):
+        weights = {name: value.detach().clone() for name, value in learner.named_parameters()}
+        start = weights if start is None else start
+        far = {name: float((value - start[name]).abs().max()) for name, value in weights.items()}
+        moved.append(max(far[name] for name in far if name.startswith("backbone.")))
+        head.append(max(far[name] for name in far if not name.startswith("backbone.")))
+    assert moved[:3] == [0.0] * 3 and 0 < moved[5] < 4e-6  # three updates, each of at most the rate and a little decay
+    assert 0 < head[1] < head[2]

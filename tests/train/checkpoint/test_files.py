@@ -51,16 +51,6 @@ def test_ties_views_and_shapes_come_back(tmp_path: Path) -> None:
     assert "tied" not in load_file(tmp_path / "x.safetensors")  # written once
 
 
-def test_a_failure_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="directory"):
-        write_tensors(tmp_path / "missing" / "x.safetensors", {"a": torch.zeros(2)})
-
-
-def test_digest_is_sha256(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(b"abc")
-    assert digest(tmp_path / "x") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-
-
 def test_the_file_is_the_one_that_safetensors_writes(tmp_path: Path) -> None:
     given = {f"{n}": torch.randn(n, 3).to(dtype) for n, dtype in enumerate(DTYPES.values())}
     given |= {"é": torch.tensor(1.5), "none": torch.empty(0), "large": torch.randn(1000)}

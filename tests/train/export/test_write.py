@@ -326,7 +326,7 @@ def test_a_module_wrapped_by_hand_is_refused(tmp_path: Path) -> None:
 
 def test_weights_or_their_mean_come_from_a_checkpoint(tmp_path: Path) -> None:
     method = make("table")
-    ema = Ema(method, 0.9, warmup=False)
+    ema = Ema(method, 0.9)
     mean = {name: tensor.clone() for name, tensor in method.state_dict().items()}
     with torch.no_grad():
         for parameter in method.parameters():

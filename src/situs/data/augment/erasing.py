@@ -1,4 +1,4 @@
-"""Random erasing (Zhong et al., 2020): a random rectangle of a normalised image becomes noise or the mean colour."""
+"""Random erasing (Zhong et al., 2020): a random rectangle of a normalised image becomes noise."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def normal_table(device: torch.device) -> Tensor:
 
 
 def erase(
-    images: Tensor, noise: Tensor, probability: float, area: tuple[float, float], table: Tensor | None = None
+    images: Tensor, noise: Tensor, probability: float, table: Tensor, area: tuple[float, float] = (0.02, 1 / 3)
 ) -> Tensor:
     """`images` [B, C, H, W] with a rectangle of a share in `area` replaced, in a share `probability` of them.
 
-    noise: [B, 24]. table: `normal_table`, for normal noise; without it zeros, the mean colour of a normalised image.
+    noise: [B, 24]. table: `normal_table`.
     Aspect log-uniform in [0.3, 1/0.3]; the first of ten attempts smaller than the image is taken.
     """
     height, width = images.shape[2:]
@@ -46,8 +46,6 @@ def erase(
     x = torch.arange(width, device=images.device).view(1, -1)
     rows, columns = (y >= top) & (y < top + h) & chosen, (x >= left) & (x < left + w)
     erased = (rows[:, :, None] & columns[:, None, :])[:, None]
-    if table is None:
-        return torch.where(erased, 0.0, images)
     start = (noise[:, 23:24] * table.numel()).long()
     place = (start + torch.arange(images[0].numel(), device=images.device)) % table.numel()
     return torch.where(erased, table[place].view(images.shape), images)

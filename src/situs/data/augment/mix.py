@@ -52,7 +52,14 @@ def soft_labels(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
 
 
 def mix(
-    images: Tensor, targets: Tensor, noise: Tensor, *, mixup: float, cutmix: float, probability: float, switch: float
+    images: Tensor,
+    targets: Tensor,
+    noise: Tensor,
+    *,
+    mixup: float,
+    cutmix: float,
+    probability: float = 1.0,
+    switch: float = 0.5,
 ) -> tuple[Tensor, Tensor]:
     """Images [B, C, H, W] and soft labels [B, K] mixed with their partners'. noise: [B, 5].
 

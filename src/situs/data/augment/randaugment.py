@@ -33,7 +33,7 @@ class AugmentPlan(NamedTuple):
     sign: Tensor
 
 
-def plan(noise: Tensor, magnitude: float, std: float, probability: float) -> AugmentPlan:
+def plan(noise: Tensor, magnitude: float, std: float = 0.5, probability: float = 0.5) -> AugmentPlan:
     """The draws of RandAugment from noise [B, n, 5]; the magnitude is of 10 and spreads normally with `std`."""
     choose, whether, sign, radius, angle = noise.unbind(-1)
     operation = (choose * len(OPERATIONS)).long()

@@ -8,7 +8,7 @@ and CutMix look at a second sample (`situs.data.augment.mix`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,15 @@ _RISING = Rule("two rising numbers in (0, 1]", lambda pair: 0 < pair[0] <= pair[
 @dataclass(frozen=True)
 class AugmentConfig(Checked):
     """What happens to a training sample between the disk and the model. `RECIPES` names the usual ones of images."""
+
+    retired: ClassVar = {
+        "magnitude_std": (0.5, "the strength of RandAugment spreads by 0.5, as in DeiT"),
+        "operation_probability": (0.5, "half of RandAugment's operations are carried out, as in DeiT"),
+        "erasing_area": ([0.02, 1 / 3], "a fiftieth to a third of the image is erased, as in DeiT"),
+        "erasing_with": ("noise", "what is erased becomes noise, as in DeiT"),
+        "mix_probability": (1.0, "all samples are mixed where mixup or cutmix is on"),
+        "mix_switch": (0.5, "half of the samples take each where mixup and cutmix are on"),
+    }
 
     crop: Literal["none", "resized", "pad", "scaled", "fitted"] = "resized"
     """resized: a random box brought to the model's size. pad: a shift by up to `pad` pixels. none: the whole image.
@@ -67,32 +76,14 @@ class AugmentConfig(Checked):
     magnitude: Annotated[float, Within("[0, 10]")] = 9.0
     """RandAugment: strength of the operations, of 10."""
 
-    magnitude_std: NotNegative = 0.5
-    """RandAugment: standard deviation of the strength."""
-
-    operation_probability: Share = 0.5
-    """RandAugment: chance that an operation drawn is carried out."""
-
     erasing: Share = 0.0
-    """Random erasing: share of images with a rectangle erased."""
-
-    erasing_area: Annotated[tuple[float, float], _RISING] = (0.02, 1 / 3)
-    """Random erasing: share of the image erased, from and to."""
-
-    erasing_with: Literal["noise", "mean"] = "noise"
-    """Random erasing: normal noise for each pixel and channel, or the mean colour."""
+    """Random erasing: share of images with a rectangle filled with noise."""
 
     mixup: NotNegative = 0.0
     """MixUp's α; 0: no MixUp."""
 
     cutmix: NotNegative = 0.0
-    """CutMix's α; 0: no CutMix."""
-
-    mix_probability: Share = 1.0
-    """Share of samples that MixUp or CutMix mixes."""
-
-    mix_switch: Share = 0.5
-    """Share of the mixed samples that take CutMix, where both are on."""
+    """CutMix's α; 0: no CutMix. Where both are on, each mixes half of the samples."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.0
     """Mass of a label spread over all classes, or over yes and no of each class of a multi-label set. Labels are soft
@@ -158,7 +149,7 @@ def draw(config: AugmentConfig, ids: Tensor, *, seed: int, epoch: int) -> Noise:
     if config.mixes:
         shapes["mix"] = (mix.NOISE,)
     noise = {name: uniform(seed, epoch, ids, f"augment.{name}", shape) for name, shape in shapes.items()}
-    if config.erasing > 0 and config.erasing_with == "noise":
+    if config.erasing > 0:
         noise["table"] = erasing.normal_table(ids.device)
     return noise
 
@@ -210,7 +201,7 @@ def recoloured(images: Tensor, noise: Noise, config: AugmentConfig, mean: Tensor
         images = levels / 255.0
     images = normalise(images, mean, std)
     if "erasing" in noise:
-        images = erasing.erase(images, noise["erasing"], config.erasing, config.erasing_area, noise.get("table"))
+        images = erasing.erase(images, noise["erasing"], config.erasing, noise["table"])
     return images
 
 
@@ -228,19 +219,11 @@ def apply_mix(
     targets = mix.soft_multi_labels(labels, smoothing) if many else mix.soft_labels(labels, classes, smoothing)
     if not config.mixes:
         return images, targets
-    return mix.mix(
-        images,
-        targets,
-        noise["mix"],
-        mixup=config.mixup,
-        cutmix=config.cutmix,
-        probability=config.mix_probability,
-        switch=config.mix_switch,
-    )
+    return mix.mix(images, targets, noise["mix"], mixup=config.mixup, cutmix=config.cutmix)
 
 
 def _plan(noise: Noise, config: AugmentConfig) -> randaugment.AugmentPlan:
-    return randaugment.plan(noise["operations"], config.magnitude, config.magnitude_std, config.operation_probability)
+    return randaugment.plan(noise["operations"], config.magnitude)
 
 
 def _geometry(images: Tensor, noise: Noise, config: AugmentConfig, size: tuple[int, int], mean: Tensor) -> Tensor:

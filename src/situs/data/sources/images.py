@@ -74,7 +74,7 @@ def decode(data: bytes, name: str, channels: int | None = None, *, reduce: int =
     """
     with _broken(name, data):
         if data.startswith(_NUMPY):
-            image = _decode_array(data)
+            image = _shallow(torch.from_numpy(_image_array(data)))
         else:
             plain = _decode_plain(data) if reduce == 1 else None
             image = plain if plain is not None else _decode_pillow(data, keep_alpha=channels == 4, reduce=reduce)
@@ -232,23 +232,18 @@ def _shallow(image: Tensor) -> Tensor:
     return image.to(torch.float32)
 
 
-def _decode_array(data: bytes) -> Tensor:
-    """A NumPy file of [H, W], [C, H, W] or [H, W, C] (the shorter end is the channels), floats in [0, 1]."""
+def _image_array(data: bytes) -> np.ndarray:
+    """A NumPy file of [H, W], [C, H, W] or [H, W, C] (the shorter end is the channels): [C, H, W]."""
     import numpy as np
 
-    array = _image_array(data)
-    image = torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
-    return _shallow(image)
-
-
-def _image_array(data: bytes) -> np.ndarray:
-    """[C, H, W]."""
     array = _read_npy(data)
     if array.ndim not in {2, 3} or 0 in array.shape:
         raise ValueError(f"an array of shape {tuple(array.shape)} is no image")
     if array.ndim == 2:
-        return array[None]
-    return array.transpose(2, 0, 1) if array.shape[2] < array.shape[0] else array
+        array = array[None]
+    elif array.shape[2] < array.shape[0]:
+        array = array.transpose(2, 0, 1)
+    return np.ascontiguousarray(array.astype(array.dtype.newbyteorder("=")))
 
 
 def _read_npy(data: bytes) -> np.ndarray:

@@ -46,7 +46,7 @@ _MASK_COLUMNS = ("mask", "masks", "annotation", "annotations", "segmentation", "
 # for. In training the order is one in which each is read once and held until it is released (`situs.data.blocks`).
 _HELD_BYTES = 4 << 30
 _GROUPS_KEPT, _KEPT_BYTES = 8, 256 << 20  # where nobody releases them; one at least
-_FOOTERS_KEPT = 1 << 14  # row groups that the kept footers describe, 1 or 2 KB each
+_FOOTERS_KEPT = 64  # of files, 1 or 2 KB for each of their row groups
 _FOOTERS_AT_ONCE = 16
 
 
@@ -173,9 +173,7 @@ class ParquetSource(EncodedSource):
         footer = open_parquet(self._files[file]).metadata
         with self._lock:
             self._footers[file] = footer
-            while (
-                len(self._footers) > 1 and sum(each.num_row_groups for each in self._footers.values()) > _FOOTERS_KEPT
-            ):
+            if len(self._footers) > _FOOTERS_KEPT:
                 self._footers.popitem(last=False)
         return footer
 

@@ -39,6 +39,8 @@ from situs.train.tuning import TuningConfig, attach, freeze
 LOOKS = 8
 """Looks at the fold that is left out, during a training on the others."""
 DECAYS = (1e-3, 1e-2, 1e-1, 1.0)
+HEAD_RATE, BODY_RATE = 1e-3, 1e-6
+"""Of a pretraining that begins with public weights: of what the method adds, and of all weights after that."""
 SCALES = (5.0, 10.0, 20.0, 40.0, 80.0)
 """What a cosine is multiplied by to be a logit, of which the folds choose one: it moves probabilities, no answer."""
 
@@ -213,24 +215,29 @@ class Bench:
 
     # --- pretraining
 
-    def pretrained(self, origin: Origin, method: str, source: Source, total: int, **optim: Any) -> Iterator[Method]:
-        """A method of pretraining on images without labels, yielded after every update."""
+    def pretrained(
+        self, origin: Origin, method: str, source: Source, total: int, head: float = 0.5
+    ) -> Iterator[Method]:
+        """A method of pretraining on images without labels, yielded after every update.
+
+        head: share of the updates that train only what the method adds; the others train everything, slowly. The
+        gradients of a new head ruin public weights within a few hundred updates, at every rate that was tried.
+        """
         config = finetune_config(self.config, origin.source, None)
         data = replace(self.config.data, balanced=False)
-        config = replace(
-            config,
-            method=METHODS[method].Config(),
-            tuning=TuningConfig(),
-            data=data,
-            optim=replace(OptimConfig(), **optim),
-            init_positions=True,
-        )
+        learns = {"method": METHODS[method].Config(), "tuning": TuningConfig(), "init_positions": True}
+        config = replace(config, data=data, **learns)
         learner = make_method(config, None)
         self.start(config, learner.backbone)
-        loader = make_loader(data, config.augment, self.device, source=source)
         learner = learner.to(self.device)
-        for _ in updates(learner, loader, config, total):
-            yield learner
+        weights = [each for each in learner.backbone.parameters() if each.requires_grad]
+        alone = int(head * total)
+        for count, rate, moves in ((alone, HEAD_RATE, False), (total - alone, BODY_RATE, True)):
+            for each in weights:
+                each.requires_grad_(moves)
+            loader = make_loader(data, config.augment, self.device, source=source)
+            for _ in updates(learner, loader, replace(config, optim=OptimConfig(lr=rate)), count):
+                yield learner
 
 
 def rates_of(way: Way, batch: int, *, blocks: bool = True) -> dict[str, Any]:

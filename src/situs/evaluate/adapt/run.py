@@ -274,7 +274,7 @@ class Search:
         pretraining = None
         if self.pool is not None:
             try:
-                pretraining = seconds_of(bench.pretrained(origin, self.method, self.pool, 100), bench.device)
+                pretraining = seconds_of(bench.pretrained(origin, self.method, self.pool, 100, head=0.0), bench.device)
             except SitusError as error:
                 remarks.append(f"Pretraining with {self.method} was not tried ({error}).")
         batch = bench.config.data.batch or default_batch(count, 1, training=True)

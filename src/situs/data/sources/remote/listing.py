@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from situs.data.sources.base import SPLIT_WORDS
@@ -36,51 +35,33 @@ def list_set(address: str) -> tuple[list[Entry], dict[str, bytes]]:
     """
     check_address(address)
     if any(address.partition("?")[0].endswith(suffix) for suffix in SHARDS):
-        return _asked(expand(address)), _beside(expand(address)[0])
+        urls = expand(address)
+        bare = urls[0].partition("?")[0]
+        return _asked(urls), _beside(bare.rpartition("/")[0]) if bare.endswith(".tar") else {}
     folder = address.rstrip("/").removesuffix(f"/{MANIFEST}")
     data = _optional(f"{folder}/{MANIFEST}")
     manifest = None if data is None else parse_manifest(data, redacted(f"{folder}/{MANIFEST}"))
     if data is not None and manifest is not None:
-        return _packed(folder, manifest), _small(manifest, data)
+        lines, shards = "".join(f"{name}\n" for name in manifest.get("classes") or ()), manifest["shards"]
+        entries = [
+            Entry(each["file"], f"{folder}/{each['file']}", each["bytes"], "", each["sha256"]) for each in shards
+        ]
+        return entries, {MANIFEST: data, **({CLASSES: lines.encode()} if lines else {})}
     if urlsplit(address).scheme in {"http", "https"}:
         raise SitusError(
             f"{redacted(address)}: must name shards (…/train-{{000..099}}.tar, .parquet) or the folder of a packed set "
             f"with its {MANIFEST}: a web server cannot be asked for a list",
             field="data",
         )
-    found = [url for place in _folders(folder) for url in _listed(place) if url.endswith(SHARDS)]
-    if not found:
+    places = [folder, f"{folder}/data", *(f"{folder}/{word}" for word in SPLIT_WORDS)]  # as of local shards
+    urls = [url for place in places for url in list_folder(place) if url.endswith(SHARDS)]
+    if not urls:
         raise SitusError(f"{redacted(address)}: holds no parquet or tar files", field="data")
-    return _asked(found), _beside(f"{folder}/x")
+    return _asked(urls), _beside(folder)
 
 
-def _folders(folder: str) -> list[str]:
-    """Where local shards would be looked for too."""
-    return [folder, f"{folder}/data", *(f"{folder}/{word}" for word in SPLIT_WORDS)]
-
-
-def _listed(folder: str) -> list[str]:
-    try:
-        return list_folder(folder)
-    except RemoteError as error:
-        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-            return []
-        raise
-
-
-def _packed(folder: str, manifest: dict[str, Any]) -> list[Entry]:
-    shards = manifest["shards"]
-    return [Entry(each["file"], f"{folder}/{each['file']}", each["bytes"], "", each["sha256"]) for each in shards]
-
-
-def _small(manifest: dict[str, Any], data: bytes) -> dict[str, bytes]:
-    lines = "".join(f"{name}\n" for name in manifest.get("classes") or ())
-    return {MANIFEST: data, **({CLASSES: lines.encode()} if lines else {})}
-
-
-def _asked(urls: Iterable[str]) -> list[Entry]:
+def _asked(urls: list[str]) -> list[Entry]:
     """Each server's word on each shard."""
-    urls = list(urls)
     names = [_name(url) for url in urls]
     if len({*names}) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -95,12 +76,10 @@ def _name(url: str) -> str:
     return f"{path.parent.name}/{path.name}" if path.parent.name in {"data", *SPLIT_WORDS} else path.name
 
 
-def _beside(shard: str) -> dict[str, bytes]:
+def _beside(folder: str) -> dict[str, bytes]:
     """The names of the classes, which tar shards have beside them."""
-    if not shard.partition("?")[0].endswith(".tar") and not shard.endswith("/x"):
-        return {}
-    found = _optional(f"{shard.partition('?')[0].rpartition('/')[0]}/{CLASSES}")
-    return {} if found is None else {CLASSES: found}
+    names = _optional(f"{folder}/{CLASSES}")
+    return {} if names is None else {CLASSES: names}
 
 
 def _optional(url: str) -> bytes | None:

@@ -114,11 +114,14 @@ def _exactly(data: bytes, size: int) -> bytes:
 
 
 def list_folder(url: str) -> list[str]:
-    """The addresses of the files in a folder of an object store."""
+    """The addresses of the files in a folder of an object store; none where there is no such folder."""
 
     def ask() -> list[str]:
         files, path = _files(url)
-        found = files.ls(path, detail=True)
+        try:
+            found = files.ls(path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
         return sorted(files.unstrip_protocol(each["name"]) for each in found if each["type"] == "file")
 
     return patiently(url, ask)
