@@ -10,6 +10,7 @@ from builders import small_vit
 from torch import nn
 
 from situs.backbones import create_backbone
+from situs.backbones.base import Features
 from situs.backbones.timm.mlp import use_compiled_gelu
 from situs.core.kernels import attention as few_keys
 from situs.core.kernels import when
@@ -76,6 +77,7 @@ def test_a_compiled_step_is_one_graph_with_kernels_of_our_own(
 
 def test_a_decoder_that_something_listens_to_is_run_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, seen = Decoder(8, 8, 2, 2, 3), []
+    features = Features(torch.randn(1, 1, 8), torch.randn(1, 3, 8))
 
     def joined(*_: object) -> torch.Tensor:
         raise AssertionError("joined")
@@ -83,7 +85,7 @@ def test_a_decoder_that_something_listens_to_is_run_layer_by_layer(monkeypatch: 
     monkeypatch.setattr("situs.backbones.block.takes_kernels", lambda _: True)
     monkeypatch.setattr("situs.backbones.block.run_joined", joined)
     with pytest.raises(AssertionError, match="joined"):
-        decoder(torch.randn(1, 4, 8))
+        decoder(features)
     decoder.get_submodule("layers.1.mlp.1").register_forward_hook(lambda *_: seen.append(1))
-    decoder(torch.randn(1, 4, 8))
+    decoder(features)
     assert seen == [1]

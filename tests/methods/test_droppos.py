@@ -10,13 +10,11 @@ from builders import small_swin, small_vit
 from torch import Tensor, nn
 
 from situs.backbones import create_backbone
-from situs.backbones.base import Features
 from situs.config import from_dict
 from situs.core.position import cut_targets
 from situs.core.when import When
 from situs.errors import SitusError
 from situs.methods import Batch, DropPos, DropPosConfig
-from situs.methods.droppos import attentive_weights
 from situs.methods.official import OfficialDropPos, OfficialDropPosConfig
 from situs.presets import load_preset
 from situs.train.run import RunConfig
@@ -291,21 +289,6 @@ def test_gradients_reach_the_mask_token_and_only_the_anchors_rows() -> None:
 
 
 # --- the pure functions -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("prefix", [0, 1, 5])
-def test_attentive_weights_are_the_softmax_over_all_gathered_and_renormalised(prefix: int) -> None:
-    torch.manual_seed(0)
-    features = Features(torch.randn(2, prefix, 8), torch.randn(2, 10, 8))
-    visible = torch.tensor([[7, 0, 3], [1, 9, 4]])
-    ours = attentive_weights(features, 0.1, visible)
-    for b in range(2):
-        cls = features.prefix[b, 0] if prefix else features.patches[b].mean(0)
-        raw = [math.exp(slow_cosine(cls, patch) / 0.1) for patch in features.patches[b]]
-        full = [value / sum(raw) for value in raw]
-        part = [full[i] for i in visible[b].tolist()]
-        assert ours[b].tolist() == pytest.approx([value / sum(part) for value in part], rel=1e-4)
-    assert not attentive_weights(Features(features.prefix, features.patches.requires_grad_()), 0.1).requires_grad
 
 
 def test_the_official_map_has_the_published_numbers() -> None:

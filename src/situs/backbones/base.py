@@ -41,10 +41,18 @@ CAPABILITIES = {
 
 
 class Features(NamedTuple):
-    """What an encoder gives: prefix [B, p, D] and patches [B, N, D], the latter in the order the tokens came in."""
+    """What an encoder gives: prefix [B, p, D] and patches [B, N, D], the latter in the order the tokens came in.
+
+    real: [B, N] bool, False for padding; None: there is none.
+    """
 
     prefix: Tensor
     patches: Tensor
+    real: Tensor | None = None
+
+    def filled(self) -> Features:
+        """With the mean of a sample's real patches in the place of its padding."""
+        return self if self.real is None else self._replace(patches=fill(self.patches, self.real))
 
 
 class InputSpec(NamedTuple):
@@ -347,8 +355,9 @@ class Backbone(nn.Module, ABC):
         context: Tensor | int | None = None,
         mask: Tensor | None = None,
     ) -> Features:
-        """finish(blocks(assemble(tokens, positions), context)): tokens [B, N, D] -> Features."""
-        return self.finish(self.blocks(self.assemble(tokens, positions, mask), context))
+        """finish(blocks(assemble(tokens, positions), context)): tokens [B, N, D] -> Features. mask: see `forward`."""
+        features = self.finish(self.blocks(self.assemble(tokens, positions, mask), context))
+        return features if mask is None else features._replace(real=mask)
 
     def tokens(self, inputs: Tensor, mask: Tensor | None = None) -> Tokens:  # noqa: ARG002  (of words)
         """The tokens of a batch that may be selected one by one: the places of `out_grid`. mask: see `forward`."""
@@ -391,19 +400,19 @@ class Backbone(nn.Module, ABC):
         tokens = self.embed_at(inputs, selected.order)
         if context is None:
             return self.encode(tokens, places, mask=selected.real)
-        return self.encode(tokens, places, context.size, context.keys)
+        return self.encode(tokens, places, context.size, context.keys)._replace(real=selected.real)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The wrapped model's own forward: inputs -> logits. mask: [B, N] bool, False for padding."""
-        return self.classify(self.encode(self.embed(x), self.positions(), mask=mask), mask)
+        return self.classify(self.encode(self.embed(x), self.positions(), mask=mask))
 
-    def classify(self, features: Features, mask: Tensor | None = None) -> Tensor:
-        """`head` of samples that may be filled up, mask [B, N]."""
-        return self.head(features if mask is None else self.before_head(features, mask))
+    def classify(self, features: Features) -> Tensor:
+        """`head` of samples that may have padding."""
+        return self.head(features if features.real is None else self.before_head(features))
 
-    def before_head(self, features: Features, mask: Tensor) -> Features:
-        """What the head reads of samples with padding, mask [B, N]: a mean over all is that of what is real."""
-        return features._replace(patches=fill(features.patches, mask))
+    def before_head(self, features: Features) -> Features:
+        """What the head reads of samples with padding: a mean over all is that of what is real."""
+        return features.filled()
 
     def require(self, capability: str) -> None:
         """Raises with the reason where this backbone refuses a capability."""

@@ -90,6 +90,10 @@ class Selection(NamedTuple):
         """[B, K] bool: False where a sample is filled up. None: all are real."""
         return None if self.length is None else self.slots < self.length
 
+    def or_nothing(self, scores: Tensor) -> Tensor:
+        """Scores [B, K] of the tokens, -∞ where a sample is filled up."""
+        return scores if self.real is None else scores.masked_fill(~self.real, -torch.inf)
+
     def kept(self, ratio: float, *, floor: bool = False) -> int | Tensor:
         """How many of the tokens stay where the share `ratio` goes: a number, or one a sample, [B, 1]."""
         if self.length is None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone, Features
 from situs.core.jigsaw import move_patches
+from situs.core.position import Positions
 from situs.core.selection import Tokens
 from situs.core.when import When
 from situs.data.batch import Batch
@@ -90,6 +91,10 @@ class Method(nn.Module, ABC):
     def tokens(self, batch: Batch) -> Tokens:
         """The tokens of a batch that may be selected one by one."""
         return self.backbone.tokens(batch.inputs, batch.mask)
+
+    def encode_tokens(self, z: Tensor, tokens: Tokens, places: Positions | None) -> Features:
+        """Features of all tokens of a batch, of which z [B, N, D] are the embedded ones."""
+        return self.backbone.encode(z, places, mask=tokens.real)
 
     @abstractmethod
     def forward(self, batch: Batch, draws: Draws) -> Output:

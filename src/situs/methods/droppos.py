@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.backbones.base import Backbone, Features, join
+from situs.backbones.base import Backbone, Features
 from situs.config import Checked
 from situs.core.masking import kept_of
 from situs.core.position import smoothed_targets
 from situs.core.random import uniform
 from situs.core.selection import Selection
-from situs.core.tokens import fill
 from situs.core.when import When
 from situs.errors import SitusError, counted, verb
 from situs.limits import Count, Natural, NotNegative, Positive, Within
@@ -130,7 +129,7 @@ class DropPos(SolvesPuzzles):
         dropped = visible.slots >= anchors
         features = self.backbone.encode_at(batch.inputs, visible, forgotten=dropped, unknown=self.mask_token)
         start, asked = visible.behind(anchors)
-        logits = self.decoder(join(features), self.backbone.num_prefix + start, visible.real)
+        logits = self.decoder(features, start)
         weights = asked_weights(self.weigh(batch, features, visible), start, asked, each=self.each_alike)
         places = visible.order[:, start:]
         loss = dropped_loss(logits, places, self.targets(draws["sigma"]), weights)
@@ -140,15 +139,15 @@ class DropPos(SolvesPuzzles):
     @torch.no_grad()
     def weigh(self, batch: Batch, features: Features, visible: Selection) -> Tensor | None:
         """A of the visible patches, [B, V], whose features are given; None: all count alike."""
-        places, there = None, visible.real
         if self.config.affinity is None:
             return None
         if self.config.affinity == "full":  # in the model's own mode: with its drop path, where it has one
-            tokens, places, there = self.backbone.embed(batch.inputs), visible.order, self.tokens(batch).real
-            features = self.backbone.encode(tokens, self.backbone.positions(), mask=there)
-        if there is not None:
-            features = features._replace(patches=fill(features.patches, there))
-        return attentive_weights(features, self.config.tau, places, visible.real, self.backbone.special)
+            z = self.backbone.embed(batch.inputs)
+            features = self.encode_tokens(z, self.tokens(batch), self.backbone.positions())
+        likeness = cls_likeness(features, self.backbone.special)
+        if self.config.affinity == "full":
+            likeness = likeness.gather(1, visible.order)  # the softmax over all, gathered, is that over the visible
+        return (visible.or_nothing(likeness) / self.config.tau).softmax(dim=-1)
 
     def targets(self, sigma: Tensor) -> Tensor:
         """The smoothed target of each place, [N, N]."""
@@ -170,23 +169,12 @@ class DropPos(SolvesPuzzles):
         return {"mask_token"}
 
 
-@torch.no_grad()
-def attentive_weights(
-    features: Features, tau: float, visible: Tensor | None = None, real: Tensor | None = None, special: int = 0
-) -> Tensor:
-    """A, [B, V] float32: softmax of cos(f_cls, f_i) / τ over the visible patches, without gradient.
-
-    visible: [B, V] places among features.patches; None where those are the visible patches themselves. The softmax
-    over all, gathered, is that over the visible. real: [B, V], False for weight 0. special: whether CLS is a patch.
-    """
-    patches, prefix = features.patches.float(), features.prefix.float()
+def cls_likeness(features: Features, special: int = 0) -> Tensor:
+    """cos(f_cls, f_i), [B, N] float32. special: whether CLS is the first of the patches; the mean stands for it where
+    there is none."""
+    patches, prefix = features.filled().patches.float(), features.prefix.float()
     whole = patches if special else prefix if prefix.shape[1] else patches.mean(dim=1, keepdim=True)
-    likeness = F.cosine_similarity(whole[:, :1], patches, dim=-1)
-    if visible is not None:
-        likeness = likeness.gather(1, visible)
-    if real is not None:
-        likeness = likeness.masked_fill(~real, -torch.inf)
-    return (likeness / tau).softmax(dim=-1)
+    return F.cosine_similarity(whole[:, :1], patches, dim=-1)
 
 
 def dropped_loss(logits: Tensor, places: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from situs.backbones.base import Features, join
 from situs.backbones.block import Attention, Block, Mlp, Stream, run_blocks
 from situs.data.batch import VOID
 from situs.errors import SitusError
@@ -89,9 +90,9 @@ class Decoder(nn.Module):
         x = run_blocks(self.layers, DecoderBlock.read, Stream(x, 0, mask=mask), None)
         return self.leave(self.norm(x[:, start:]))
 
-    def forward(self, x: Tensor, start: int = 0, mask: Tensor | None = None) -> Tensor:
-        """[B, S, D] -> [B, S - start, outputs]."""
-        return self.decode(self.enter(x), start, mask)
+    def forward(self, features: Features, start: int = 0) -> Tensor:
+        """Of the patches from `start` on: [B, N - start, outputs]."""
+        return self.decode(self.enter(join(features)), features.prefix.shape[1] + start, features.real)
 
 
 class DecoderBlock(nn.Module):

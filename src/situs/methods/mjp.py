@@ -154,7 +154,7 @@ class MJP(HidesPlaces):
         if self.backbone.num_tokens:
             hidden = mask if self.config.unknown else None
             features = self.encode(inputs, hidden, draws.get("index"), tokens)
-            logits = self.backbone.classify(features, tokens.real)
+            logits = self.backbone.classify(features)
         else:
             logits = self.backbone(move_patches(inputs, self.grid, draws["index"]) if "index" in draws else inputs)
         loss, metrics = label_loss(logits, batch, self.config.label_smoothing)
@@ -184,7 +184,7 @@ class MJP(HidesPlaces):
         places = self.backbone.positions_of(tokens) if self.config.positions else None
         if places is not None and hidden is not None:
             places = places.forget(hidden, self.unknown if self.config.unknown else None)
-        return self.backbone.encode(z, places, mask=tokens.real)
+        return self.encode_tokens(z, tokens, places)
 
     def localise(self, mask: Tensor | None) -> Tensor:
         """L_DAL over the places that keep their vector. mask: [B, N], or None for all places.

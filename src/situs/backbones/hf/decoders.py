@@ -31,9 +31,9 @@ class DecoderBackbone(TextBackbone):
 
     refusals = CAUSAL
 
-    def before_head(self, features: Features, mask: Tensor) -> Features:
+    def before_head(self, features: Features) -> Features:
         """A classifier reads the last token: the last real one, in the place of what fills a sentence up."""
-        if not self.num_classes:
+        if not self.num_classes or (mask := features.real) is None:
             return features
         last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(dim=1)
         return features._replace(patches=features.patches[torch.arange(len(last), device=mask.device), last][:, None])

@@ -106,9 +106,9 @@ class TextBackbone(HFBackbone):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The wrapped model's own forward: ids as for `embed` -> logits. mask: [B, N] bool, False for padding."""
-        return self.classify(self.encode(self.embed(x), self.positions((x.shape[-1],)), mask=mask), mask)
+        return self.classify(self.encode(self.embed(x), self.positions((x.shape[-1],)), mask=mask))
 
-    def before_head(self, features: Features, mask: Tensor) -> Features:  # noqa: ARG002  (a decoder uses it)
+    def before_head(self, features: Features) -> Features:
         """What the head reads of sentences that are filled up behind their ends."""
         return features
 

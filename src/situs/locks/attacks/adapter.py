@@ -91,7 +91,7 @@ class Adapted(nn.Module):
         stream = backbone.assemble(backbone.embed(inputs), backbone.positions(grid), mask)
         stream = backbone.blocks(replace(stream, z=stream.z @ self.before))
         features = backbone.finish(replace(stream, z=stream.z @ self.behind))
-        return backbone.head(features if mask is None else backbone.before_head(features, mask))
+        return backbone.classify(features._replace(real=mask))
 
     def learned(self) -> list[nn.Parameter]:
         """The two matrices and the head's own weights: what the attacker trains."""
