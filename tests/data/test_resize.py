@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
-from situs.data.image_pipeline import ImagePipeline
 from situs.data.loader import make_loader
+from situs.data.modalities.image import ImagePipeline
 from situs.data.resize import pack, resize_packed, resized
 from situs.data.sampler import draw_ids
 from situs.data.sources.base import TensorSource
@@ -123,7 +123,7 @@ def test_parts_of_a_batch_are_joined_as_a_worker_would() -> None:
 
 @pytest.mark.parametrize("has", [True, False])
 def test_a_device_with_kernels_resizes(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("situs.data.loader.has_kernels", lambda _: has)
+    monkeypatch.setattr("situs.data.modalities.image.has_kernels", lambda _: has)
     source = TensorSource(torch.randint(0, 256, (4, 3, 9, 8), dtype=torch.uint8), None, None)
     config = DataConfig(img_size=6, batch=4, workers=0, resident="never")
     loader = make_loader(config, AugmentConfig(), "cpu", source=source)

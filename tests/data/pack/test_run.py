@@ -22,9 +22,9 @@ from image_files import noise, write
 from PIL import Image
 
 from situs.data.check import check
+from situs.data.open import open_source
 from situs.data.pack import PackConfig, pack
 from situs.data.pack.shards import Shard
-from situs.data.sources import open_source
 from situs.errors import SitusError
 
 FORMATS = pytest.mark.parametrize("kind", ["parquet", "webdataset"])

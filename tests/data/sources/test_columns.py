@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from image_files import png
 
-from situs.data.sources import open_source
+from situs.data.open import open_source
 from situs.data.sources.base import Wanted
 from situs.data.sources.parquet import ParquetSource
 from situs.errors import SitusError

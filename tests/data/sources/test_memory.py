@@ -14,7 +14,7 @@ from memory_kinds import CLASSES, KINDS, HuggingFaceSet, TorchSet, pictures
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from situs.data.sources import addressed, open_source, splits_at
+from situs.data.open import addressed, open_source, splits_at
 from situs.errors import BrokenSampleError, SitusError
 
 PIXELS, LABELS = pictures(12)

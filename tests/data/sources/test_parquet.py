@@ -16,8 +16,9 @@ from image_files import png
 from situs.data.augment.recipes import RECIPES
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
+from situs.data.open import open_source
 from situs.data.sampler import sample_of
-from situs.data.sources import open_source, parquet
+from situs.data.sources import parquet
 from situs.data.sources.parquet import ParquetSource
 from situs.data.sources.subset import hold_out
 from situs.errors import BrokenSampleError, SitusError

@@ -8,7 +8,7 @@ import pytest
 from image_files import encoded, write
 from PIL import Image
 
-from situs.data.sources import open_source
+from situs.data.open import open_source
 from situs.data.sources.walk import AGAIN, CLOSED, plain, walk
 from situs.errors import BrokenSampleError, SitusError
 

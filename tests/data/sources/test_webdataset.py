@@ -15,8 +15,9 @@ from situs.data.augment.recipes import RECIPES
 from situs.data.blocks import BlockOrder
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader
+from situs.data.open import open_source
 from situs.data.sampler import BatchPlan, batches_for, exact_order
-from situs.data.sources import open_source, webdataset
+from situs.data.sources import webdataset
 from situs.errors import BrokenSampleError, SitusError
 
 

@@ -19,8 +19,9 @@ from situs.data.augment.recipes import RECIPES
 from situs.data.check import check
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
+from situs.data.open import open_source, splits_at
 from situs.data.pack import PackConfig, pack
-from situs.data.sources import open_source, splits_at, webdataset
+from situs.data.sources import webdataset
 from situs.data.sources.base import Wanted
 from situs.data.sources.parquet import ParquetSource
 from situs.data.sources.remote import cache, transfer
@@ -109,7 +110,7 @@ def test_a_second_process_finds_what_the_first_has_fetched(server, tmp_path):
     same(open_source(address, "train"), open_source(local, "train"))
     server.asked.clear()
     total = "sum(int(source.read(i)['image'].sum()) for i in range(12))"
-    code = f"from situs.data.sources import open_source; source = open_source({address!r}, 'train'); print({total})"
+    code = f"from situs.data.open import open_source; source = open_source({address!r}, 'train'); print({total})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     source = open_source(local, "train")
     assert int(done.stdout) == sum(int(source.read(i)["image"].sum()) for i in range(12))

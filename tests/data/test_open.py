@@ -14,7 +14,7 @@ import pytest
 import torch
 from image_files import png, write
 
-from situs.data.sources import judged_split, open_source
+from situs.data.open import judged_split, open_source
 from situs.data.sources.base import Wanted
 from situs.errors import BrokenSampleError, SitusError
 
