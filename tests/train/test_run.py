@@ -23,7 +23,6 @@ from situs.progress import notes_to
 from situs.train.assemble import RunConfig, Setup, describe, make_eval_loader, make_method, settled
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.distributed import Ranks
-from situs.train.inputs import own_size
 from situs.train.run import is_run, load_run, train_run
 
 BASE: dict[str, Any] = {
@@ -135,7 +134,8 @@ def test_images_have_the_model_s_own_size_unless_another_is_given() -> None:
     assert settled(from_dict(RunConfig, tables)).data.size == (518, 518)
     assert settled(from_dict(RunConfig, merge(tables, {"backbone": {"img_size": [28, 42]}}))).data.size == (28, 42)
     assert settled(from_dict(RunConfig, merge(tables, {"data": {"img_size": 56}}))).data.size == (56, 56)
-    assert own_size(BackboneConfig("resnet18")) == (224, 224)
+    plain = {"backbone": {"name": "resnet18"}, "data": {"path": "samples"}, "method": {"name": "supervised"}}
+    assert settled(from_dict(RunConfig, plain)).data.size == (224, 224)
     with pytest.raises(SitusError, match=r"^img_size: must be given where no model says it$"):
         _ = from_dict(RunConfig, {}).data.size
 
