@@ -391,10 +391,9 @@ class RunFolder:
         if self.metrics.exists() and not self.metrics.is_file():
             raise SitusError(f"{self.metrics}: is no file; move it away", field="resume")
         data = self.metrics.read_bytes() if self.metrics.exists() else b""
-        if len(data) < size:
+        kept = data[: data[:size].rfind(b"\n") + 1]
+        if len(kept) < size:
             note("metrics.jsonl has lost lines: the log has a gap")
-        kept = data[:size]
-        kept = kept[: kept.rfind(b"\n") + 1]
         if kept != data:
             with self._writing("metrics.jsonl"):
                 write_bytes(self.metrics, kept)
