@@ -38,7 +38,7 @@ from situs.audit.scores.metrics import denormalise, psnr
 from situs.audit.victim import open_victim
 from situs.backbones.base import Backbone
 from situs.data.loader import make_loader
-from situs.data.sources import open_source
+from situs.data.open import open_source
 from situs.files import write_text
 from situs.models import Model
 

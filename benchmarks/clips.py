@@ -26,9 +26,9 @@ from situs.cli.tables import print_table
 from situs.config import from_dict
 from situs.core.random import uniform
 from situs.core.when import When
-from situs.data.audio_pipeline import AudioPipeline
 from situs.data.batch import Batch
 from situs.data.loader import Loader, make_loader
+from situs.data.modalities.audio import AudioPipeline
 from situs.data.sources.audio import NoiseBank
 from situs.data.sources.base import Source
 from situs.presets import load_preset

@@ -17,10 +17,10 @@ import torch
 
 from situs.data.augment.recipes import RECIPES
 from situs.data.config import DataConfig
-from situs.data.image_pipeline import ImagePipeline
 from situs.data.loader import Loader, make_loader
+from situs.data.modalities.image import ImagePipeline
+from situs.data.open import open_source
 from situs.data.resident import hold
-from situs.data.sources import open_source
 from situs.data.sources.base import Source, TensorSource
 
 

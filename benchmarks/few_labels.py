@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from situs.api import _asked
-from situs.data.image_pipeline import ImagePipeline
+from situs.data.modalities.image import ImagePipeline
+from situs.data.open import open_source
 from situs.data.resident import hold
-from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
 from situs.evaluate.adapt.bench import DECAYS, Bench, neighbours
 from situs.evaluate.adapt.plan import EPOCHS as PASSES

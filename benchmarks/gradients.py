@@ -38,7 +38,7 @@ from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
-from situs.data.sources import open_source
+from situs.data.open import open_source
 from situs.files import write_text
 
 ATTACKS: dict[str, type[Attack]] = {"patchembed": PatchEmbedding, "patchembed, bytes": PatchEmbedding, "april": April}

@@ -35,8 +35,8 @@ from situs.data.augment.recipes import recipe
 from situs.data.batch import Batch
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader
+from situs.data.open import open_source
 from situs.data.pack import PackConfig, pack
-from situs.data.sources import open_source
 from situs.data.sources.base import EncodedSource, Source
 from situs.data.sources.images import decode
 from situs.data.work import cores

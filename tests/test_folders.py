@@ -17,7 +17,7 @@ from PIL import Image
 
 import situs
 from situs.cli.main import main
-from situs.data.sources import open_source
+from situs.data.open import open_source
 from situs.data.sources.images import decode
 from situs.errors import SitusError
 from situs.evaluate import evaluate_knn, evaluate_probe

@@ -208,7 +208,7 @@ def adapt(
 
     >>> best = situs.adapt("vit_small_patch16_224=pretrained", data="photos/", minutes=10, out="runs/adapted")
     """
-    from situs.data.sources import addressed
+    from situs.data.open import addressed
     from situs.evaluate.adapt import adapt_model
     from situs.evaluate.finetune import FinetuneConfig, data_as_seen
     from situs.models.handed import addressed_model
@@ -466,7 +466,7 @@ def _names_backbone(table: Table) -> bool:
 def _data_of(data: Any) -> Any:
     """A path, an address of what is in memory, or fields of the data's config with such a path."""
     from situs.data.config import DataConfig
-    from situs.data.sources import addressed
+    from situs.data.open import addressed
 
     if isinstance(data, Mapping) and {*data} <= {each.name for each in fields(DataConfig)}:
         return {**data, "path": str(addressed(data["path"]))} if data.get("path") is not None else data

@@ -15,6 +15,12 @@ from typing import Any
 from situs.errors import SitusError
 
 
+def absolute(text: str) -> str:
+    """A path that is there, from the root on; other text as it is."""
+    path = Path(text).expanduser()
+    return os.path.abspath(path) if path.exists() else text  # noqa: PTH100  (links stay links)
+
+
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The tables of a TOML file."""
     return _parse(tomllib.loads, tomllib.TOMLDecodeError, "TOML", Path(path))

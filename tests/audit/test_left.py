@@ -16,7 +16,7 @@ from situs.backbones import create_backbone
 from situs.methods.base import Method
 from situs.methods.supervised import Supervised, SupervisedConfig
 from situs.models import Model
-from situs.models.prepared import images_for
+from situs.models.prepared import samples_for
 from situs.train.tuning import TuningConfig, attach, freeze
 
 
@@ -83,7 +83,7 @@ def test_an_audit_of_such_a_run_says_what_is_sent_and_never_that_it_is_private(
             "tuned",
             method.backbone,
             method,
-            images_for(method.backbone, {}),
+            samples_for(method.backbone, {}),
             facts={"kind": "run", "method": "supervised"},
             tuning=tuning,
         )

@@ -16,7 +16,7 @@ from situs.data.audio import AudioConfig
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
-from situs.data.sources import judged_split, kind_of, open_source, splits_at
+from situs.data.open import judged_split, kind_of, open_source, splits_at
 from situs.data.sources.speech import WORDS
 from situs.errors import SitusError
 from situs.locks.folder import write_model
@@ -124,7 +124,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_what_lies_there_is_found_out(clips: Path) -> None:
     assert kind_of(clips) == "audio" and kind_of("samples") == "image"
     assert splits_at(clips) == {"train", "val", "test"} and judged_split(clips) == "val"
-    source = open_source(clips, "test", **DataConfig(kind="audio").wanted())
+    source = open_source(clips, "test", kind="audio")
     assert len(source) == 12 and source.classes == tuple(sorted((*WORDS, "bed", "cat"))) and source.things == "clips"
 
 
@@ -260,9 +260,9 @@ def test_what_is_for_images_is_one_sentence(
     clips: Path, tuned: Path, small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["pretrain", "--preset", "speech-mp3", *small, "--steps", "1", "--out", str(tmp_path / "run")]
-    assert "crop_share=0.5: is for images" in refused([*words, "--data.crop-share", "0.5"], capsys)
+    assert "crop_share=0.5: is not for clips" in refused([*words, "--data.crop-share", "0.5"], capsys)
     said = refused([*words, "--augment.mixup", "0.8"], capsys)
-    assert "mixup=0.8: is for images; clips take label_smoothing" in said and "(--augment.mixup)" in said
+    assert "mixup=0.8: is not for clips" in said and "(--augment.mixup)" in said
     assert "must be 12,18" in refused([*words, "--data.img-size", "40,98"], capsys)
     said = refused([*words, "--data.audio.noise", str(tmp_path / "none")], capsys)
     assert "no such folder of background noise (--data.audio.noise)" in said

@@ -26,9 +26,9 @@ def test_the_size_of_clips_follows_from_their_features() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"crop_share": 0.5}, "crop_share=0.5: is for images, and words holds clips"),
-        ({"crop_share": 0.9}, r"crop_share=0\.9: is for images"),
-        ({"multi_label": True}, "multi_label=True: is for images"),
+        ({"crop_share": 0.5}, "crop_share=0.5: is not for clips, which words holds"),
+        ({"crop_share": 0.9}, r"crop_share=0\.9: is not for clips"),
+        ({"multi_label": True}, "multi_label=True: is not for clips"),
         ({"img_size": (98, 40)}, r"must be 40,98, which the clips' features have"),
         ({"mean": (0.5,)}, "must be 40 numbers, one a number of a frame"),
     ],
@@ -47,12 +47,12 @@ def test_images_keep_their_channels() -> None:
 
 
 def test_what_a_method_learns_from_is_read_and_nothing_else() -> None:
-    assert DataConfig().learned_by("detection", ("objects",)).target == "objects"
-    assert DataConfig().learned_by("segmentation", ("mask",)).target == "mask"
-    assert DataConfig().learned_by("mp3", ()).target == "class"
-    for target, things in (("mask", "masks"), ("objects", "objects")):
+    assert DataConfig().for_method("detection", ("objects",)).target == "objects"
+    assert DataConfig().for_method("segmentation", ("mask",)).target == "mask"
+    assert DataConfig().for_method("mp3", ()).target == "class"
+    for target in ("mask", "objects", "words"):
         asked = DataConfig(target=target)
-        with pytest.raises(SitusError, match=f"mp3 learns without {things}, and {things} are asked for"):
-            asked.learned_by("mp3", ())
-        with pytest.raises(SitusError, match=f"supervised learns a class an image, and {things} are asked for"):
-            asked.learned_by("supervised", ("label",))
+        with pytest.raises(SitusError, match=f"mp3 learns without them, and {target} is asked for"):
+            asked.for_method("mp3", ())
+        with pytest.raises(SitusError, match=f"supervised learns a class of each, and {target} is asked for"):
+            asked.for_method("supervised", ("label",))

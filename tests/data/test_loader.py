@@ -11,9 +11,9 @@ from situs.data.audio import AudioConfig
 from situs.data.augment.recipes import AugmentConfig, recipe
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, default_batch, make_loader
+from situs.data.open import open_source
 from situs.data.resident import ResidentStream
 from situs.data.sampler import epoch_order, sample_of
-from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
 

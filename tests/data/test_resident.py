@@ -7,10 +7,10 @@ from PIL import Image
 
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
-from situs.data.image_pipeline import ImagePipeline
 from situs.data.loader import make_loader
+from situs.data.modalities.image import ImagePipeline
+from situs.data.open import open_source
 from situs.data.resident import Resident, ResidentStream, hold
-from situs.data.sources import open_source
 from situs.data.sources.base import Source, TensorSource
 from situs.errors import BrokenSampleError, SitusError
 from situs.progress import hearing

@@ -15,10 +15,10 @@ from warm import Warm
 
 from situs.data import streaming
 from situs.data.augment.recipes import AugmentConfig
-from situs.data.image_pipeline import ImagePipeline
+from situs.data.modalities.image import ImagePipeline
+from situs.data.open import open_source
 from situs.data.pipeline import WorkerBatch
 from situs.data.sampler import BatchPlan, batches_for, exact_order
-from situs.data.sources import open_source
 from situs.data.sources.base import Source
 from situs.data.streaming import WorkerStream
 from situs.errors import SitusError
@@ -144,7 +144,7 @@ def test_workers_are_forked_and_end_with_a_parent_that_was_killed(tmp_path):
     """Whatever way of starting processes Python prefers: a set that is held must not be sent to each of them."""
     script = """
 import multiprocessing, os, sys, time, torch
-from situs.data.image_pipeline import ImagePipeline
+from situs.data.modalities.image import ImagePipeline
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.sampler import BatchPlan
 from situs.data.sources.base import Source

@@ -271,7 +271,7 @@ def test_pretraining_on_tables_and_plain_text_and_tuning_behind_it(folder: Path,
 
 
 def test_long_lines_become_several_samples(folder: Path, tmp_path: Path) -> None:
-    from situs.data.sources import open_source
+    from situs.data.open import open_source
     from situs.data.sources.text import TextSource
     from situs.data.text import TextConfig
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from served import CONFIG, steps
 
-from situs.data.sources import open_source
+from situs.data.open import open_source
 from situs.data.sources.base import TensorSource
 from situs.models.defended import trained_under
 from situs.split.run import Hide, read_hiding, train_split

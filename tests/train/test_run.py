@@ -23,7 +23,6 @@ from situs.progress import notes_to
 from situs.train.assemble import RunConfig, Setup, describe, make_eval_loader, make_method, settled
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.distributed import Ranks
-from situs.train.inputs import own_size
 from situs.train.run import is_run, load_run, train_run
 
 BASE: dict[str, Any] = {
@@ -98,6 +97,27 @@ def test_one_line_says_what_is_trained_where() -> None:
     assert describe(config(), method, Ranks(1, 4, torch.device("cpu"))).endswith(", fp32, 4 x cpu")
 
 
+@pytest.mark.parametrize("long", [True, False])
+def test_a_run_on_a_cpu_tells_its_time_before_anything_else_begins(
+    long: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+
+    class Looks:
+        def begin(self, method: Any) -> None:
+            lines.append("a hook looks")
+
+        def after_step(self, state: Any) -> None: ...
+
+        def after_epoch(self, state: Any) -> None: ...
+
+    monkeypatch.setattr("situs.train.run.LONG", 0.0 if long else 3600.0)
+    with notes_to(lines.append):
+        train_run(config(), Setup(hooks=lambda *_: [Looks()]), out=tmp_path / "run", device="cpu", quiet=True)
+    said = [at for at, line in enumerate(lines) if line.startswith("at most about ") and "3 updates now" in line]
+    assert len(said) == long and all(at < lines.index("a hook looks") for at in said)
+
+
 def test_labels_are_asked_for_where_they_are_needed() -> None:
     with pytest.raises(SitusError, match=r"^supervised needs labels, and samples has none"):
         make_method(config(method={"name": "supervised"}), None)
@@ -114,7 +134,8 @@ def test_images_have_the_model_s_own_size_unless_another_is_given() -> None:
     assert settled(from_dict(RunConfig, tables)).data.size == (518, 518)
     assert settled(from_dict(RunConfig, merge(tables, {"backbone": {"img_size": [28, 42]}}))).data.size == (28, 42)
     assert settled(from_dict(RunConfig, merge(tables, {"data": {"img_size": 56}}))).data.size == (56, 56)
-    assert own_size(BackboneConfig("resnet18")) == (224, 224)
+    plain = {"backbone": {"name": "resnet18"}, "data": {"path": "samples"}, "method": {"name": "supervised"}}
+    assert settled(from_dict(RunConfig, plain)).data.size == (224, 224)
     with pytest.raises(SitusError, match=r"^img_size: must be given where no model says it$"):
         _ = from_dict(RunConfig, {}).data.size
 

@@ -167,7 +167,7 @@ def test_columns_that_are_named_win_over_those_that_a_model_remembers(world: Pat
             evaluate_accuracy(source, sets["single"], text={"column": "six"})
         assert stop.value.field == "text.column"
     vit = open_model("vit_tiny_patch16_224", weights="random").backbone.model
-    with pytest.raises(SitusError, match=r"column=one: is for sentences, and VisionTransformer takes images"):
+    with pytest.raises(SitusError, match=r"text: is for sentences, and VisionTransformer takes images"):
         evaluate_accuracy(vit, "samples", text={"column": "one"})
 
 
@@ -324,9 +324,9 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
         r"data.text.longest=17: must be at most 16", "bert", data={"path": str(world / "set"), "text": {"longest": 17}}
     )
     (tmp_path / "one.csv").write_text("sentence,label\n" + "w1 w2,good\n" * 9)
-    refused(r"one: all its sentences are of one class, 'good'", "bert", data=tmp_path / "one.csv")
+    refused(r"one: all of it is of one class, 'good'", "bert", data=tmp_path / "one.csv")
     (tmp_path / "one.csv").write_text("sentence,label\n" + "w1 w2,1\n" * 9 + "w3,-1\n")
-    refused(r"one: all its sentences are of one class, '1'", "bert", data=tmp_path / "one.csv")
+    refused(r"one: all of it is of one class, '1'", "bert", data=tmp_path / "one.csv")
     with pytest.raises(
         SitusError, match="BertModel reads sentences, and the data is taken for images: say text"
     ) as stop:
@@ -340,7 +340,7 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     refused("mixup=0.8: is not for sentences", "bert", augment={"mixup": 0.8})
     refused("has no head for the next word", "bert", method="language")
     refused(
-        "img_size=8: is for images, and .*set is read as sentences",
+        "img_size=8: is not for sentences, which .*set holds",
         "bert",
         data={"path": str(world / "set"), "img_size": 8},
     )
@@ -455,7 +455,7 @@ def test_the_class_of_every_sentence_is_named_without_its_label(world: Path, tmp
     config = model.samples
     tokeniser = transformers.AutoTokenizer.from_pretrained(config.text.tokeniser)
     for row, (line, told) in enumerate(zip(said[:-1], found.rows, strict=False)):
-        ids = torch.tensor([tokeniser(line, truncation=True, max_length=config.longest)["input_ids"]])
+        ids = torch.tensor([tokeniser(line, truncation=True, max_length=config.size[1])["input_ids"]])
         with torch.no_grad():
             shares = model.backbone(ids, torch.ones_like(ids, dtype=torch.bool)).double().softmax(-1)[0]
         assert told.path == f"mail.csv, row {row}"
@@ -474,7 +474,7 @@ def test_features_of_sentences_are_means_over_what_is_no_padding(world: Path) ->
     tokeniser = transformers.AutoTokenizer.from_pretrained(model.samples.text.tokeniser)
     assert found.names is not None and found.labels is not None and len(found.labels) == len(found.names)
     for line, vector in list(zip(found.names, found.features, strict=True))[:5]:
-        ids = torch.tensor([tokeniser(line, truncation=True, max_length=model.samples.longest)["input_ids"]])
+        ids = torch.tensor([tokeniser(line, truncation=True, max_length=model.samples.size[1])["input_ids"]])
         with torch.no_grad():
             own = model.backbone.encode(model.backbone.embed(ids), model.backbone.positions()).patches[0].mean(0)
         torch.testing.assert_close(vector, own, rtol=1e-4, atol=1e-5)

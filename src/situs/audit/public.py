@@ -29,7 +29,7 @@ from situs.audit.scores.lpips import Lpips
 from situs.audit.settings import RATIO, Comparison, compare_settings, contestants, with_informed
 from situs.audit.victim import Victim, load_test_set, open_predictor, open_victim
 from situs.config import Checked
-from situs.data.sources import addressed
+from situs.data.open import addressed
 from situs.data.sources.base import Source
 from situs.data.sources.memory import spoken
 from situs.errors import SitusError, counted

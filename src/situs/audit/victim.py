@@ -19,7 +19,7 @@ from situs.backbones.base import Backbone
 from situs.core.when import START, When
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader, settle
-from situs.data.sources import addressed, kind_of, open_source
+from situs.data.open import addressed, kind_of, open_source
 from situs.data.sources.base import Source
 from situs.errors import SitusError
 from situs.files import load_code

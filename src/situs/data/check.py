@@ -14,19 +14,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from situs.data.config import DENSE, Target
+from situs.data.config import Target
 from situs.data.masks import MASKS, MaskConfig
-from situs.data.objects import ObjectConfig
+from situs.data.open import only_images, open_source, splits_at, unread_labels
 from situs.data.sources.base import SPLIT_WORDS, Source
 from situs.data.sources.coco import CocoSource, coco_files
 from situs.data.sources.manifest import MANIFEST, check_shard, read_manifest
-from situs.data.sources.open import kind_of, open_source, splits_at, unread_labels
 from situs.data.sources.remote.names import is_remote
 from situs.data.sources.segments import has_masks
 from situs.data.sources.walk import plain
 from situs.data.survey import ALPHA, BROKEN, CMYK, DEEP, GREY, TURNED, row_of, survey
 from situs.data.work import in_order
-from situs.errors import SitusError, counted, unknown_name
+from situs.errors import counted, unknown_name
 from situs.results import Provenance, Result, Summary, Table, Tone
 
 Progress = Callable[[int, int, str], None]
@@ -167,12 +166,7 @@ def check(
     decode_pixels: whether every image is decoded; without it headers and bytes alone are looked at.
     huge_mpx:      millions of pixels above which an image counts as huge.
     """
-    if kind_of(path) == "audio":
-        said = "holds clips, and the check looks at images; a training names the clips that cannot be read"
-        raise SitusError(f"{path}: {said}", field="data")
-    if kind_of(path, multi_label=multi_label) == "text":
-        said = "holds sentences, and the check looks at images; a training names those that cannot be read"
-        raise SitusError(f"{path}: {said}", field="data")
+    only_images(path, "the check looks at images; a training names those that cannot be read", multi_label)
     tell = progress or (lambda *_: None)
     gather = _Gathering(huge_mpx * 1e6, decode_pixels)
     folder = Path(path).expanduser()
@@ -180,15 +174,14 @@ def check(
     if manifest is not None:
         _check_files(folder, manifest, gather, workers, tell)
     target = target or _target_at(folder)
-    dense = {"masks": masks if target == "mask" else None, "objects": ObjectConfig() if target == "objects" else None}
-    found = splits_at(path, multi_label=multi_label, masks=target == "mask", objects=target == "objects")
-    names = list(splits if splits is not None else sorted(found, key=(*SPLIT_WORDS, "dev").index))
+    how = {"multi_label": multi_label, "target": target, "masks": masks}
+    names = list(splits if splits is not None else sorted(splits_at(path, **how), key=(*SPLIT_WORDS, "dev").index))
     names, name, notes = names or [""], "", unread_labels(path, multi_label=multi_label)
     for split in names:
         if any(each.split == split for each in gather.found["checksum"]):
             notes.append(f"{split or 'the set'}: its images were not looked at, because its shards are damaged")
             continue
-        source = open_source(path, split or None, multi_label=multi_label, **dense)
+        source = open_source(path, split or None, **how)
         name, notes = name or source.name.removesuffix(f" ({split})"), notes + source.notes
         rows, start = np.zeros(len(source), row_of(source)), 0
         for made, reasons in in_order(partial(survey, source, decode_pixels), range(len(source)), workers):
@@ -272,7 +265,7 @@ class _Gathering:
                 self.add(kind, split, source, number, sized)
         self.sides.append(np.stack([height[good], width[good]]))
         self._repeated(split, source, rows, good)
-        if source.classes is not None and (self.decoded or source.target not in DENSE):
+        if source.classes is not None and (self.decoded or not source.dense):
             if "labels" in (rows.dtype.names or ()):
                 counts = (rows["labels"][good] > 0).sum(axis=0)
             else:

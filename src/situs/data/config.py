@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, field, is_dataclass, make_dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from situs.config import ANY, Checked, from_dict, to_dict
-from situs.data.audio import AudioConfig
-from situs.data.masks import MaskConfig
-from situs.data.objects import ObjectConfig
-from situs.data.sources.base import Kind
-from situs.data.text import COLUMNS, LONGEST, TextConfig
-from situs.errors import SitusError, counted
+from situs.config import ANY, Checked
+from situs.data.modalities import KINDS, MODALITIES, TARGETS, modality_of
+from situs.data.modalities.base import Modality, Scale, things_of
+from situs.errors import SitusError
 from situs.limits import Count, Natural, Positive, Within
 
-_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-Target = Literal["class", "mask", "objects", "words"]
-"""What is known of a sample."""
-
 BATCH = 256
-_OF_IMAGES = ("multi_label", "crop_share", "target")
-_NOT_OF_TEXT = (*_OF_IMAGES[:-1], "img_size", "channels", "mean", "std")
-_OF_CLASSES = ("multi_label", "per_class", "balanced")
-DENSE = {"mask": "masks", "objects": "objects"}
-"""Targets that say more of an image than its class, and the field that says how each is read."""
 NO_DATA = "give the images, or samples for the embedded set of 9,000 pictures of clothes"
+
+if TYPE_CHECKING:
+    Kind = Target = str
+
+    class _Tables(Checked):
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    Kind, Target = Literal[tuple(KINDS)], Literal[TARGETS]
+    _Tables = make_dataclass(
+        "_Tables",
+        [
+            (each.table, each.Config, field(default_factory=each.Config, kw_only=True))
+            for each in MODALITIES
+            if each.table
+        ],
+        bases=(Checked,),
+        frozen=True,
+    )
+    """A table for the settings of each modality that has some, by its name: audio, masks, objects, text."""
 
 
 @dataclass(frozen=True)
-class DataConfig(Checked):
-    """Where the samples are and how they come to the model."""
+class DataConfig(_Tables):
+    """Where the samples are and how they come to the model. What is true of one modality alone stands in its table."""
 
     retired: ClassVar = {"decode": (ANY, ""), "resize": (ANY, "")}
 
@@ -39,7 +46,7 @@ class DataConfig(Checked):
     clips lie in folders, as Speech Commands has them, or in parquet; sentences in parquet, csv, tsv, jsonl or txt."""
 
     kind: Kind | None = None
-    """image, audio or text; by default what lies at the path."""
+    """What the samples are; by default what lies at the path."""
 
     split: str | None = None
     """train, val or test; by default the training split where there is one, and val for evaluation."""
@@ -109,116 +116,46 @@ class DataConfig(Checked):
     strict: bool = False
     """Stop at a broken image instead of skipping it."""
 
-    audio: AudioConfig = field(default_factory=AudioConfig)
-    """Clips of sound: their length, their classes and their features."""
-
-    masks: MaskConfig = field(default_factory=MaskConfig)
-    """Masks: what the numbers in them mean."""
-
-    objects: ObjectConfig = field(default_factory=ObjectConfig)
-    """Objects: their classes."""
-
-    text: TextConfig = field(default_factory=TextConfig)
-    """Sentences: their columns and their ids."""
-
     def check(self) -> None:
-        clips = self.kind == "audio"
-        self._check_text()
-        count, each = (self.audio.width, "number of a frame") if clips else (self.channels, "channel")
-        for name in ("mean", "std"):
-            if len(getattr(self, name)) not in {0, count}:
-                allowed = f"{counted(count, 'numbers')}, one a {each}"
-                raise SitusError(field=(name, "channels"), value=getattr(self, name), allowed=allowed)
-        plain = DataConfig.__dataclass_fields__
-        for name in _OF_IMAGES if clips else ():
-            if (value := getattr(self, name)) != plain[name].default:
-                raise SitusError(f"{name}={value}: is for images, and {self.path or 'the set'} holds clips", field=name)
-        things = DENSE.get(self.target)
-        for name in () if things is None else _OF_CLASSES:
-            if (value := getattr(self, name)) != plain[name].default:
-                raise SitusError(f"{name}={value}: is for a class an image, and {things} are asked for", field=name)
-        if clips and self.img_size not in (None, self.audio.size):
-            allowed = f"{self.audio.size[0]},{self.audio.size[1]}, which the clips' features have"
-            raise SitusError(field="img_size", value=self.img_size, allowed=allowed)
+        self.modality.check(self)
 
-    def _check_text(self) -> None:
-        texts, plain = self.kind == "text", DataConfig.__dataclass_fields__
-        for name in _NOT_OF_TEXT if texts else ():
-            if (value := getattr(self, name)) != plain[name].default:
-                said = f"{name}={value}: is for images, and {self.path or 'the set'} is read as sentences"
-                raise SitusError(said, field=name)
-        if (texts and self.target in DENSE) or (self.kind not in (None, "text") and self.target == "words"):
-            allowed = "class or words for text" if texts else "class, mask or objects: words are read from text"
-            raise SitusError(field="target", value=self.target, allowed=allowed)
+    @property
+    def modality(self) -> Modality:
+        """What the samples are; images where nobody has looked or said."""
+        return modality_of(self.kind, self.target)
 
-    def wanted(self) -> dict[str, Any]:
-        """How the set is asked for, by the arguments of `open_source`."""
-        names = ("channels", "strict", "held_out", "multi_label", "kind", "audio", "text")
-        dense = {things: getattr(self, things) if self.target == target else None for target, things in DENSE.items()}
-        return {name: getattr(self, name) for name in names} | dense | {"words": self.target == "words"}
-
-    def learned_by(self, method: str, needs: Sequence[str]) -> DataConfig:
-        """With the targets that a method needs: masks, objects or words are read for one that learns from them."""
-        for dense in DENSE:
-            if dense in needs:
-                return replace(self, target=dense, multi_label=False)
-        if self.target in DENSE:
-            learns = "learns a class an image" if "label" in needs else f"learns without {DENSE[self.target]}"
-            said = f"{method} {learns}, and {DENSE[self.target]} are asked for"
+    def for_method(self, method: str, needs: Sequence[str]) -> DataConfig:
+        """With the target that a method needs: masks, objects or words are read for one that learns from them."""
+        target = next((need for need in needs if need in TARGETS), "class")
+        if target == self.target:
+            return self
+        if target == "class":
+            learns = "learns a class of each" if "label" in needs else "learns without them"
+            said = f"{method} {learns}, and {self.target} is asked for"
             raise SitusError(said, field=("data.target", "method"))
-        if "words" in needs:
-            return replace(self, target="words", kind="text")
-        return replace(self, target="class") if self.target == "words" else self
+        modality = modality_of(self.kind, target)
+        return replace(
+            self, target=target, multi_label=False, kind=self.kind or (modality.kind if modality.last else None)
+        )
 
-    def split_by(self) -> dict[str, Any]:
-        """What decides which splits the set has, by the arguments of `splits_at`."""
-        dense = {things: self.target == target for target, things in DENSE.items()}
-        return {"multi_label": self.multi_label, "kind": self.kind, **dense, "words": self.target == "words"}
-
-    def told(self) -> dict[str, Any]:
-        """How a model's samples are prepared, as an export of it tells: no places on any machine.
-
-        Of images mean, std and crop, and "masks" or "objects" where they have some; of clips "audio", with their mean
-        and deviation in it; of sentences "text", how long they may be and the columns that were asked for.
-        """
-        if self.kind == "text":
-            columns = {name: getattr(self.text, name) for name in COLUMNS}
-            return {"text": {"longest": self.longest, **{name: own for name, own in columns.items() if own}}}
-        mean, std = self.normalisation
-        if self.kind != "audio":
-            things = DENSE.get(self.target)
-            dense = {} if things is None else {things: to_dict(getattr(self, things))}
-            return {"mean": mean, "std": std, "crop": self.crop_share, **dense}
-        return {"audio": to_dict(replace(self.audio, noise=None, snr_db=None)) | {"mean": mean, "std": std}}
-
-    @staticmethod
-    def of_clips(told: Mapping[str, Any], path: str = "") -> DataConfig:
-        """The config of clips that `told` says under "audio"."""
-        own = {name: value for name, value in told.items() if name not in ("mean", "std")}
-        audio = from_dict(AudioConfig, own, where="audio")
-        mean, std = tuple(told["mean"]), tuple(told["std"])
-        return DataConfig(path, kind="audio", img_size=audio.size, channels=1, audio=audio, mean=mean, std=std)
+    def read_as(self, model: str, readings: Mapping[str, Any]) -> DataConfig:
+        """With another way of reading samples than the model was trained on (`Modality.reading`), where one is said."""
+        data = self
+        for name, value in readings.items():
+            if value is None or (is_dataclass(value) and value == type(value)()):  # pyright: ignore[reportCallIssue]
+                continue
+            if name != self.modality.reading:
+                able = things_of([each for each in MODALITIES if each.reading == name])
+                raise SitusError(f"{name}: is for {able}, and {model} takes {self.modality.things}", field=name)
+            data = self.modality.read_as(data, value)
+        return data
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width that the model sees; of sentences 1 and the ids of the longest."""
-        if self.kind == "text":
-            return 1, self.longest
-        if self.kind == "audio":
-            return self.audio.size
-        if self.img_size is None:
-            raise SitusError("img_size: must be given where no model says it", field="img_size")
-        return (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size
+        """Height and width that the model sees; of clips numbers of a frame and frames, of sentences 1 and ids."""
+        return self.modality.size(self)
 
     @property
-    def longest(self) -> int:
-        """Ids of a sentence at most."""
-        return self.text.longest or LONGEST
-
-    @property
-    def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def normalisation(self) -> Scale:
         """Mean and deviation of each channel, with the defaults filled in; of clips of each number of a frame."""
-        if self.kind == "audio":
-            return self.mean or (0.0,) * self.audio.width, self.std or (1.0,) * self.audio.width
-        mean, std = _IMAGENET if self.channels == 3 else ((0.5,) * self.channels, (0.25,) * self.channels)
-        return self.mean or mean, self.std or std
+        return self.modality.normalisation(self)

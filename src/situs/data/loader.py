@@ -9,33 +9,26 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from situs.core.kernels import has_kernels
 from situs.data.ahead import Pace, ahead
-from situs.data.audio_pipeline import AudioPipeline, Scale, measure_scale
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
 from situs.data.blocks import with_order
-from situs.data.config import BATCH, DENSE, NO_DATA, DataConfig
-from situs.data.image_pipeline import ImagePipeline
-from situs.data.mask_pipeline import MaskPipeline
-from situs.data.object_pipeline import ObjectPipeline
+from situs.data.config import BATCH, NO_DATA, DataConfig
+from situs.data.modalities import MODALITIES
+from situs.data.modalities.pixels import PixelPipeline
+from situs.data.open import open_source, settle
 from situs.data.pipeline import Pipeline, WorkerBatch
-from situs.data.resident import Resident, ResidentStream, hold, holds_clips, resident_size
+from situs.data.resident import Resident, ResidentStream, hold
 from situs.data.sampler import BatchPlan, Drawn
-from situs.data.sources import kind_of, open_source
-from situs.data.sources.audio import noise_folder, read_noise
 from situs.data.sources.base import Source
 from situs.data.sources.images import met_transparency
-from situs.data.sources.speech import part_of
 from situs.data.sources.subset import PerClass, Subset
 from situs.data.streaming import WorkerStream
-from situs.data.text_pipeline import TextPipeline, check_augment
 from situs.errors import SitusError, none_read
 from situs.progress import tracked
 
@@ -102,8 +95,8 @@ class Loader:
         """Of images: what each channel was divided by."""
         return self._pixels().std
 
-    def _pixels(self) -> ImagePipeline:
-        if not isinstance(self.pipeline, ImagePipeline):
+    def _pixels(self) -> PixelPipeline:
+        if not isinstance(self.pipeline, PixelPipeline):
             raise SitusError(f"{self.source.name}: holds {self.source.things}, and this looks at pixels", field="data")
         return self.pipeline
 
@@ -187,12 +180,17 @@ def make_loader(
         # What an evaluation sees is scaled by the training split, whatever split it looks at.
         settled = settle(config if training else replace(config, split=None))
         config = replace(settled, split=config.split)
-        source = open_source(config.path, config.split or (None if training else "val"), **config.wanted())
+        source = open_source(config, config.split or (None if training else "val"))
     if training and config.count is not None:
         source = Subset(source, config.count)
     if training and config.per_class is not None:
         source = PerClass(source, config.per_class)
-    pipeline = _PIPELINES[config.kind or "image"](source, config, augment, device)
+    modality = config.modality
+    if source.things in {each.things for each in MODALITIES} - {modality.things}:
+        raise SitusError(f"{source.name}: holds {source.things}, and {modality.things} are asked for", field="data")
+    if augment is not None:
+        modality.check_augment(augment)
+    pipeline = modality.pipeline(source, config, augment, device)
     held = hold(pipeline, device, int(config.resident_gib * 2**30)) if pipeline.held else None
     count = len(source) if held is None else len(held.index)
     plan = BatchPlan(
@@ -208,85 +206,6 @@ def make_loader(
     )
     plan, order = with_order(plan, pipeline, config, None if held is None else held.values)
     return Loader(pipeline, plan, device, 0 if pipeline.in_memory else config.workers, order, held)
-
-
-def settle(config: DataConfig) -> DataConfig:
-    """The config with what its data says: that it is text; that it is clips, of one channel, and the mean and deviation
-    of their frames; of images with masks or objects the names of the classes.
-
-    The same data always gives the same config. Other images are left as they are.
-    """
-    if (things := DENSE.get(config.target)) and config.path and not getattr(config, things).classes:
-        source = open_source(config.path, config.split, **config.wanted())
-        whole: Any = source.origin(0)[0]
-        known = whole.masks if things == "masks" else replace(config.objects, classes=source.classes or ())
-        return replace(config, **{things: known})
-    kind = kind_of(config.path, config.kind, multi_label=config.multi_label) if config.path else "image"
-    if kind != "audio":
-        return replace(config, kind=kind) if kind == "text" else config
-    try:  # the size is checked by the config itself, and the channels of clips are no choice
-        told = replace(config, kind="audio", channels=1, img_size=config.img_size or config.audio.size)
-    except SitusError as error:
-        if config.kind is None:
-            raise error.said_of(f"{config.path}: holds clips, and images are asked for") from error
-        raise
-    config = told
-    if config.mean and config.std:
-        return config
-    scale = measure_scale(open_source(config.path, config.split, **config.wanted()), config.audio)
-    mean, std = (tuple(round(value, 4) for value in part.tolist()) for part in scale)
-    return replace(config, mean=config.mean or mean, std=config.std or std)
-
-
-def _images(source: Source, config: DataConfig, augment: AugmentConfig | None, device: torch.device) -> Pipeline:
-    if source.things == "clips":
-        raise SitusError(f"{source.name}: holds clips, and images are asked for", field="data")
-    given = source, config.size, config.seed, augment
-    always = augment is not None and config.resident == "always"  # an evaluation looks at each once
-    if source.target == "mask":
-        pipeline = MaskPipeline(*given, config.normalisation)
-        pipeline.held = always
-        return pipeline
-    if source.target == "objects":
-        if always:
-            source.notes.append(f"{source.name}: is streamed whatever resident says, as images with objects are")
-        return ObjectPipeline(*given, config.normalisation)
-    if augment is not None and augment.crop in ("scaled", "fitted"):
-        allowed = "none, resized or pad without masks or objects"
-        raise SitusError(field="augment.crop", value=augment.crop, allowed=allowed)
-    return ImagePipeline(
-        *given,
-        crop_share=config.crop_share,
-        normalisation=config.normalisation,
-        held=resident_size(source, config),
-        device_resizes=has_kernels(device),
-    )
-
-
-def _clips(source: Source, config: DataConfig, augment: AugmentConfig | None, _: torch.device) -> Pipeline:
-    """Noise is read where training or the evaluation mixes some in; a split has its own part of it."""
-    bank, noisy = None, config.audio.snr_db is not None
-    if augment is not None:
-        noisy = augment.audio.noise_share > 0 and augment.audio.noise_level > 0
-    if noisy and (config.path or config.audio.noise):
-        folder = noise_folder(Path(config.path).expanduser(), config.audio)
-        bank, notes = read_noise(folder, part_of(config.split or ("val" if augment is None else None)), config.audio)
-        source.notes += notes
-        if bank is None:
-            source.notes.append(f"{source.name}: has no background noise, so that none is mixed in")
-    scale = Scale(*(torch.tensor(part) for part in config.normalisation))
-    pipeline = AudioPipeline(source, config.audio, scale, augment=augment, noise_bank=bank, seed=config.seed)
-    pipeline.held = holds_clips(source, config)
-    return pipeline
-
-
-def _sentences(source: Source, config: DataConfig, augment: AugmentConfig | None, _: torch.device) -> Pipeline:
-    if augment is not None:
-        check_augment(augment)
-    return TextPipeline(source, config.longest, training=augment is not None, words=config.target == "words")
-
-
-_PIPELINES = {"image": _images, "audio": _clips, "text": _sentences}
 
 
 UPDATES, FEWEST = 10, 8

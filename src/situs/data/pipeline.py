@@ -125,6 +125,9 @@ class Pipeline(ABC):
         """How long each sample is, [n], where batches of like lengths are cheaper."""
         return None
 
+    def check_model(self, words: int, name: str) -> None:  # noqa: B027  (of ids, which mean words)
+        """Refuses samples that mean nothing to a model that knows so many words."""
+
     @abstractmethod
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         """What the source read, cut or padded to one size: [b, …] by name."""

@@ -11,17 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from situs.data.config import DataConfig
 from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.sampler import BatchPlan, batches_for, sample_of
-from situs.data.sources.base import Source, TensorSource
+from situs.data.sources.base import Source
 from situs.data.sources.images import met_transparency
-from situs.errors import BrokenSampleError, SitusError, counted, none_read
+from situs.errors import SitusError, counted, none_read
 from situs.progress import tracked
 
 _TASK = 256  # samples: enough to make handing out tasks cheap, few enough for a smooth progress bar
-_PROBES = 16
-_LARGEST = 8  # times the size the model sees
 # On a GPU smaller batches, counted in numbers, are augmented several at a time: they cost launches, not work.
 _AT_ONCE = 1 << 24
 
@@ -32,43 +29,6 @@ class Resident(NamedTuple):
 
     values: dict[str, Tensor]
     index: Tensor
-
-
-def holds_clips(source: Source, config: DataConfig) -> bool:
-    """Whether clips are decoded once: decoding a second of sound costs more than training a small model on it."""
-    fits = len(source) * 2 * config.audio.samples <= config.resident_gib * 2**30
-    return config.resident == "always" or (config.resident == "auto" and fits)
-
-
-def resident_size(source: Source, config: DataConfig) -> tuple[int, int] | None:
-    """The size to hold the images at, or None to stream them."""
-    if config.resident == "never":
-        return None
-    sizes = _probe(source)
-    own = sizes.pop() if len(sizes) == 1 else None
-    if config.resident == "always":
-        # Images of many sizes are held a little larger than the model sees them, as ImageNet's 256 for 224.
-        # So are large ones of one size: to shrink them anew for each view would cost more than it keeps.
-        if own is not None and max(own[0] / config.size[0], own[1] / config.size[1]) <= _LARGEST:
-            return own
-        return round(config.size[0] * 8 / 7), round(config.size[1] * 8 / 7)
-    if own is None or own[0] > 2 * config.size[0] or own[1] > 2 * config.size[1]:
-        return None
-    fits = len(source) * config.channels * own[0] * own[1] <= config.resident_gib * 2**30
-    return own if fits else None
-
-
-def _probe(source: Source) -> set[tuple[int, int]]:
-    """The sizes (height, width) of some images spread over the set."""
-    if isinstance(source, TensorSource):
-        return {(source.images.shape[2], source.images.shape[3])}
-    sizes = set()
-    for index in range(0, len(source), max(1, len(source) // _PROBES)):
-        try:
-            sizes.add(tuple(source.read(index)["image"].shape[1:]))
-        except BrokenSampleError:
-            continue
-    return sizes
 
 
 def hold(pipeline: Pipeline, device: torch.device | str, max_bytes: int) -> Resident:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from situs.data.config import DENSE
 from situs.data.sources.base import EncodedSource, Source
 from situs.data.sources.coco import CocoSource
 from situs.data.sources.images import decode, read_header
@@ -29,7 +28,7 @@ ROW = np.dtype(
 def row_of(source: Source) -> np.dtype:
     """The type of a set's rows: one that has several classes an image has all their labels too, a byte each; of masks
     and objects those that are there."""
-    if not source.multi_label and source.target not in DENSE:
+    if not source.multi_label and not source.dense:
         return ROW
     return np.dtype([*((name, ROW[name]) for name in ROW.names or ()), ("labels", "i1", (len(source.classes or ()),))])
 
@@ -61,9 +60,9 @@ def _survey_one(source: Source, decoding: bool, number: int, row: Any) -> list[t
         flags |= ALPHA if header.transparent else 0
         flags |= DEEP if kind in _DEEP_MODES or (header.kind == "NPY" and kind != "uint8") else 0
         row["flags"] = flags
-        label = None if source.target in DENSE else source.label(number)
+        label = None if source.dense else source.label(number)
         image = decode(data, source.entry(number)) if decoding else None
-        if decoding and source.target in DENSE:
+        if decoding and source.dense:
             wrong = _dense(source, number, row)
     else:
         sample = source.read(number)
@@ -71,7 +70,7 @@ def _survey_one(source: Source, decoding: bool, number: int, row: Any) -> list[t
         row["height"], row["width"] = image.shape[1:]
         row["flags"] = (GREY if image.shape[0] == 1 else 0) | (DEEP if image.is_floating_point() else 0)
         row["data"] = _digest(image.contiguous().numpy().tobytes())
-    if label is not None and source.target not in DENSE:
+    if label is not None and not source.dense:
         row["labels" if source.multi_label else "label"] = label
     if image is not None:
         if image.shape[0] == 1:

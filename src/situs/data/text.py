@@ -64,12 +64,5 @@ class Columns(Checked):
         given = {name: own for name in COLUMNS if (own := getattr(self, name))}
         return replace(text, **given | ({"pair": None} if self.pair == "none" else {}))
 
-    def check_read(self, kind: str | None, name: str) -> None:
-        """Refuses columns for a model that reads no sentences."""
-        for column in COLUMNS if kind != "text" else ():
-            if own := getattr(self, column):
-                takes = "clips" if kind == "audio" else "images"
-                raise SitusError(f"{column}={own}: is for sentences, and {name} takes {takes}", field=f"text.{column}")
-
 
 TEXT = TextConfig()

@@ -113,7 +113,7 @@ def frozen_start(config: RunConfig, train: Loader, val: Loader) -> Frozen | None
     """Whether and how the start of a run is looked at: of small sets of images or clips with a class each, by one
     process, where the run goes over them often enough, and nothing has to stay private."""
     plain = train.source.classes is not None and train.source.target == "label" and val.source.target == "label"
-    if config.init is None or not plain or config.data.kind == "text" or train.plan.world > 1 or config.dp.on:
+    if config.init is None or not plain or config.data.modality.ids or train.plan.world > 1 or config.dp.on:
         return None
     total = config.train.total_steps(train.steps_per_epoch)
     if len(train.source) + len(val.source) > SMALL or total < PASSES * train.steps_per_epoch:

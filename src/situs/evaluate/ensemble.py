@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from situs import __version__
-from situs.data.sources import addressed
+from situs.data.open import addressed
 from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, Classifier, Tally, check_numbers, hard, labels_of
 from situs.evaluate.by_class import TOP5_FROM, wilson

@@ -144,7 +144,7 @@ def extract_features(
     grid that `facts` tells. text: the columns of sentences. The others: see `load_any`.
     """
     model = opened(model)
-    words = model.samples.kind == "text"
+    words = model.samples.modality.ids
     if words and tokens == "patches":
         raise SitusError("tokens='patches': sentences have tokens of any number; take pooled", field="tokens")
     chosen = {"split": split, "held_out": held_out, "count": count, "batch": batch}

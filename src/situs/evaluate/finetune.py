@@ -9,10 +9,11 @@ from typing import Any
 from situs.backbones.config import PositionKind
 from situs.config import choice
 from situs.errors import SitusError
+from situs.files import absolute
 from situs.methods import METHODS
 from situs.models.beginning import beginning
 from situs.train.assemble import RunConfig
-from situs.train.inputs import absolute, own_splits
+from situs.train.inputs import own_splits
 
 
 @dataclass(frozen=True)

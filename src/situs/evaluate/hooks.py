@@ -11,7 +11,7 @@ import torch
 
 from situs.data.config import BATCH
 from situs.data.loader import Loader, make_loader
-from situs.data.sources import open_source, splits_at
+from situs.data.open import open_source, splits_at
 from situs.data.sources.base import SPLITS
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError
@@ -190,7 +190,7 @@ def validation_hooks(every: int, field: str = "validate_every") -> Hooks:
 
 def _judged_alike(config: RunConfig) -> bool:
     """Whether the best is kept, and chosen by the samples that test means too."""
-    found = splits_at(config.data.path, **config.data.split_by())
+    found = splits_at(config.data)
     return config.train.keep_best and len(found - {*SPLITS["train"]}) < 2
 
 
@@ -207,7 +207,7 @@ def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequ
 
 def _probed(config: RunConfig, split: str, device: torch.device) -> Loader:
     data = replace(config.data, split=split, batch=min(1024, config.data.batch or BATCH))
-    source = open_source(data.path, split, **data.wanted())
+    source = open_source(data, split)
     return make_loader(data, None, device, source=Subset(source, PROBED[split]))
 
 

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from situs.config import from_dict
+from situs.data.open import addressed, open_source
 from situs.data.sampler import sample_of
-from situs.data.sources import addressed, open_source
 from situs.data.sources.base import Source
 from situs.data.text import Columns
 from situs.errors import SitusError
@@ -128,14 +127,11 @@ def _open(model: Any, data: str | Path | None, split: str, text: Columns | Mappi
     """The samples without their labels, as the model reads them."""
     config = model.samples
     if not (data or config.path):
-        things = {"audio": "clips", "text": "sentences"}.get(config.kind or "", "images")
+        things = config.modality.things
         raise SitusError(f"{model.name}: only a run knows its data; say where the {things} are", field="data")
-    if text is not None:
-        text = text if isinstance(text, Columns) else from_dict(Columns, text, where="text")
-        text.check_read(config.kind, model.name)
-        config = replace(config, text=text.over(config.text))
-    config = replace(config, text=replace(config.text, label=None))
-    return open_source(str(data or config.path), split, labels=False, **config.wanted())
+    config = config.read_as(model.name, {"text": text})
+    config = replace(config.modality.unlabelled(config), path=str(data or config.path))
+    return open_source(config, split, labels=False)
 
 
 def _path(source: Source, row: int) -> str:

@@ -17,12 +17,13 @@ from torch import nn
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.backbones.shapes import shapes_alone
+from situs.data.preparation import Preparation
 from situs.errors import SitusError
 from situs.files import read_json, write_text
 from situs.locks.shards import Header, Spec, plain_source, read_header, reason_of, unique
 from situs.models import Model, open_model
 from situs.models.data import AnyModel
-from situs.models.prepared import images_for
+from situs.models.prepared import samples_for
 from situs.train.checkpoint.files import sync
 from situs.train.export import PREPARED, ModelProvenance, timm_config
 
@@ -130,21 +131,19 @@ def write_model(source: Backbone | Model, folder: Path) -> None:
     if isinstance(source, Model):
         data, classes = source.input, source.classes
     else:
-        data, classes = images_for(backbone, getattr(model, "pretrained_cfg", {})), None
+        data, classes = samples_for(backbone, {"pretrained_cfg": getattr(model, "pretrained_cfg", {})}), None
+    prepared = Preparation(data)
     if library == "transformers":
-        if data is not None and data.kind == "audio":  # no processor of transformers tells of them
-            model.config.situs = {**getattr(model.config, "situs", {}), **data.told()}
+        if not prepared.modality.pixels and not prepared.modality.ids:  # no processor of transformers tells of them
+            model.config.situs = {**getattr(model.config, "situs", {}), **prepared.to_situs()}
         model.save_pretrained(folder)
         if isinstance(source, Model) and data is not None and model.main_input_name == "pixel_values":
-            from situs.backbones.hf.image import image_processor
-
-            scale = ((), ()) if data.kind == "audio" else data.normalisation
-            prepared = image_processor(backbone.input, data.crop_share, *scale)
-            write_text(folder / PREPARED, json.dumps(prepared, indent=2) + "\n")
+            assert backbone.input.shape is not None
+            processor = prepared.to_hf(backbone.input.shape, backbone.input.channels)
+            write_text(folder / PREPARED, json.dumps(processor, indent=2) + "\n")
         return
     assert data is not None  # all of timm's take images
-    told = ModelProvenance("", **data.told(), classes=classes, multi_label=data.multi_label)
-    config = timm_config(backbone, model.num_classes, told)
+    config = timm_config(backbone, model.num_classes, ModelProvenance("", prepared=prepared, classes=classes))
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
     save_file(state, folder / WHOLE, metadata={"format": "pt"})

@@ -11,6 +11,7 @@ from torch import nn
 
 from situs.backbones.config import BackboneConfig
 from situs.config import from_dict, to_dict
+from situs.data.modalities import MODALITIES
 from situs.errors import SitusError
 from situs.files import names_code
 from situs.methods import METHODS
@@ -23,11 +24,13 @@ from situs.train.checkpoint import read_config, run_and_step
 from situs.train.export import POSITIONS, TRAINING_ONLY
 from situs.train.run import is_run
 
+TABLES = tuple(each.table for each in MODALITIES if each.table and not each.each)
+"""Settings of the modalities whose samples have a class each."""
+
 SAME_DATA = (
     "path",
     "kind",
-    "audio",
-    "text",
+    *TABLES,
     "multi_label",
     "held_out",
     "img_size",
@@ -41,7 +44,7 @@ SAME_DATA = (
 )
 """Fields of `DataConfig` in which fine-tuning follows the pretraining unless told otherwise."""
 
-PREPARED = ("kind", "audio", "text", "img_size", "channels", "mean", "std", "crop_share")
+PREPARED = ("kind", *TABLES, "img_size", "channels", "mean", "std", "crop_share")
 """Those that say how a model's samples are prepared, wherever they are."""
 
 

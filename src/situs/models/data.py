@@ -15,22 +15,22 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from situs.config import from_dict
 from situs.data.config import DataConfig, Target
 from situs.data.loader import Loader, make_loader
 from situs.data.masks import MaskConfig
-from situs.data.sources import addressed, judged_split, open_source
+from situs.data.open import addressed, judged_split, open_source
 from situs.data.sources.base import Source
 from situs.data.sources.subset import HELD_OUT, Rows, Subset
-from situs.data.text import COLUMNS, Columns
+from situs.data.text import Columns
 from situs.errors import SitusError, counted, verb
+from situs.files import absolute
 from situs.limits import check_value
 from situs.models.model import Model, check_classifier
 from situs.models.module import in_eval_mode
 from situs.models.open import open_model
 from situs.results import Provenance
 from situs.train import distributed
-from situs.train.inputs import absolute, check_words, own_splits
+from situs.train.inputs import own_splits
 
 AnyModel = str | Path | nn.Module | Model
 """What `open_model` takes."""
@@ -94,7 +94,7 @@ def load_set(
     **chosen: Unpack[Chosen],
 ) -> Loader:
     """`load_any`, for what looks at images or clips alone: a model that reads sentences is refused."""
-    assert model.data.kind != "text"  # which `data` has refused
+    assert model.data  # which refuses one that reads sentences
     return load_any(model, data, shared=shared, target=target, **chosen)
 
 
@@ -119,31 +119,21 @@ def load_any(
     of text the class of a sentence, or words. read: see `Read`.
     """
     data = addressed(data)
-    snr_db, masks, text = read.get("snr_db"), read.get("masks"), read.get("text")
     rank, world = (distributed.rank(), distributed.world()) if shared else (0, 1)
     if world > 1:  # each rank takes the same share of a batch
         batch = max(world, batch - batch % world)
     model = model.holding_out(held_out)
     config = replace(model.samples, split=split, batch=batch)
-    if target != config.target and config.kind != "audio":
+    if target != config.target:
         config = replace(config, target=target, multi_label=config.multi_label and target == "class")
-    config = config if masks is None else replace(config, masks=masks)
-    if text is not None:
-        text = text if isinstance(text, Columns) else from_dict(Columns, text, where="text")
-        text.check_read(config.kind, model.name)
-        config = replace(config, text=text.over(config.text))
-    if snr_db is not None:
-        if config.kind != "audio":
-            things = "sentences" if config.kind == "text" else "images"
-            raise SitusError(f"snr_db={snr_db:g}: is for clips, and {model.name} takes {things}", field="snr_db")
-        config = replace(config, audio=replace(config.audio, snr_db=snr_db))
+    config = config.read_as(model.name, read)
     if isinstance(data, Source):
         source = data
     elif data or config.path:
         path = str(data or config.path)
         config = replace(config, path=path)
-        chosen = split or judged_split(path, config.held_out, **config.split_by())
-        source = _opened(path, chosen, config, model, text or Columns())
+        chosen = split or judged_split(config)
+        source = _opened(config, chosen, model, read.get(config.modality.reading))
         trained_on = absolute(path) == model.samples.path
         if split is None and held_out is None and not trained_on and isinstance(source, Rows):
             whole = counted(len(source.source), source.things)
@@ -156,7 +146,7 @@ def load_any(
             taken = f"is not split, so that all its {source.things} were taken{told}"
             source.notes.append(f"{source.name}: {taken}; a share can be held out")
     else:
-        things = {"audio": "clips", "text": "sentences"}.get(config.kind or "", "images")
+        things = config.modality.things
         raise SitusError(f"{model.name}: only a run knows its data; say where the {things} are", field="data")
     if count is not None:
         check_value("count", count, ">= 1")
@@ -165,22 +155,26 @@ def load_any(
         held = f"{counted(len(source), source.things)} {verb(len(source), 'are')}"
         raise SitusError(f"{source.name}: {held} too few for {world} ranks", field="count")
     loader = make_loader(config, None, model.device, rank=rank, world=world, source=source)
-    check_words(model.backbone, loader)
+    loader.pipeline.check_model(model.backbone.input.words, model.backbone.name)
     return loader
 
 
-def _opened(path: str, split: str | None, config: DataConfig, model: Model, said: Columns) -> Source:
-    """The set; where it lacks a column that the model remembers and nobody named, the sentence says whose it is."""
+def _opened(config: DataConfig, split: str | None, model: Model, asked: Any) -> Source:
+    """The set; where it lacks a column that the model remembers and nobody named, the sentence says whose it is.
+
+    asked: how it is to be read, where that was said.
+    """
     try:
-        return open_source(path, split, **config.wanted())
+        return open_source(config, split)
     except SitusError as error:
-        part, _, column = (error.field or "").partition(".")
-        if config.kind != "text" or part != "text" or column not in COLUMNS or getattr(config.text, column) is None:
+        table, _, name = (error.field or "").partition(".")
+        remembered = (
+            table and table == config.modality.table and getattr(model.samples.modality.settings(config), name, None)
+        )
+        if not remembered or (asked.get(name) if isinstance(asked, Mapping) else getattr(asked, name, None)):
             raise
-        if getattr(said, column):
-            raise
-        told = f"{error}; {model.name} was trained on columns of these names: say which they are here"
-        raise SitusError(told, field=error.fields) from error
+        said = f"{error}; {model.name} was trained on columns of these names: say which they are here"
+        raise SitusError(said, field=error.fields) from error
 
 
 def load_bank(
@@ -232,8 +226,7 @@ def load_bank(
 def check_labels(loader: Loader, *, multi_label: bool = False) -> tuple[str, ...]:
     """The classes of data that must have labels: one an image, or any number where `multi_label` allows it."""
     if loader.classes is None:
-        fields = ("data", "text.label") if loader.source.things == "sentences" else "data"
-        raise SitusError(f"{loader.source.name}: has no labels to compare with", field=fields)
+        raise SitusError(f"{loader.source.name}: has no labels to compare with", field=("data", "text.label"))
     if loader.source.multi_label and not multi_label:
         raise SitusError(
             f"{loader.source.name}: is multi-label, and one class an image is asked for here", field="data"
@@ -293,8 +286,7 @@ def made_with(
     """
     from situs import __version__
 
-    texts = model.samples.kind == "text"  # whose length its pipeline tells
-    size = {} if texts else {"img_size": "x".join(map(str, model.data.size))}
+    size = {} if model.samples.modality.ids else {"img_size": "x".join(map(str, model.data.size))}
     made = {"data": loader.source.name, **size, "seed": seed, "precision": precision, "situs": __version__}
     said = tuple(dict.fromkeys(text for each in (*beside, loader) for text in each.source.left_out()))
     left = {"left out": " ".join(said)} if said else {}

@@ -12,6 +12,7 @@ from torch import Tensor
 from situs.backbones.base import join
 from situs.backbones.reload import run_reloaded
 from situs.config import to_dict
+from situs.data.preparation import Preparation
 from situs.errors import SitusError
 from situs.files import names_code
 from situs.methods.base import Method
@@ -88,10 +89,8 @@ def _read(source: str | Path, ema: bool | None) -> _Story:
         step=checkpoint.step,
         ema=averaged,
         classes=classes,
-        multi_label=config.data.multi_label,
         protected=protection(spent_of(loaded), None if under is None else under.defence),
-        tokeniser=config.data.text.tokeniser if config.data.kind == "text" else None,
-        **config.data.told(),
+        prepared=Preparation(config.data),
     )
     return _Story(method, provenance)
 

@@ -64,14 +64,15 @@ class Model:
         """How its images or clips are prepared; a model that takes none is refused."""
         if self.input is None:
             raise SitusError(f"{self.name}: takes no images")
-        if self.input.kind == "text":
-            raise SitusError(f"{self.name}: reads sentences, and this is for models of images or clips", field="model")
+        if self.input.modality.ids:
+            things = self.input.modality.things
+            raise SitusError(f"{self.name}: reads {things}, and this is for models of images or clips", field="model")
         return self.input
 
     @property
     def samples(self) -> DataConfig:
         """How its images, clips or sentences are prepared."""
-        return self.input if self.input is not None and self.input.kind == "text" else self.data
+        return self.data if self.input is None or not self.input.modality.ids else self.input
 
     @property
     def multi_label(self) -> bool:

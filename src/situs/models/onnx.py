@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from situs import __version__
 from situs.backbones.base import Backbone
+from situs.data.preparation import Preparation
 from situs.errors import SitusError, missing_extra
 from situs.files import write_text
 from situs.models.defended import protection
@@ -59,8 +60,8 @@ def export_onnx(model: Model, folder: Path, features: OnnxFeatures | None = None
     features: logits, pooled or patches; by default the logits where there is a trained classifier, else pooled. The
     number of images at a time is free; the rest of the shape is the model's own.
     """
-    if model.data.target != "class":
-        raise SitusError(f"{model.name}: tells masks, and a graph holds classes or features alone", field="model")
+    if known := model.data.modality.known:
+        raise SitusError(f"{model.name}: tells {known}, and a graph holds classes or features alone", field="model")
     features = features or ("logits" if model.classifier and model.backbone.num_classes else "pooled")
     if features == "logits":
         check_classifier(model, multi_label=True)
@@ -74,7 +75,7 @@ def export_onnx(model: Model, folder: Path, features: OnnxFeatures | None = None
         error = _check(graph, images, aside / GRAPH)
         about = _about(model, features, shape, list(graph(images[:1]).shape[1:]))
         write_text(aside / ABOUT, json.dumps(about, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-        write_text(aside / CARD, _card(about))
+        write_text(aside / CARD, _card(about, model.data.modality.things))
     return Export(folder, "onnx", [], str(model.facts.get("model") or model.name), model.facts.get("step"), error)
 
 
@@ -120,10 +121,7 @@ def _check(graph: nn.Module, images: Tensor, file: Path) -> float:
 
 
 def _about(model: Model, features: str, shape: tuple[int, ...], out: list[int]) -> dict[str, Any]:
-    told = model.data.told()
-    prepared = {name: told[name] for name in ("audio",) if name in told}
-    if not prepared:
-        prepared = {"mean": list(told["mean"]), "std": list(told["std"]), "crop": told["crop"]}
+    prepared = Preparation(model.data).to_onnx()
     about = {
         "model": str(model.facts.get("model") or model.name),
         "method": model.facts.get("method"),
@@ -131,19 +129,18 @@ def _about(model: Model, features: str, shape: tuple[int, ...], out: list[int]) 
         "output": {"name": features, "shape": ["batch", *out]},
         "situs": __version__,
     }
-    if told := protection(model.spent, model.facts.get("defence")):
-        about["protected"] = told
+    if protected := protection(model.spent, model.facts.get("defence")):
+        about["protected"] = protected
     if features == "logits":
         about |= {"classes": None if model.classes is None else list(model.classes), "multi_label": model.multi_label}
     return about
 
 
-def _card(about: dict[str, Any]) -> str:
+def _card(about: dict[str, Any], things: str) -> str:
     given, out = about["input"], about["output"]["name"]
     by = f", trained with {about['method']}" if about["method"] else ""
-    clips = "audio" in given
     shape = " × ".join(map(str, given["shape"][1:]))
-    normalised = "as model.json says" if clips else f"by mean {given['mean']} and deviation {given['std']}"
+    normalised = f"by mean {given['mean']} and deviation {given['std']}" if "mean" in given else "as model.json says"
     form = ", ".join(map(str, given["shape"][1:]))
     return f"""---
 library_name: onnx
@@ -154,7 +151,7 @@ tags:
 
 # {about["model"]}{by}, as an ONNX graph
 
-- Input `{INPUT}`: float32, any number of {"clips" if clips else "images"} of {shape}, normalised {normalised}
+- Input `{INPUT}`: float32, any number of {things} of {shape}, normalised {normalised}
 - Output `{out}`: {_WHAT[out]}
 - Classes and preparation: model.json{"".join(f"{chr(10)}- {each}" for each in about.get("protected", ()))}
 

@@ -33,7 +33,7 @@ from situs.methods.base import Method
 from situs.models.defended import trained_under
 from situs.models.model import Model, folder_name, identity_of
 from situs.models.module import OwnModule, in_float32, make_module, wrap_module
-from situs.models.prepared import class_names, described, images_for, is_multi_label, read_prepared, sentences_for
+from situs.models.prepared import class_names, described, read_prepared, samples_for
 from situs.train.checkpoint import run_and_step
 from situs.train.export import PARTS, last_name
 from situs.train.private.accounting import Spent, epsilon_of
@@ -214,7 +214,7 @@ def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], de
     if unlock is not None:
         with unlock(folder) as (readable, opened):
             model = _open_folder(readable, fields, "cpu")
-            if model.input is not None and model.input.kind == "text":  # what was readable is gone in a moment
+            if model.input is not None and model.input.modality.ids:  # what was readable is gone in a moment
                 if readable != folder:
                     hold_tokeniser(folder, readable)
                 text = replace(model.input.text, tokeniser=str(folder))
@@ -242,10 +242,7 @@ def _open_folder(folder: Path, fields: dict[str, Any], device: torch.device | st
     backbone = _create(folder, {**size, **fields}, device)
     told = described(folder, backbone)
     method = None if str(device) == "meta" else _kept_method(folder, backbone, ours)
-    if backbone.input.words:
-        prepared = sentences_for(backbone, folder, ours)
-    else:
-        prepared = images_for(backbone, told.get("pretrained_cfg", {}), multi_label=is_multi_label(told), told=ours)
+    prepared = samples_for(backbone, told, folder=folder)
     if prepared is not None and ours.get("held_out"):
         prepared = replace(prepared, held_out=ours["held_out"])
     return Model(
@@ -295,7 +292,7 @@ def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: t
         name,
         backbone.to(device),
         None,
-        images_for(backbone, told),
+        samples_for(backbone, {"pretrained_cfg": told}),
         None,
         {"kind": "name", "model": name, "weights": last_name(weights)},
         classifier=weights != RANDOM and told.get("num_classes", 1) > 0,
@@ -332,7 +329,8 @@ def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: t
     notes = {} if held is None else {"precision": f"held in {held}; here it computes in float32"}
     device = "cpu" if str(device) == "meta" else device
     facts = {"kind": "module", "model": name, "weights": "its own"}
-    return Model(name, backbone.to(device), None, images_for(backbone, told), None, facts, notes=notes)
+    prepared = samples_for(backbone, {"pretrained_cfg": told})
+    return Model(name, backbone.to(device), None, prepared, None, facts, notes=notes)
 
 
 def _known(module: nn.Module) -> Backbone | None:

@@ -41,7 +41,7 @@ def described(model: Model, trained: Method | nn.Module | None = None) -> tuple[
     backbone = model.backbone if method is None else method.backbone
     if method is None and isinstance(trained, type(model.backbone)):
         backbone = trained
-    if model.samples.kind is not None and model.samples.kind != "image":
+    if not model.samples.modality.pixels:
         raise SitusError(f"{model.name}: the playground is for models of images", field="model")
     vit = plain_vit(backbone)
     tensors, eps = dict(vit.tensors), dict(vit.eps)

@@ -17,7 +17,7 @@ from situs.models.open import is_locked
 from situs.split.parts import server_names
 from situs.split.server import Limits, Server
 from situs.train.assemble import RunConfig, make_method
-from situs.train.inputs import own_size
+from situs.train.inputs import fitted
 
 
 def make_server(
@@ -38,8 +38,7 @@ def make_server(
     if config.train.precision == "fp16":
         raise SitusError("precision='fp16': split training takes bf16 or fp32", field="train.precision")
     data = config.data
-    if data.img_size is None:
-        data = replace(data, img_size=config.backbone.img_size or own_size(config.backbone))
+    data = fitted(data, config.backbone, config.method_name)
     config = replace(config, data=data)
     out = Path(out)
     try:

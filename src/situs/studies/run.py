@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from situs import progress
 from situs.config import Checked
-from situs.data.sources import SAMPLES
+from situs.data.open import SAMPLES
 from situs.data.work import cores
 from situs.errors import SitusError
 from situs.files import read_json, write_text

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from situs.data.sources import SAMPLES
+from situs.data.open import SAMPLES
 from situs.errors import SitusError, unknown_name
 from situs.studies.folder import StudyFolder, Task
 from situs.studies.form import VERBS, Study

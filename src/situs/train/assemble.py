@@ -20,11 +20,12 @@ from situs.backbones.base import Backbone
 from situs.config import Checked, choice, choices_of
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import BATCH, NO_DATA, DataConfig
-from situs.data.loader import Loader, make_loader, settle
-from situs.data.sources import SAMPLES
-from situs.data.sources.memory import is_memory, spoken
+from situs.data.loader import Loader, make_loader
+from situs.data.open import SAMPLES, settle
+from situs.data.sources.memory import spoken
 from situs.data.sources.subset import PerClass, Rows, Subset
 from situs.errors import SitusError, counted
+from situs.files import absolute
 from situs.limits import Natural
 from situs.methods import METHODS, create_method
 from situs.methods.base import Method
@@ -33,7 +34,7 @@ from situs.train import distributed, restart
 from situs.train.checkpoint import check_target
 from situs.train.config import TrainConfig
 from situs.train.contract import Hook
-from situs.train.inputs import absolute, check_held_out, check_words, own_size, settle_text, share_held_out
+from situs.train.inputs import check_held_out, fitted, share_held_out
 from situs.train.optim import OptimConfig
 from situs.train.private.accounting import DpConfig
 from situs.train.private.run import Private, private_of
@@ -90,12 +91,10 @@ def settled(config: RunConfig) -> RunConfig:
     backbone, data, init = config.backbone, config.data, config.init
     if not data.path:
         raise SitusError(NO_DATA, field="data")
-    data = data.learned_by(config.method_name, METHODS[config.method_name].needs_targets)
+    data = data.for_method(config.method_name, METHODS[config.method_name].needs_targets)
     if data.path != SAMPLES:
         data = replace(data, path=absolute(data.path))
     data = replace(data, held_out=share_held_out(data, learns=bool(METHODS[config.method_name].needs_targets)))
-    if data.audio.noise is not None:
-        data = replace(data, audio=replace(data.audio, noise=absolute(data.audio.noise)))
     data = settle(data)
     if init is not None:
         init = absolute(init)
@@ -105,10 +104,7 @@ def settled(config: RunConfig) -> RunConfig:
         backbone = replace(backbone, name=mark + absolute(name))
     if backbone.weights is not None:
         backbone = replace(backbone, weights=absolute(backbone.weights))
-    if data.kind == "text":
-        data = settle_text(data, backbone, config.method_name)
-    elif data.img_size is None:
-        data = replace(data, img_size=backbone.img_size or own_size(backbone))
+    data = fitted(data, backbone, config.method_name)
     return replace(config, backbone=backbone, data=data, init=init)
 
 
@@ -170,11 +166,13 @@ def assemble(
 
 def _start_method(config: RunConfig, loader: Loader, ranks: distributed.Ranks, setup: Setup, fresh: bool) -> Method:
     """The method that is trained, on its device, with the tensors of `config.init` where no checkpoint has them."""
-    alone = loader.source.target == "label" and loader.source.things != "sentences" and fresh
-    if alone and len(classes := loader.classes or ()) == 1 and "label" in METHODS[config.method_name].needs_targets:
+    learns = loader.source.target == "label" and "label" in METHODS[config.method_name].needs_targets
+    if learns and fresh and len(classes := loader.source.seen()) == 1:
         said = f"{loader.source.name}: all of it is of one class, {classes[0]!r}, and there is nothing to tell apart"
-        raise SitusError(f"{said}; name the folder that holds a folder for each class", field="data")
-    method = check_words(make_method(config, loader.classes), loader)
+        more = "; name the folder that holds a folder for each class"
+        raise SitusError(said + more, field=config.data.modality.label_fields)
+    method = make_method(config, loader.classes)
+    loader.pipeline.check_model(method.backbone.input.words, method.backbone.name)
     if config.init is not None and fresh:
         for line in setup.start(config, method.backbone):
             note(line)
@@ -189,7 +187,7 @@ def check_place(config: RunConfig, out: str | Path | None, resume: str | Path | 
         raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
     if out is not None and not restart.begun(Path(out)):
         check_target(Path(out))  # said before the data is read, which may take minutes
-        check_held_out(config.data.learned_by(config.method_name, METHODS[config.method_name].needs_targets))
+        check_held_out(config.data.for_method(config.method_name, METHODS[config.method_name].needs_targets))
 
 
 def described_set(asked: RunConfig, config: RunConfig, loader: Loader) -> Iterator[str]:
@@ -231,16 +229,10 @@ def describe(config: RunConfig, method: Method, ranks: distributed.Ranks) -> str
 def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     """The method on its backbone, freshly initialised from the run's seed."""
     kind = METHODS[config.method_name]
-    texts = config.data.kind == "text"
+    modality = config.data.modality
     if kind.needs_targets and classes is None and "words" not in kind.needs_targets:
         said = f"{config.method_name} needs labels, and {spoken(config.data.path)} has none"
-        if texts or config.data.kind == "audio":
-            raise SitusError(said, field=("data", "data.text.label") if texts else "data")
-        if is_memory(config.data.path):
-            said += ", one class each: give (image, label) pairs, dicts with 'image' and 'label', or (images, labels)"
-            raise SitusError(said, field=("data", "data.multi_label"))
-        more = "" if config.data.multi_label else ", not one class an image; with any number of them it is multi-label"
-        raise SitusError(said + more, field=("data", "data.multi_label"))
+        raise SitusError(said + modality.without_labels(config.data), field=modality.label_fields)
     count = 0 if classes is None else len(classes)
     torch.manual_seed(config.train.seed)
     backbone = create_backbone(
@@ -251,8 +243,8 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
             num_classes=None if "words" in kind.needs_targets else count if "label" in kind.needs_targets else 0,
         )
     )
-    if not texts:
-        backbone.require("images")  # which the other data of a run are
+    if not modality.ids:
+        backbone.require("images")
     backbone.wide = config.train.residual == "float32"
     if (shape := backbone.input.shape) not in (None, config.data.size):
         own, read = (" × ".join(map(str, size)) for size in (shape, config.data.size))
@@ -263,8 +255,9 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
 
 def make_training_loader(config: RunConfig, ranks: distributed.Ranks, private: Private | None = None) -> Loader:
     """This rank's part of the augmented training set; its augmentation is compiled where the method is."""
-    if private is not None and config.data.kind == "text":
-        raise SitusError("differential privacy is for images and clips here, not for sentences", field="dp.epsilon")
+    if private is not None and config.data.modality.ids:
+        things = config.data.modality.things
+        raise SitusError(f"differential privacy is for images and clips here, not for {things}", field="dp.epsilon")
     data = config.data if private is None else replace(config.data, strict=True)  # another in its place came twice
     drawn = None if private is None else private.draws
     loader = make_loader(data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world, drawn=drawn)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from situs.cli.main import main
-from situs.data.sources import open_source
+from situs.data.open import open_source
 
 
 def test_packs_and_says_so(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

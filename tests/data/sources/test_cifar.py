@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from situs.data.sources import open_source, pickled
+from situs.data.open import open_source
+from situs.data.sources import pickled
 from situs.data.sources.pickled import read_pickled
 from situs.errors import SitusError
 

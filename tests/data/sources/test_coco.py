@@ -19,18 +19,19 @@ from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.objects import ObjectConfig, unpack_masks
-from situs.data.sources import coco, judged_split, open_source, splits_at
+from situs.data.open import judged_split, open_source, splits_at
+from situs.data.sources import coco
 from situs.errors import BrokenSampleError, SitusError
 from situs.files import read_json
 
 
 def opened(path: Path, split: str | None = None, classes: tuple[str, ...] = ()) -> Any:
-    return open_source(path, split, objects=ObjectConfig(classes))
+    return open_source(path, split, target="objects", objects=ObjectConfig(classes))
 
 
 def test_the_published_layout_is_read_with_classes_from_0_on(tmp_path: Path) -> None:
     write_coco(tmp_path, {"train": 4, "val": 2})
-    assert splits_at(tmp_path, objects=True) == {"train", "val"}
+    assert splits_at(tmp_path, target="objects") == {"train", "val"}
     source = opened(tmp_path)
     assert (len(source), source.target) == (4, "objects")
     assert source.name.endswith("(train)")
@@ -60,7 +61,7 @@ def test_one_json_and_a_folder_of_images_is_one_set(tmp_path: Path) -> None:
     home = tmp_path / "plain"
     shutil.copytree(tmp_path / "coco" / "train2017", home / "images")
     shutil.copyfile(tmp_path / "coco" / "annotations" / "instances_train2017.json", home / "instances.json")
-    assert splits_at(home, objects=True) == set() and judged_split(home, objects=True) is None
+    assert splits_at(home, target="objects") == set() and judged_split(home, target="objects") is None
     whole = opened(home)
     for other in (home / "instances.json", tmp_path / "coco" / "annotations" / "instances_train2017.json"):
         source = opened(other)

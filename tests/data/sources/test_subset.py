@@ -12,7 +12,7 @@ import torch
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
-from situs.data.sources import judged_split, open_source, splits_at
+from situs.data.open import judged_split, open_source, splits_at
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.subset import PerClass, Subset, hold_out
 from situs.errors import BrokenSampleError, SitusError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from situs.data.sources import judged_split, open_source
+from situs.data.open import judged_split, open_source
 from situs.data.sources.base import Source
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from situs.data.sources import open_source, tar_index
+from situs.data.open import open_source
+from situs.data.sources import tar_index
 from situs.data.sources.tar_index import TarIndex, open_index
 from situs.data.sources.webdataset import TarSource
 

@@ -14,7 +14,7 @@ import pytest
 from sentences import lines
 from tiny_texts import WORDS, write_folder
 
-from situs.data.sources import kind_of, open_source, splits_at
+from situs.data.open import kind_of, open_source, splits_at
 from situs.data.sources.text import BlockSource, TextSource
 from situs.data.text import TextConfig
 from situs.data.tokeniser import Tokeniser
@@ -125,7 +125,7 @@ def test_faults_of_pairs(tokeniser: str, tmp_path: Path) -> None:
         TextConfig(column="a", pair="a")
     with pytest.raises(SitusError, match="more than the 3 ids that the tokeniser adds itself"):
         read(path, tokeniser, pair="b", longest=3)
-    for asked in ({"words": True}, {"text": {"unlabelled": True}}):
+    for asked in ({"target": "words"}, {"text": {"unlabelled": True}}):
         text = TextConfig(tokeniser=tokeniser, pair="b", **asked.pop("text", {}))
         with pytest.raises(SitusError, match="pair='b': pairs of sentences are for a classifier"):
             open_source(path, kind="text", text=text, **asked)
@@ -266,20 +266,20 @@ def test_hidden_labels_are_no_labels(tokeniser: str, tmp_path: Path) -> None:
 
 def test_plain_text_comes_in_blocks_of_every_word_once(tokeniser: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(" ".join(f"w{number}" for number in range(50)))
-    source = open_source(tmp_path / "a.txt", text=TextConfig(tokeniser=tokeniser, longest=8), words=True)
+    source = open_source(tmp_path / "a.txt", text=TextConfig(tokeniser=tokeniser, longest=8), target="words")
     assert isinstance(source, BlockSource) and len(source) == 7 and source.things == "blocks"
     found = [source.read(index)["ids"].tolist() for index in range(7)]
     assert [len(each) for each in found] == [8] * 6 + [2]
     assert [word for each in found for word in each] == [WORDS.index(f"w{number}") for number in range(50)]
     held = open_source(
-        tmp_path / "a.txt", "val", held_out=0.5, text=TextConfig(tokeniser=tokeniser, longest=8), words=True
+        tmp_path / "a.txt", "val", held_out=0.5, text=TextConfig(tokeniser=tokeniser, longest=8), target="words"
     )
     assert 0 < len(held) < 7
     (tmp_path / "b.txt").write_text("w1")
     with pytest.raises(SitusError, match="has 1 word,"):
-        open_source(tmp_path / "b.txt", text=TextConfig(tokeniser=tokeniser), words=True)
+        open_source(tmp_path / "b.txt", text=TextConfig(tokeniser=tokeniser), target="words")
     with pytest.raises(SitusError, match="no tokeniser is named"):
-        open_source(tmp_path / "b.txt", words=True)
+        open_source(tmp_path / "b.txt", target="words")
 
 
 def test_equal_sentences_are_held_out_together(tokeniser: str, tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_too_short_a_sample_and_a_column_of_numbers_are_refused(tokeniser: str, 
         read(file, tokeniser, longest=2)
     assert len(read(file, tokeniser, longest=3).read(0)["ids"]) == 3
     with pytest.raises(SitusError, match=r"text.longest=1: must be at least 2"):
-        open_source(file, text=TextConfig(tokeniser=tokeniser, longest=1), words=True)
+        open_source(file, text=TextConfig(tokeniser=tokeniser, longest=1), target="words")
 
 
 def test_quotation_marks_of_a_tsv_file_belong_to_its_sentences(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_tables_of_spreadsheets_are_read(tokeniser: str, tmp_path: Path) -> None
     (tmp_path / "set.jsonl").write_text(line, encoding="utf-8-sig")
     assert read(tmp_path / "set.jsonl", tokeniser).read(0)["ids"].tolist() == ids("w1 w2")
     (tmp_path / "set.txt").write_text("w1 w2", encoding="utf-8-sig")
-    plain = open_source(tmp_path / "set.txt", text=TextConfig(tokeniser=tokeniser), words=True)
+    plain = open_source(tmp_path / "set.txt", text=TextConfig(tokeniser=tokeniser), target="words")
     assert plain.read(0)["ids"].tolist() == [WORDS.index("w1"), WORDS.index("w2")]
 
 

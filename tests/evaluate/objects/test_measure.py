@@ -19,7 +19,7 @@ from launch import torchrun
 from situs.config import from_dict
 from situs.data.config import DataConfig
 from situs.data.objects import ObjectConfig
-from situs.data.sources import open_source
+from situs.data.open import open_source
 from situs.data.sources.outlines import decode_rles
 from situs.errors import SitusError
 from situs.evaluate.objects.measure import evaluate_objects
@@ -44,7 +44,7 @@ def model(data: Path) -> Model:
 
 def saying(data: Path, spoil: Callable[[int, dict[str, Any]], dict[str, Any]] = lambda _, said: said) -> Any:
     """A `detect` that says the truth of the images in their order, in the pixels of the input; crowds too."""
-    source: Any = open_source(data, "val", objects=ObjectConfig(CLASSES))
+    source: Any = open_source(data, "val", target="objects", objects=ObjectConfig(CLASSES))
     seen = iter(range(len(source)))
 
     def detect(inputs: torch.Tensor, sides: torch.Tensor) -> list[dict[str, Any]]:
@@ -118,7 +118,7 @@ def test_an_untrained_model_is_judged_and_others_are_refused(model: Model, data:
         evaluate_objects(bare)
     with pytest.raises(SitusError, match="its folder is not there"):
         evaluate_objects(model, save_detections=tmp_path / "no" / "found.json")
-    other: Any = open_source(data, "val", objects=ObjectConfig((*CLASSES, "cat")))
+    other: Any = open_source(data, "val", target="objects", objects=ObjectConfig((*CLASSES, "cat")))
     with pytest.raises(SitusError, match=r"has 4 classes, not the 3 of tiny, or others"):
         evaluate_objects(model, other)
 

@@ -12,7 +12,7 @@ import torch
 from figures import NUMPY, by_pycocotools, write_coco
 
 from situs.data.objects import ObjectConfig
-from situs.data.sources import open_source
+from situs.data.open import open_source
 from situs.data.sources.coco import CocoSource, Truth
 from situs.data.sources.outlines import decode_rles, encode_masks
 from situs.evaluate.objects.found import Found, coco_results
@@ -63,7 +63,7 @@ def held_to_pycocotools(file: Path, source: CocoSource, seed: int = 0) -> dict[s
 @NUMPY
 def test_generated_images_are_judged_as_pycocotools_does(tmp_path: Path) -> None:
     write_coco(tmp_path, {"train": 8})
-    source: Any = open_source(tmp_path, objects=ObjectConfig())
+    source: Any = open_source(tmp_path, target="objects", objects=ObjectConfig())
     file = tmp_path / "annotations" / "instances_train2017.json"
     scores = held_to_pycocotools(file, source)
     assert 0.05 < scores["bbox"].ap < scores["bbox"].ap50 < 1 and 0.05 < scores["segm"].ap < 1
@@ -74,7 +74,7 @@ def test_generated_images_are_judged_as_pycocotools_does(tmp_path: Path) -> None
 @pytest.mark.shared_data
 @NUMPY
 def test_real_images_are_judged_as_pycocotools_does(shared_data: Path) -> None:
-    source: Any = open_source(shared_data / "detection", objects=ObjectConfig())
+    source: Any = open_source(shared_data / "detection", target="objects", objects=ObjectConfig())
     scores = held_to_pycocotools(shared_data / "detection" / "instances.json", source, seed=1)
     for each in scores.values():
         assert all(0.05 < value < 1 for value in each.means().values())
@@ -85,7 +85,7 @@ def test_generated_images_are_judged_as_torchmetrics_does(tmp_path: Path) -> Non
     from torchmetrics.detection import MeanAveragePrecision
 
     write_coco(tmp_path, {"train": 8})
-    source: Any = open_source(tmp_path, objects=ObjectConfig())
+    source: Any = open_source(tmp_path, target="objects", objects=ObjectConfig())
     truths, found = jittered(source)
     metric = MeanAveragePrecision(iou_type=("bbox", "segm"), backend="faster_coco_eval")
     for truth, said in zip(truths, found, strict=True):
@@ -130,7 +130,7 @@ def test_objects_are_given_to_what_overlaps_them_most_by_hand() -> None:
 
 def test_nothing_found_is_a_score_of_0(tmp_path: Path) -> None:
     write_coco(tmp_path, {"train": 2})
-    source: Any = open_source(tmp_path, objects=ObjectConfig())
+    source: Any = open_source(tmp_path, target="objects", objects=ObjectConfig())
     none = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     scores = average_precision([source.truth(0), source.truth(1)], [Found(n, *none, []) for n in (0, 1)], 3, "segm")
     assert scores.ap == scores.ap50 == 0.0

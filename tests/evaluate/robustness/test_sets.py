@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from situs.data.sources import open_source
+from situs.data.open import open_source
 from situs.data.sources.base import TensorSource
 from situs.data.sources.subset import Rows, Subset
 from situs.errors import SitusError

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from situs.data.batch import VOID
 from situs.data.config import DataConfig
 from situs.data.masks import MaskConfig
+from situs.data.open import open_source
 from situs.data.resize import centre_fit
-from situs.data.sources import open_source
 from situs.errors import SitusError
 from situs.evaluate.segments.measure import always_most, evaluate_segments
 from situs.models import Model
@@ -38,7 +38,7 @@ def model(data: Path) -> Model:
 def test_it_is_what_a_slow_loop_finds(model: Model, data: Path) -> None:
     """Square windows without overlap in between: each image whole, resized by torchvision, judged pixel by pixel."""
     found = evaluate_segments(model, mode="whole", batch=2, pictures=3)
-    source = open_source(data, "val", channels=3, masks=MASKS)
+    source = open_source(data, "val", channels=3, target="mask", masks=MASKS)
     counts, ious = torch.zeros(2, 2), []
     mean, std = (torch.tensor(each).view(3, 1, 1) for each in model.data.normalisation)
     for row in range(5):

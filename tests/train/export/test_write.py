@@ -15,6 +15,8 @@ from warm import warm
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
+from situs.data.config import DataConfig
+from situs.data.preparation import Preparation
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
 from situs.methods.supervised import multi_label_loss
@@ -240,7 +242,9 @@ def test_transformers_is_told_that_an_image_has_any_number_of_classes(tmp_path: 
     config = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=8,
                        patch_size=4, num_labels=3, architectures=["ViTForImageClassification"])  # fmt: skip
     method = Supervised(create_backbone(config), SupervisedConfig()).eval()
-    told = ModelProvenance("supervised", classes=("a", "b", "c"), multi_label=True)
+    told = ModelProvenance(
+        "supervised", prepared=Preparation(DataConfig(img_size=8, multi_label=True)), classes=("a", "b", "c")
+    )
     write_export(method, tmp_path / "x", told)
     model, x = ViTForImageClassification.from_pretrained(tmp_path / "x").eval(), torch.randn(2, 3, 8, 8)
     labels = torch.tensor([[1, 0, 1], [0, 0, 0]], dtype=torch.int8)
@@ -254,9 +258,9 @@ def test_transformers_is_told_that_an_image_has_any_number_of_classes(tmp_path: 
 def test_the_card_tells_the_story_without_paths(tmp_path: Path) -> None:
     recipe = {"data": {"path": str(tmp_path / "sets" / "cifar100"), "size": [16, 24]}, "train": {"epochs": 3}}
     data = str(tmp_path / "sets" / "cifar100")
+    seen = DataConfig(img_size=(16, 24), mean=(0.5, 0.25, 0.125), std=(1.0, 2.0, 3.0), crop_share=0.875)
     provenance = ModelProvenance("supervised", data, recipe, {"top1": 0.51234}, step=1200, ema=True,
-                                 mean=(0.5, 0.25, 0.125), std=(1.0, 2.0, 3.0), crop=0.875,
-                                 classes=list("abcdefg"))  # fmt: skip
+                                 prepared=Preparation(seen), classes=list("abcdefg"))  # fmt: skip
     write_export(make("table"), tmp_path / "x", provenance)
     card = (tmp_path / "x" / "README.md").read_text()
     assert str(tmp_path) not in card

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import isqrt
 from typing import Any
 
@@ -181,21 +181,6 @@ class Dinov2RegistersBackbone(Dinov2Backbone):
 
     def prefix_tokens(self) -> Tensor:
         return torch.cat([super().prefix_tokens(), self.inner.embeddings.register_tokens], dim=1)
-
-
-def image_processor(spec: InputSpec, crop: float, mean: Sequence[float], std: Sequence[float]) -> dict[str, Any]:
-    """transformers' description of how images are prepared; crop: the share of a side that the centre crop keeps."""
-    assert spec.shape is not None
-    height, width = spec.shape
-    around = [round(side / crop) for side in (height, width)]
-    return {
-        "image_processor_type": "BitImageProcessor",
-        "size": {"shortest_edge": around[0]} if height == width else {"height": around[0], "width": around[1]},
-        "crop_size": {"height": height, "width": width},
-        "image_mean": list(mean or [0.0] * spec.channels),
-        "image_std": list(std or [1.0] * spec.channels),
-        "do_convert_rgb": spec.channels == 3,
-    }
 
 
 def vit_pooled(model: Any, features: Features) -> Tensor:

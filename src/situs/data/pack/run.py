@@ -15,12 +15,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from situs.data.open import only_images, open_source, splits_at, unread_labels
 from situs.data.pack.config import PackConfig
 from situs.data.pack.shards import IMAGE, Item, Shard, new_shard
 from situs.data.pack.store import store, store_pixels
 from situs.data.sources.base import SPLIT_WORDS, EncodedSource, Source
 from situs.data.sources.manifest import CLASSES, KIND, MANIFEST, check_size, read_manifest
-from situs.data.sources.open import kind_of, open_source, splits_at, unread_labels
 from situs.data.sources.remote.names import is_remote, redacted
 from situs.data.sources.remote.transfer import RemoteError
 from situs.data.sources.walk import plain
@@ -106,11 +106,7 @@ def pack(
     Broken images are left out and listed. `manifest.json` is written last and holds the SHA-256 of every shard.
     """
     how, out = config or PackConfig(), Path(out).expanduser()
-    if kind_of(path) == "audio":
-        said = "holds clips, and packing shrinks images; clips are decoded once and held as they are"
-        raise SitusError(f"{path}: {said}", field="data")
-    if kind_of(path, multi_label=how.multi_label) == "text":
-        raise SitusError(f"{path}: holds sentences, and packing shrinks images", field="data")
+    only_images(path, "packing shrinks images", how.multi_label)
     _check_place(path, out)
     packing = _Packing(path, out, how, splits, workers, progress)
     try:

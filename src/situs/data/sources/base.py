@@ -7,14 +7,12 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from situs.data.masks import MaskConfig
-from situs.data.objects import ObjectConfig
 from situs.data.sources.images import decode, to_channels
 from situs.errors import SitusError, counted, verb
 
@@ -30,10 +28,6 @@ SPLIT_WORDS = ("train", "training", "val", "validation", "valid", "test")
 _MOST_CLASSES = 1_000_000
 
 
-Kind = Literal["image", "audio", "text"]
-"""What a set holds."""
-
-
 class Skipped(NamedTuple):
     """One image that was left out, and why."""
 
@@ -42,16 +36,16 @@ class Skipped(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """How a set is asked for; `open_source` says what each means."""
+    """How a set is asked for; `open_source` says what each means. settings: the modality's own table of the config."""
 
     split: str | None = None
     labels: bool = True
     channels: int | None = None
     strict: bool = False
     multi_label: bool = False
-    kind: Kind = "image"
-    masks: MaskConfig | None = None
-    objects: ObjectConfig | None = None
+    kind: str = "image"
+    target: str = "class"
+    settings: Any = None
 
 
 ANY = Wanted()
@@ -114,11 +108,20 @@ class Source(ABC):
         """The label as `read` gives it, None where there is none; those who can tell it without the sample do."""
         return self.read(index).get("label")
 
+    def seen(self) -> Sequence[str]:
+        """The classes of which there is a sample, as far as the set knows without looking at all of them."""
+        return self.classes or ()
+
     @property
     def target(self) -> str:
         """What `Batch.targets` calls the labels, so that nobody takes several classes or a mask for one class.
         "objects" have several names there."""
         return "labels" if self.multi_label else "label"
+
+    @property
+    def dense(self) -> bool:
+        """Whether more is known of a sample than the classes it has."""
+        return self.target not in ("label", "labels")
 
     def key(self, index: int) -> str:
         """The image's own name, which no image added to the set and no other place of the set changes."""

@@ -59,12 +59,11 @@ class CocoSource(FileSource):
     target = "objects"  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, path: Path, wanted: Wanted) -> None:
-        assert wanted.objects is not None
         mask_api()  # which says at once that it is missing
         file, chosen = _file_of(path, wanted.split)
         state = file.stat()
         told = _read(file, state.st_mtime_ns, state.st_size)
-        classes = wanted.objects.classes or tuple(told.names)
+        classes = wanted.settings.classes or tuple(told.names)
         places = _places(told.names, classes, file)
         self.root = _folder_of(told.files, path, file, chosen)
         self._labels, self._told, self._files = None, told, told.files

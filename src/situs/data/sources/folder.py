@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -48,16 +48,18 @@ class FolderSource(FileSource):
     validation images are flat with a table of labels beside them, is read as it is unpacked.
     """
 
+    suffixes: Collection[str] = IMAGE_SUFFIXES
+
     def __init__(self, path: Path, wanted: Wanted = ANY) -> None:
         splits = split_folders(path)
         if not splits and not any(path.iterdir()):
-            raise _no_images(path, [])  # which is more to the point than that it has no such split
+            raise self._nothing(path, [])  # which is more to the point than that it has no such split
         chosen = choose_split(splits, wanted.split, str(path))
         self.root = path / chosen if chosen else path
-        self._files, left_out = walk(self.root)
+        self._files, left_out = walk(self.root, (), self.suffixes, self.things)
         name = path.name + (f" ({chosen})" if chosen else "")
         if not self._files:
-            raise _no_images(self.root, left_out.notes(name))
+            raise self._nothing(self.root, left_out.notes(name))
         classes, self._labels = None, None
         if wanted.labels:
             classes, self._labels = self._label_files(path, splits)
@@ -80,7 +82,7 @@ class FolderSource(FileSource):
             return None, None  # a folder for the images alone, as CelebA has one: its table tells of several classes
         own = names
         if home != self.root or table.is_file():  # the subfolder of each image below `home` that lies in one
-            own = [file.partition("/")[0] for file in walk(home)[0] if "/" in file]
+            own = [file.partition("/")[0] for file in walk(home, (), self.suffixes)[0] if "/" in file]
         classes = tuple(sorted(set(own)))
         number = {name: index for index, name in enumerate(classes)}
         stranger = next((i for i, name in enumerate(names) if name not in number), None)
@@ -92,6 +94,12 @@ class FolderSource(FileSource):
             )
         return classes, [number[name] for name in names]
 
+    def _nothing(self, folder: Path, notes: list[str]) -> SitusError:
+        kinds = " ".join(sorted(self.suffixes))
+        more = ", parquet, tar or CIFAR files" if self.suffixes is IMAGE_SUFFIXES else " or parquet files"
+        said = "".join(f"; {note}" for note in notes)
+        return SitusError(f"{folder}: holds no {self.things} ({kinds}){more}{said}", field="data")
+
 
 def find_table(folder: Path) -> Path | None:
     """The table of labels in a folder, where there is one."""
@@ -101,9 +109,3 @@ def find_table(folder: Path) -> Path | None:
 def split_folders(path: Path) -> list[str]:
     """The folders of `path` that are splits."""
     return [name for name in SPLIT_WORDS if (path / name).is_dir()]
-
-
-def _no_images(folder: Path, notes: list[str]) -> SitusError:
-    kinds = " ".join(sorted(IMAGE_SUFFIXES))
-    said = "".join(f"; {note}" for note in notes)
-    return SitusError(f"{folder}: holds no images ({kinds}), parquet, tar or CIFAR files{said}", field="data")

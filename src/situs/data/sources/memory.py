@@ -108,10 +108,6 @@ def check_same(recorded: str, address: str) -> None:
 def open_memory(path: str, wanted: Wanted) -> Source:
     """The samples of one split at an address."""
     parts = _recall(path)
-    if wanted.kind != "image" or wanted.masks is not None or wanted.objects is not None:
-        asked = "masks" if wanted.masks is not None else "objects" if wanted.objects is not None else None
-        asked = asked or {"audio": "clips", "text": "sentences"}[wanted.kind]
-        raise SitusError(f"{asked} are read from files; in memory are taken images and their classes", field="data")
     kind = type(next(iter(parts.values())).data).__name__
     chosen = choose_split({*parts} - {""}, wanted.split, f"{kind} in memory") or ""
     part, name = parts[chosen], f"{kind} in memory" + (f" ({chosen})" if chosen else "")

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ from situs.data.sources.base import (
     SPLITS,
     Blocks,
     EncodedSource,
-    Kind,
     Wanted,
     check_state,
     find_shards,
@@ -30,13 +29,13 @@ from situs.data.sources.base import (
     split_of,
     unseen,
 )
-from situs.data.sources.columns import class_names, classes_in, is_text, label_columns, multi_hot
+from situs.data.sources.columns import class_names, classes_in, label_columns, multi_hot
 from situs.data.sources.images import read_bytes
 from situs.data.sources.remote import check_unchanged, is_kept, opened
 from situs.data.sources.table import LISTS
 from situs.errors import BrokenSampleError, SitusError, counted
 
-_COLUMNS: dict[Kind, tuple[str, ...]] = {
+COLUMNS: dict[str, tuple[str, ...]] = {
     "image": ("image", "img", "jpg", "png", "webp"),
     "audio": ("audio", "wav", "flac", "ogg", "opus"),
 }
@@ -61,9 +60,9 @@ class ParquetSource(EncodedSource):
         if wanted.multi_label:
             self._labels = footers[0].labels
             classes = _multi_label_classes(path, self._files[0], self._labels)
-        if wanted.masks is not None:
+        if wanted.target == "mask":
             self._labels = footers[0].labels
-        self._numbers = not wanted.multi_label and wanted.masks is None  # one class number a row
+        self._numbers = not wanted.multi_label and wanted.target != "mask"  # one class number a row
         rows = np.concatenate([footer.rows for footer in footers])
         self._ends = array("q", np.cumsum(rows).tobytes())  # of the row groups
         self._first = array("q", np.cumsum([0, *(len(footer.rows) for footer in footers)], dtype=np.int64).tobytes())
@@ -220,16 +219,6 @@ class ParquetSource(EncodedSource):
         return f"{self._files[file].name}/{index - (self._ends[first - 1] if first else 0)}"
 
 
-def column_kind(file: Path) -> Kind | None:
-    """Whether a file's rows hold images, sound or text, by its columns; one that cannot be read says it later."""
-    with suppress(SitusError):
-        schema = open_parquet(file).schema_arrow
-        found: list[Kind] = [kind for kind, usual in _COLUMNS.items() if {*schema.names}.intersection(usual)]
-        words = any(is_text(each.type) for each in schema)
-        return found[0] if len(found) == 1 else "text" if words and not found else None  # of both what is asked for
-    return None
-
-
 @contextmanager
 def reading(file: Path, part: str = "") -> Iterator[None]:
     """One sentence for whatever Arrow says of a damaged file."""
@@ -285,7 +274,7 @@ def _read_footer(file: Path, wanted: Wanted) -> _Footer:
     with reading(file):
         schema, footer = opened.schema_arrow, opened.metadata
     image, labels = _columns(file, schema, wanted)
-    label = labels[0] if labels and not wanted.multi_label and wanted.masks is None else None
+    label = labels[0] if labels and not wanted.multi_label and wanted.target != "mask" else None
     with reading(file):
         paths = [footer.schema.column(number).path for number in range(footer.num_columns)]
         read = (image, f"{image}.bytes", *labels)
@@ -346,13 +335,13 @@ def _columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, tuple[str, .
     """The names of the image column and of the label columns, their types checked."""
     import pyarrow as pa
 
-    usual = _COLUMNS[wanted.kind]
+    usual = COLUMNS[wanted.kind]
     image = next((name for name in usual if name in schema.names), None)
     if image is None:
         said = f"one of {', '.join(usual)}, only {', '.join(schema.names)[:200]}"
         raise SitusError(f"{file}: has no {wanted.kind} column, {said}", field="data")
     _check_bytes_column(file, schema, image, "images" if wanted.kind == "image" else "clips")
-    if wanted.masks is not None:
+    if wanted.target == "mask":
         mask = next((name for name in _MASK_COLUMNS if name in schema.names), None)
         if mask is None:
             listed, columns = ", ".join(_MASK_COLUMNS[:6]), ", ".join(schema.names)[:200]

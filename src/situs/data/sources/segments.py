@@ -71,8 +71,7 @@ class MaskFiles(MaskReader, FileSource):
     """Files in two folders, paired by their names below them."""
 
     def __init__(self, path: Path, wanted: Wanted) -> None:
-        assert wanted.masks is not None
-        self.masks = wanted.masks
+        self.masks = wanted.settings
         self.root, self._mask_root, chosen = _pair(path, wanted.split)
         (self._files, left_out), self._labels = walk(self.root), None
         name = path.name + (f" ({chosen})" if chosen else "")
@@ -80,7 +79,7 @@ class MaskFiles(MaskReader, FileSource):
             raise SitusError(f"{self.root}: holds no images", field="data")
         masks = {_stem(file): file for file in walk(self._mask_root)[0]}
         self._masks = [masks.pop(_stem(file), None) for file in self._files]
-        super().__init__(name, wanted.masks.classes or None, wanted.channels, wanted.strict)
+        super().__init__(name, wanted.settings.classes or None, wanted.channels, wanted.strict)
         self.notes = left_out.notes(name)
         if masks:
             more = f"{counted(len(masks), 'masks')} without an image, the first {min(masks.values())}"
@@ -97,10 +96,9 @@ class MaskRows(MaskReader, ParquetSource):
     """Rows of parquet files with a column of images and one of masks, `{bytes, path}` each."""
 
     def __init__(self, path: Path, wanted: Wanted) -> None:
-        assert wanted.masks is not None
-        self.masks = wanted.masks
+        self.masks = wanted.settings
         super().__init__(path, wanted)
-        self.classes = wanted.masks.classes or None
+        self.classes = wanted.settings.classes or None
 
     def mask_payload(self, index: int) -> bytes:
         group, row = self._place(index)
@@ -112,8 +110,7 @@ class MaskRows(MaskReader, ParquetSource):
 
 def open_masks(path: Path, wanted: Wanted) -> Source:
     """Images with masks at `path`. Classes that nobody names are those of a list beside the data, or are counted."""
-    masks = wanted.masks
-    assert masks is not None
+    masks = wanted.settings
     kind = MaskRows if path.suffix == ".parquet" or (path.is_dir() and list_shards(path, ".parquet")) else MaskFiles
     if masks.classes:
         source = _noted(kind(path, wanted))
@@ -128,7 +125,7 @@ def open_masks(path: Path, wanted: Wanted) -> Source:
         if masks.first is None and numbers and min(numbers - {*masks.void}, default=0) > 0:
             masks = replace(masks, first=1)
         names = numbered(numbers, masks, bare.name)
-    return _noted(kind(path, wanted._replace(masks=replace(masks, classes=names))))
+    return _noted(kind(path, wanted._replace(settings=replace(masks, classes=names))))
 
 
 def _noted(source: MaskRows | MaskFiles) -> MaskRows | MaskFiles:

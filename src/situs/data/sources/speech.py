@@ -55,8 +55,6 @@ def open_speech(
     strict: a broken clip is an error for the loaders, not skipped.
     """
     path = Path(path).expanduser()
-    if not path.exists():
-        raise SitusError(f"{path}: no such folder or file", field="data")
     part = part_of(split)
     if path.suffix == ".parquet" or (path.is_dir() and list_shards(path, ".parquet")):
         source: ClipReader = ClipRows(path, Wanted(split, labels, None, strict), audio)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,10 @@ class Rows(_Parts):
         super().__init__(name or source.name, source, source.notes)
         self.source = source
         self.rows = np.fromiter(rows, np.int64) if not isinstance(rows, np.ndarray) else rows
+
+    def seen(self) -> Sequence[str]:
+        """Of the source."""
+        return self.source.seen()
 
     def __len__(self) -> int:
         return len(self.rows)

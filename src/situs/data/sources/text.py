@@ -7,6 +7,7 @@ classes are those of the training split. Held in memory: the sentences as they a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +198,7 @@ class TextSource(Source):
             raise BrokenSampleError(f"{self.entry(index)}: the row has no label, others have one")
         return number
 
-    def seen(self) -> list[str]:
-        """The classes of which there is a sentence."""
+    def seen(self) -> Sequence[str]:
         if self._labels is None or self.classes is None:
             return []
         return [self.classes[number] for number in np.unique(self._labels).tolist() if number >= 0]

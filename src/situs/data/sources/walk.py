@@ -15,21 +15,22 @@ from pathlib import Path
 
 from situs.data.sources.images import IMAGE_SUFFIXES, is_image
 
-OTHER, SPECIAL = "no images by their names", "pipes, devices or links to nothing"
+OTHER, SPECIAL = "other", "pipes, devices or links to nothing"
 AGAIN, CLOSED = "links to a folder that is read already", "folders that cannot be read"
 """Why something is left out."""
 
 _SHOWN = 5
-_FOLDER, _IMAGE = "folder", "image"
+_FOLDER, _SAMPLE = "folder", "sample"
 
 
 @dataclass
 class LeftOut:
     """What was left out, without a list of it. counts: how many, by why. first: of each the first by code point.
 
-    kinds: how many of each ending, of what is no image by its name.
+    kinds: how many of each ending, of what is no sample by its name. things: what samples are called.
     """
 
+    things: str = "images"
     counts: dict[str, int] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, int] = field(default_factory=dict)
@@ -45,9 +46,9 @@ class LeftOut:
     def notes(self, where: str) -> list[str]:
         """A sentence for each reason."""
         listed = ", ".join(f"{kind} {count}" for kind, count in Counter(self.kinds).most_common(_SHOWN))
-        more = {OTHER: f": {listed}"}
+        words = {OTHER: f"no {self.things} by their names: {listed}"}
         return [
-            f"{where}: left out {self.counts[why]:,} ({why}{more.get(why, '')}); the first: {plain(self.first[why])}"
+            f"{where}: left out {self.counts[why]:,} ({words.get(why, why)}); the first: {plain(self.first[why])}"
             for why in (OTHER, SPECIAL, AGAIN, CLOSED)
             if why in self.counts
         ]
@@ -58,13 +59,15 @@ def plain(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n")
 
 
-def walk(root: Path, known: Collection[str] = ()) -> tuple[list[str], LeftOut]:
-    """Every image below `root`, sorted by code point so that no locale changes the order, and what was left out.
+def walk(
+    root: Path, known: Collection[str] = (), suffixes: Collection[str] = IMAGE_SUFFIXES, things: str = "images"
+) -> tuple[list[str], LeftOut]:
+    """Every sample below `root`, sorted by code point so that no locale changes the order, and what was left out.
 
     Paths are relative to `root`. Hidden files and folders, whose names open with a dot, are in neither, nor are files
-    that are `known` to be no images. Raises OSError where `root` itself cannot be read.
+    that are `known` to be none. suffixes: of samples; an image needs none. Raises OSError where `root` cannot be read.
     """
-    files, left_out, seen = list[str](), LeftOut(), set[tuple[int, int]]()
+    files, left_out, seen = list[str](), LeftOut(things), set[tuple[int, int]]()
     own, linked = [""], list[str]()  # folders as "a/b/": real ones come first, links in the order of their paths
     while own or linked:
         folder = own.pop() if own else heapq.heappop(linked)
@@ -77,12 +80,12 @@ def walk(root: Path, known: Collection[str] = ()) -> tuple[list[str], LeftOut]:
             with os.scandir(root / folder) as entries:
                 for entry in entries:
                     name = folder + entry.name
-                    kind = _kind(entry) if not entry.name.startswith(".") and name not in known else None
+                    kind = _kind(entry, suffixes) if not entry.name.startswith(".") and name not in known else None
                     if kind == _FOLDER and entry.is_symlink():
                         heapq.heappush(linked, f"{name}/")
                     elif kind == _FOLDER:
                         own.append(f"{name}/")
-                    elif kind == _IMAGE:
+                    elif kind == _SAMPLE:
                         files.append(name)
                     elif kind is not None:
                         left_out.add(kind, name)
@@ -93,15 +96,15 @@ def walk(root: Path, known: Collection[str] = ()) -> tuple[list[str], LeftOut]:
     return sorted(files), left_out
 
 
-def _kind(entry: os.DirEntry[str]) -> str:
-    """A folder, an image, or why it is left out."""
+def _kind(entry: os.DirEntry[str], suffixes: Collection[str]) -> str:
+    """A folder, a sample, or why it is left out."""
     try:
         if entry.is_dir():
             return _FOLDER
         if not entry.is_file():
             return SPECIAL
-        image = _suffix(entry.name) in IMAGE_SUFFIXES or ("." not in entry.name and _looks_like_image(entry.path))
-        return _IMAGE if image else OTHER
+        bare = suffixes is IMAGE_SUFFIXES and "." not in entry.name
+        return _SAMPLE if _suffix(entry.name) in suffixes or (bare and _looks_like_image(entry.path)) else OTHER
     except OSError:  # a link to itself
         return SPECIAL
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
-from situs.data.image_pipeline import ImagePipeline
 from situs.data.loader import default_batch
-from situs.data.resident import hold, resident_size
-from situs.data.sources import open_source
+from situs.data.modalities.image import ImagePipeline, resident_size
+from situs.data.open import open_source
+from situs.data.resident import hold
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.subset import Joined, PerClass, Subset
 from situs.errors import SitusError, counted, verb
@@ -130,18 +130,19 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
     """
     remarks: list[str] = []
     data = settled(finetune_config(config, source, None)).data
-    if data.kind == "text":
-        raise SitusError(f"{data.path}: holds sentences, and adapt takes images and clips; see finetune", field="data")
+    if data.modality.ids:
+        said = f"holds {data.modality.things}, and adapt takes images and clips; see finetune"
+        raise SitusError(f"{data.path}: {said}", field="data")
     if not config.data.held_out and not own_splits(data):
         data = replace(data, held_out=HELD_OUT)
         remarks.append(f"The data has no test split: {percent(HELD_OUT, 0)} of it was set aside first as one.")
     try:
-        train, test = (open_source(data.path, split, **data.wanted()) for split in ("train", "test"))
+        train, test = (open_source(data, split) for split in ("train", "test"))
     except SitusError as error:
         if not remarks or "held_out" not in error.fields:
             raise
         data, test = replace(data, held_out=0.0), None
-        train = open_source(data.path, None, **data.wanted())
+        train = open_source(data)
         remarks = ["There are too few images to set some aside: nothing was tested."]
     if train.classes is None or train.target != "label":
         raise SitusError(f"{train.name}: has no labels, one class an image, which adapt chooses by", field="data")
@@ -150,12 +151,12 @@ def open_bench(config: RunConfig, source: str, device: torch.device, start: Star
     data = replace(data, count=None, per_class=None)
     if test is not None and test.classes != train.classes:
         raise SitusError(f"{test.name}: its classes are not those of the training split", field="data")
-    if data.kind != "audio" and (size := resident_size(train, data)) is not None:
+    if data.modality.pixels and (size := resident_size(train, data)) is not None:
         held = hold(ImagePipeline(train, size, 0, None, held=size), "cpu", int(data.resident_gib * 2**30)).values
         whole, train = train, TensorSource(held["image"], held["label"], train.classes, train.name)
         train.notes += whole.left_out()
     empty = torch.zeros(len(train), dtype=torch.int64)
-    augment = AugmentConfig() if data.kind == "audio" else config.augment  # crops and flips are for images
+    augment = config.augment if data.modality.pixels else AugmentConfig()  # crops and flips are for images
     bench = Bench(replace(config, data=data, augment=augment), train, test, empty, train.classes or (), device, start)
     return bench, remarks
 
@@ -176,10 +177,9 @@ def check_classes(bench: Bench) -> None:
 
 def unlabelled_source(data: DataConfig, path: str | None) -> Source:
     """The images of the pretraining: those of the training split, and those at `path`; test images never."""
-    parts = [open_source(data.path, "train", labels=False, **data.wanted())]
+    parts = [open_source(data, "train", labels=False)]
     if path is not None:
-        wanted = {**data.wanted(), "held_out": 0.0}
-        more = open_source(path, None, labels=False, **wanted)
+        more = open_source(replace(data, path=path, held_out=0.0), labels=False)
         if not len(more):
             raise SitusError(f"{path}: holds no images", field="unlabelled")
         parts.append(more)

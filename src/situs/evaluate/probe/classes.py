@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Unpack
 
 from situs.backbones.base import Backbone
-from situs.data.sources import addressed
+from situs.data.open import addressed
 from situs.errors import SitusError
 from situs.evaluate.accuracy import hard
 from situs.evaluate.by_class import ByClass

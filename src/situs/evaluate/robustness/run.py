@@ -13,7 +13,7 @@ from torch import Tensor
 from situs import __version__
 from situs.data.augment.recipes import denormalise, normalise
 from situs.data.loader import Loader, make_loader
-from situs.data.sources import addressed
+from situs.data.open import addressed
 from situs.data.sources.base import Source
 from situs.data.sources.subset import Rows, Subset
 from situs.errors import SitusError
@@ -82,9 +82,9 @@ def evaluate_robustness(
     names = None if sets.class_list is None else read_class_list(sets.class_list)
     model = opened(model, seed)
     check_classifier(model)
-    if model.data.kind == "audio":
-        said = "takes clips, and the corruptions are of images; accuracy can be measured with background noise"
-        raise SitusError(f"{model.name}: {said}", field="model")
+    if not model.data.modality.pixels:
+        said = "and the corruptions are of images; accuracy can be measured with background noise"
+        raise SitusError(f"{model.name}: takes {model.data.modality.things}, {said}", field="model")
     if (count := images.get("count")) is not None:
         check_value("count", count, ">= 1")
     if not chosen and sets.imagenet_a is None and sets.imagenet_o is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from situs.data.sources import judged_split, open_source
+from situs.data.open import judged_split, open_source
 from situs.data.sources.base import EncodedSource, Source, TensorSource
 from situs.data.sources.subset import Rows
 from situs.errors import BrokenSampleError, SitusError, counted

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.config import Checked
-from situs.data.sources import addressed
+from situs.data.open import addressed
 from situs.data.text import Columns
 from situs.errors import SitusError, unknown_name
 from situs.limits import Count, NotNegative

@@ -13,14 +13,14 @@ from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.core.tokens import pair
 from situs.data.loader import make_loader
+from situs.data.open import open_source
 from situs.data.sampler import epoch_order
-from situs.data.sources import open_source
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError
 from situs.files import read_lines
 from situs.locks.attacks.grams import at_places, shifted
 from situs.locks.attacks.variety import ENOUGH, Variety, look_at, told_by, unlike
-from situs.models.prepared import described, images_for
+from situs.models.prepared import described, samples_for
 
 LONGEST_TEXT = 128
 """Tokens of a text that are looked at."""
@@ -77,9 +77,9 @@ def read_samples(folder: Path, backbone: Backbone, given: Mapping[str, Path], co
 def _images(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
     assert backbone.input.patch is not None
     told = described(folder, backbone)
-    data = images_for(backbone, told.get("pretrained_cfg", {}), str(path), told=told.get("situs", {}))
+    data = samples_for(backbone, told, str(path))
     assert data is not None  # it has channels
-    source = Subset(open_source(str(path), labels=False, **data.wanted()), count)
+    source = Subset(open_source(data, labels=False), count)
     if not len(source):
         raise SitusError(f"images={path}: holds no images", field="images")
     data = replace(data, crop_share=1.0, batch=min(count, 64), workers=0)  # all that there is to see
@@ -87,8 +87,8 @@ def _images(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples
     whole = torch.cat([batch.inputs for batch in batches])
     names = [source.key(int(row)) for batch in batches for row in batch.ids]
     each, patch = whole.split(1), pair(backbone.input.patch)
-    if data.kind == "audio":
-        return _samples(each, unlike(each, names, "clips"), patch)
+    if not data.modality.pixels:  # no picture that looks like another
+        return _samples(each, unlike(each, names, data.modality.things), patch)
     mean, std = (torch.tensor(part)[:, None, None] for part in data.normalisation)
     return _samples(each, look_at(whole, whole * std + mean, names), patch)
 

@@ -42,7 +42,6 @@ from situs.results import percent
 from situs.train.assemble import RunConfig, make_method
 from situs.train.config import TrainConfig
 from situs.train.contract import RunState
-from situs.train.inputs import check_words
 from situs.train.nan import NotFiniteError
 from situs.train.optim import OptimConfig
 
@@ -143,7 +142,8 @@ def run_ways(
     for note in pretrained.notes:
         say(note)
     with torch.random.fork_rng(devices=[]):
-        first = check_words(make_method(recipe, loader.classes), loader)
+        first = make_method(recipe, loader.classes)
+        loader.pipeline.check_model(first.backbone.input.words, first.backbone.name)
         groups = residual_only(first.backbone.groups())
         keys = random_keys(groups, torch.Generator().manual_seed(config.seed))
         for way in tracked(WAYS, "ways"):

@@ -19,7 +19,7 @@ from situs.config import from_dict
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
-from situs.data.sources import judged_split, open_source
+from situs.data.open import judged_split, open_source
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.samples import load_samples
 from situs.data.sources.subset import Subset
@@ -84,18 +84,17 @@ def from_model(
         told = {**begun.data, "path": data, **({"img_size": config.img_size} if config.img_size else {})}
         recipe, described = RunConfig(backbone=begun.backbone), from_dict(DataConfig, told)
         about, state = Path(source).name, {}
-    config.text.check_read(described.kind, about)
-    described = replace(described, text=config.text.over(described.text), held_out=described.held_out or 0.0)
+    described = replace(described.read_as(about, {"text": config.text}), held_out=described.held_out or 0.0)
     if config.longest is not None:
         described = replace(described, text=replace(described.text, longest=config.longest))
     recipe = settled(replace(recipe, method=method_of(config, texts=False), data=described, init=None))
     described = recipe.data
     backbone = replace(recipe.backbone, name=_bare(recipe.backbone.name))
-    recipe = replace(recipe, method=method_of(config, texts=described.kind == "text"), backbone=backbone)
-    train = Subset(open_source(described.path, "train", **described.wanted()), config.count)
-    split = "val" if test_data is None else judged_split(test_data, described.held_out, **described.split_by())
+    recipe = replace(recipe, method=method_of(config, texts=described.modality.ids), backbone=backbone)
+    train = Subset(open_source(described, "train"), config.count)
+    split = "val" if test_data is None else judged_split(replace(described, path=test_data))
     try:
-        test = Subset(open_source(test_data or described.path, split, **described.wanted()), config.test)
+        test = Subset(open_source(replace(described, path=test_data or described.path), split), config.test)
     except SitusError as error:
         if test_data is not None or "held_out" not in error.fields:
             raise

@@ -9,7 +9,7 @@ from typing import Any
 
 from situs import __version__
 from situs.backbones.base import Backbone
-from situs.errors import counted
+from situs.data.preparation import Preparation
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,8 @@ class ModelProvenance:
     """Where a model comes from.
 
     method: its name. data: what the set is called. recipe: the run's config as plain tables. metrics: the last
-    numbers of its log. step: updates made. ema: whether the weights are the mean of the run's. mean, std, crop: how
-    its images were normalised, and the share of their shorter side that the centre crop keeps. classes: their names.
-    multi_label: whether an image has any number of them. audio: of a model of clips, in place of mean, std and crop,
-    what `situs.data.config.DataConfig.told` says; masks, objects: likewise, of one that tells the class of pixels or of
-    objects; text: of one that reads sentences, and tokeniser: the folder whose tokeniser turns them into ids, which is
-    copied. protected: how the training protected its samples, one sentence each.
+    numbers of its log. step: updates made. ema: whether the weights are the mean of the run's. prepared: how its
+    samples are. classes: their names. protected: how the training protected its samples, one sentence each.
     """
 
     method: str
@@ -31,16 +27,8 @@ class ModelProvenance:
     metrics: Mapping[str, float] = field(default_factory=dict)
     step: int | None = None
     ema: bool = False
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
-    crop: float = 1.0
+    prepared: Preparation = field(default_factory=Preparation)
     classes: Sequence[str] | None = None
-    multi_label: bool = False
-    audio: Mapping[str, Any] | None = None
-    masks: Mapping[str, Any] | None = None
-    objects: Mapping[str, Any] | None = None
-    text: Mapping[str, Any] | None = None
-    tokeniser: str | None = None
     protected: Sequence[str] = ()
 
 
@@ -81,7 +69,7 @@ def card(backbone: Backbone, provenance: ModelProvenance, notes: Sequence[str]) 
 
 def _task(provenance: ModelProvenance) -> str:
     """What a hub files it under, where it has a name for it."""
-    if provenance.audio is not None or provenance.text is not None or provenance.masks is not None:
+    if not provenance.prepared.modality.pixels or provenance.prepared.modality.each:
         return ""
     trained = provenance.classes is not None and provenance.method in ("supervised", "mjp", "mjp-official")
     return f"pipeline_tag: image-{'classification' if trained else 'feature-extraction'}\n"
@@ -90,27 +78,14 @@ def _task(provenance: ModelProvenance) -> str:
 def _what(backbone: Backbone, provenance: ModelProvenance) -> str:
     count = sum(parameter.numel() for parameter in backbone.model.parameters())
     facts = [f"- Parameters: {count:,}"]
-    if provenance.audio is not None and backbone.input.shape is not None:
-        clip, (numbers_of_one, frames) = provenance.audio, backbone.input.shape
-        what = "MFCCs" if clip["kind"] == "mfcc" else "log-mels"
-        facts.append(f"- Clips: {clip['seconds']:g} s at {clip['rate']:,} samples a second, {clip['level']} in level")
-        facts.append(f"- Features: {numbers_of_one} {what} of each of {frames} frames, [1, {numbers_of_one}, {frames}]")
-        facts.append("- Normalised by the mean and deviation of each, which config.json holds under situs.audio")
-    elif provenance.text is not None:
-        facts.append(f"- Sentences: at most {provenance.text['longest']} ids of the tokeniser beside it")
-    elif backbone.input.shape is not None:
-        height, width = backbone.input.shape
-        facts.append(f"- Images: {counted(backbone.input.channels, 'channels')}, {height} × {width} pixels")
-    if provenance.mean is not None and provenance.std is not None:
-        facts.append(f"- Normalised by mean {numbers(provenance.mean)} and deviation {numbers(provenance.std)}")
+    facts += [f"- {line}" for line in provenance.prepared.facts(backbone.input.shape, backbone.input.channels)]
     if provenance.data:
         facts.append(f"- Data: {last_name(provenance.data)}")
-    if provenance.multi_label and provenance.classes is not None:
-        told = "any number of them an image (multi-label): the sigmoid of an output is its class's probability"
-        facts.append(f"- Classes: {len(provenance.classes)}, {told}")
-    for dense, said in ((provenance.masks, "pixel (segmentation)"), (provenance.objects, "object (detection)")):
-        if dense is not None:
-            facts.append(f"- Classes: {len(dense['classes'])}, one for each {said}")
+    if provenance.prepared.multi_label and provenance.classes is not None:
+        many = "any number of them an image (multi-label): the sigmoid of an output is its class's probability"
+        facts.append(f"- Classes: {len(provenance.classes)}, {many}")
+    if (each := provenance.prepared.modality.each) and provenance.classes is not None:
+        facts.append(f"- Classes: {len(provenance.classes)}, one for each {each}")
     if provenance.step is not None:
         facts.append(f"- Updates: {provenance.step:,}")
     facts.append(
@@ -127,11 +102,6 @@ def _loading(library: str, architecture: str) -> str:
             f'from transformers import {architecture}\n\nmodel = {architecture}.from_pretrained("PATH_OF_THIS_FOLDER")'
         )
     return f"```python\n{code}\n```"
-
-
-def numbers(values: Sequence[float]) -> str:
-    """Numbers with a few digits, in brackets."""
-    return f"[{', '.join(f'{value:.4g}' for value in values)}]"
 
 
 def public(value: Any) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -102,7 +102,7 @@ def write_export(
             "build it with create_backbone(name, …) to export it"
         )
     backbone = copy.deepcopy(method.backbone).cpu()
-    notes, acting = _settle_positions(backbone, method, sentences=provenance.tokeniser is not None)
+    notes, acting = _settle_positions(backbone, method, sentences=provenance.prepared.modality.ids)
     with new_folder(folder, force) as aside:
         if library == "timm":
             notes += _write_timm(aside, backbone, method, provenance)
@@ -196,12 +196,9 @@ def _made_by(method: Method, provenance: ModelProvenance) -> dict[str, Any]:
     own = {"version": __version__, "method": provenance.method, "positions": method.sees_positions}
     if share := provenance.recipe.get("data", {}).get("held_out"):
         own |= {"held_out": share}  # by which the model is judged on what it never learned, wherever it goes
-    if provenance.text is not None:
-        own |= {"text": dict(provenance.text)}
-    for things in ("masks", "objects"):
-        if (dense := getattr(provenance, things)) is not None:
-            own |= {"settings": to_dict(method.config), things: dict(dense)}
-    return own if provenance.audio is None else own | {"audio": dict(provenance.audio)}
+    if classifies(type(method)):
+        own |= {"settings": to_dict(method.config)}
+    return own | provenance.prepared.to_situs()
 
 
 def timm_config(backbone: Backbone, classes: int, provenance: ModelProvenance) -> dict[str, Any]:
@@ -214,13 +211,8 @@ def timm_config(backbone: Backbone, classes: int, provenance: ModelProvenance) -
     if channels != 3:
         # timm would take these weights for three channels and average, or drop, them.
         described["first_conv"] = None
-    described |= {
-        "input_size": [channels, *size],
-        "mean": list(provenance.mean or _fitting(given["mean"], channels, 0.0)),
-        "std": list(provenance.std or _fitting(given["std"], channels, 1.0)),
-        "crop_pct": provenance.crop,
-        "num_classes": classes,
-    }
+    described |= {"input_size": [channels, *size], **provenance.prepared.to_timm(given, channels)}
+    described |= {"num_classes": classes}
     config = {
         "architecture": source["architecture"],
         "num_classes": classes,
@@ -230,18 +222,14 @@ def timm_config(backbone: Backbone, classes: int, provenance: ModelProvenance) -
     }
     if classes and provenance.classes is not None:
         config["label_names"] = list(provenance.classes)
-    if classes and provenance.multi_label:
+    if classes and provenance.prepared.multi_label:
         config |= MULTI_LABEL
-    if provenance.audio is not None:
-        config["situs"] = {"audio": provenance.audio}
+    if situs := provenance.prepared.to_situs():
+        config["situs"] = situs
     try:
         return json.loads(json.dumps(config))
     except TypeError as error:
         raise SitusError(f"model_args={arguments}: cannot be written to a config.json: {error}") from None
-
-
-def _fitting(values: Sequence[float], channels: int, other: float) -> Sequence[float]:
-    return values if len(values) == channels else [other] * channels
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -255,7 +243,6 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _write_transformers(folder: Path, backbone: Backbone, method: Method, provenance: ModelProvenance) -> list[str]:
     from situs.backbones.hf.decoders import DecoderBackbone
-    from situs.backbones.hf.image import image_processor
     from situs.backbones.hf.names import quietly
 
     headed = bool({"label", "words"} & {*method.needs_targets})
@@ -265,15 +252,15 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
     if "label" in method.needs_targets and provenance.classes is not None:
         model.config.id2label = dict(enumerate(provenance.classes))
         model.config.label2id = {name: number for number, name in enumerate(provenance.classes)}
-        if provenance.multi_label:
+        if provenance.prepared.multi_label:
             model.config.update(MULTI_LABEL)
-    if provenance.tokeniser is not None:
-        tokeniser = Tokeniser(provenance.tokeniser)
+    if provenance.prepared.tokeniser is not None:
+        tokeniser = Tokeniser(provenance.prepared.tokeniser)
         with tokeniser_files(tokeniser.folder) as held:
             for name in FILES:
                 if (held / name).is_file():
                     shutil.copyfile(held / name, folder / name)
-        if (provenance.text or {}).get("pair") and getattr(backbone, "segments", False):
+        if provenance.prepared.to_situs()["text"].get("pair") and getattr(backbone, "segments", False):
             # A tokeniser of no class of its own gives types only where its settings name them.
             file, names = folder / "tokenizer_config.json", ["input_ids", "token_type_ids", "attention_mask"]
             said = {**(read_json(file) if file.is_file() else {}), "model_input_names": names}
@@ -284,7 +271,7 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
     with quietly():
         model.save_pretrained(folder)
     if backbone.input.shape is not None and model.main_input_name == "pixel_values":
-        prepared = image_processor(backbone.input, provenance.crop, provenance.mean or (), provenance.std or ())
+        prepared = provenance.prepared.to_hf(backbone.input.shape, backbone.input.channels)
         write_text(folder / PREPARED, json.dumps(prepared, indent=2) + "\n")
     return [] if headed else ["It has no classifier: none was trained."]
 

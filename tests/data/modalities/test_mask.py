@@ -12,12 +12,12 @@ import torch
 from masked import disc, write_ade
 
 from situs.data.augment import geometry, randaugment
-from situs.data.augment.recipes import AugmentConfig, _plan, apply_masked, draw
+from situs.data.augment.recipes import AugmentConfig, apply_masked, draw
 from situs.data.batch import VOID
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
-from situs.data.mask_pipeline import MaskPipeline
 from situs.data.masks import MaskConfig
+from situs.data.modalities.mask import MaskPipeline
 from situs.data.sources.base import Source
 from situs.errors import SitusError
 
@@ -53,7 +53,7 @@ def test_the_class_of_each_pixel_is_that_of_the_place_its_colour_tells(name: str
         noise = draw(config, ids, seed=3, epoch=epoch)
         if "operations" in noise:  # colours tell places here: the geometry of the operations alone
             boxes = geometry.scaled_crop_boxes(noise["crop"], *values["sides"].T, SIZE, config.scales)
-            affine, flip = randaugment.matrices(_plan(noise, config), *SIZE), noise["flip"] < 0.5
+            affine, flip = randaugment.matrices(randaugment.plan(noise["operations"], 9.0), *SIZE), noise["flip"] < 0.5
             told = {"sides": values["sides"], "finer": 1}
             images = geometry.warp(values["image"], boxes, flip, SIZE, torch.zeros(3), affine, interpolation, **told)
             masks = geometry.warp_masks(values["mask"], boxes, flip, SIZE, affine, fill=VOID, sides=values["sides"])
@@ -169,10 +169,10 @@ def test_large_images_are_shrunk_with_their_masks() -> None:
 def test_what_is_for_a_class_an_image_is_refused(tmp_path: Path) -> None:
     write_ade(tmp_path, {"training": 4, "validation": 2})
     for name, value in (("mixup", 0.8), ("cutmix", 1.0), ("label_smoothing", 0.1)):
-        with pytest.raises(SitusError, match=f"{name}={value}: is for a class an image, and not for masks"):
+        with pytest.raises(SitusError, match=f"{name}={value}: is not for images with masks"):
             loader(tmp_path, replace(AUGMENT, **{name: value}))
     for fields in ({"multi_label": True}, {"balanced": True}, {"per_class": 3}):
-        with pytest.raises(SitusError, match="is for a class an image, and masks are asked for"):
+        with pytest.raises(SitusError, match="is not for images with masks"):
             loader(tmp_path, AUGMENT, **fields)
     with pytest.raises(SitusError, match=r"augment\.crop='scaled': must be none, resized or pad"):
         make_loader(DataConfig("samples", img_size=28, channels=1), AUGMENT)

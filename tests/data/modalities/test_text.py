@@ -105,10 +105,10 @@ def test_what_is_for_images_is_refused(config: DataConfig) -> None:
     with pytest.raises(SitusError, match="repeated=2: is not for sentences"):
         make_loader(config, AugmentConfig(repeated=2))
     for fields, said in (
-        ({"multi_label": True}, "multi_label=True: is for images"),
+        ({"multi_label": True}, "multi_label=True: is not for sentences"),
         ({"target": "mask"}, "class or words"),
     ):
         with pytest.raises(SitusError, match=said):
             replace(config, **fields)
-    with pytest.raises(SitusError, match="target='words': must be class, mask or objects"):
+    with pytest.raises(SitusError, match="target='words': must be class or mask or objects"):
         DataConfig("x", kind="image", target="words")

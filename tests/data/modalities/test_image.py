@@ -10,10 +10,10 @@ from torchvision.transforms.v2 import functional as tv
 from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
 from situs.data.augment.recipes import AugmentConfig
-from situs.data.image_pipeline import ImagePipeline, centre_crop, random_cuts
+from situs.data.modalities.image import ImagePipeline, centre_crop, random_cuts
+from situs.data.open import open_source
 from situs.data.resize import resized
 from situs.data.sampler import BatchPlan, draw_ids
-from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
 from situs.data.streaming import WorkerStream
 from situs.errors import BrokenSampleError, SitusError

@@ -25,7 +25,7 @@ from PIL import Image
 
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
-from situs.data.sources import open_source
+from situs.data.open import open_source
 from situs.errors import SitusError
 
 SECONDS = 60

@@ -8,20 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from situs.core.kernels import has_kernels
 from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
 from situs.data.augment.recipes import NONE, AugmentConfig, apply, apply_mix, as_floats, draw, normalise
 from situs.data.batch import Batch
-from situs.data.pipeline import Noise
-from situs.data.pixel_pipeline import PixelPipeline, alike
+from situs.data.modalities.base import Modality, Scale
+from situs.data.modalities.pixels import PixelPipeline, alike
+from situs.data.pipeline import Noise, Pipeline
 from situs.data.resize import centre_fit, channels_of, pack, resize_packed, resized
-from situs.data.sources.base import Source, TensorSource
-from situs.data.sources.images import to_channels
+from situs.data.sources.base import Source, TensorSource, Wanted, list_shards, splits_of
+from situs.data.sources.cifar import find_cifar, open_cifar
+from situs.data.sources.folder import TABLES, FolderSource, split_folders
+from situs.data.sources.images import IMAGE_SUFFIXES, to_channels
+from situs.data.sources.memory import is_memory
+from situs.data.sources.parquet import COLUMNS, ParquetSource
+from situs.data.sources.table import SUFFIXES, TableSource, has_table, table_splits
+from situs.data.sources.webdataset import TarSource
+from situs.errors import BrokenSampleError, SitusError, counted
+
+if TYPE_CHECKING:
+    from situs.data.config import DataConfig
 
 _LARGE = 2  # times the bytes of what the model sees: a larger crop is resized before it travels
 
@@ -165,3 +178,126 @@ def centre_crop(images: Tensor, size: tuple[int, int], crop_share: float) -> Ten
 def _labels(samples: list[dict[str, Any]]) -> Tensor:
     """[B] int64, or [B, K] int8 where a sample has any number of classes."""
     return torch.stack([torch.as_tensor(sample["label"]) for sample in samples])
+
+
+_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_PROBES = 16
+_LARGEST = 8  # times the size the model sees
+
+
+class Image(Modality):
+    """Images, each with one class or any number of them."""
+
+    kind, things, suffixes = "image", "images", IMAGE_SUFFIXES
+    label_fields, pixels = ("data", "data.multi_label"), True
+
+    def check(self, data: DataConfig) -> None:
+        super().check(data)
+        check_scale(data, data.channels, "channel")
+
+    def normalisation(self, data: DataConfig) -> Scale:
+        """Of each channel; by default ImageNet's of three."""
+        mean, std = _IMAGENET if data.channels == 3 else ((0.5,) * data.channels, (0.25,) * data.channels)
+        return data.mean or mean, data.std or std
+
+    def facts(self, data: DataConfig | None, shape: tuple[int, ...] | None, channels: int) -> list[str]:
+        lines = [] if shape is None else [f"Images: {counted(channels, 'channels')}, {shape[0]} × {shape[1]} pixels"]
+        if data is None:
+            return lines
+        mean, std = (f"[{', '.join(f'{value:.4g}' for value in part)}]" for part in self.normalisation(data))
+        return [*lines, f"Normalised by mean {mean} and deviation {std}"]
+
+    def without_labels(self, data: DataConfig) -> str:
+        if is_memory(data.path):
+            return ", one class each: give (image, label) pairs, dicts with 'image' and 'label', or (images, labels)"
+        return "" if data.multi_label else ", not one class an image; with any number of them it is multi-label"
+
+    def lies_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002
+        return path.is_dir() and bool(find_cifar(path) or list_shards(path, ".tar"))
+
+    def in_columns(self, schema: Any) -> bool:
+        return not {*schema.names}.isdisjoint(COLUMNS["image"])
+
+    def splits(self, path: Path, data: DataConfig) -> set[str]:
+        if _has_table(path, data.multi_label):
+            return table_splits(path)
+        for suffix in (".parquet", ".tar"):
+            if shards := list_shards(path, suffix):
+                return splits_of(shards)
+        return {"train", "test"} if find_cifar(path) else set(split_folders(path))
+
+    def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:  # noqa: ARG002
+        if _has_table(path, wanted.multi_label):
+            return TableSource(path, wanted)
+        # Shards of any split: what decides the kind of a folder must not depend on the split asked for.
+        for suffix, kind in ((".parquet", ParquetSource), (".tar", TarSource)):
+            if path.suffix == suffix if path.is_file() else list_shards(path, suffix):
+                if wanted.multi_label and kind is TarSource:
+                    raise one_class(path)
+                return kind(path, wanted)
+        if not path.is_dir():
+            more = "; a table of labels is for multi-label training" if path.suffix in SUFFIXES else ""
+            raise SitusError(f"{path}: must be a folder, a .parquet or a .tar file{more}", field="data")
+        if wanted.multi_label:
+            raise one_class(path)
+        return open_cifar(path, wanted) if find_cifar(path) else FolderSource(path, wanted)
+
+    def pipeline(
+        self, source: Source, data: DataConfig, augment: AugmentConfig | None, device: torch.device
+    ) -> Pipeline:
+        seen = source, self.size(data), data.seed, augment
+        scale = {"crop_share": data.crop_share, "normalisation": self.normalisation(data)}
+        return ImagePipeline(*seen, **scale, held=resident_size(source, data), device_resizes=has_kernels(device))
+
+
+def check_scale(data: DataConfig, count: int, each: str) -> None:
+    """Refuses a mean or deviation of another length than `count`, one a channel."""
+    for name in ("mean", "std"):
+        if len(getattr(data, name)) not in {0, count}:
+            allowed = f"{counted(count, 'numbers')}, one a {each}"
+            raise SitusError(field=(name, "channels"), value=getattr(data, name), allowed=allowed)
+
+
+def resident_size(source: Source, data: DataConfig) -> tuple[int, int] | None:
+    """The size to hold the images at, or None to stream them."""
+    if data.resident == "never":
+        return None
+    size, sizes = data.size, _probe(source)
+    own = sizes.pop() if len(sizes) == 1 else None
+    if data.resident == "always":
+        # Images of many sizes are held a little larger than the model sees them, as ImageNet's 256 for 224.
+        # So are large ones of one size: to shrink them anew for each view would cost more than it keeps.
+        if own is not None and max(own[0] / size[0], own[1] / size[1]) <= _LARGEST:
+            return own
+        return round(size[0] * 8 / 7), round(size[1] * 8 / 7)
+    if own is None or own[0] > 2 * size[0] or own[1] > 2 * size[1]:
+        return None
+    fits = len(source) * data.channels * own[0] * own[1] <= data.resident_gib * 2**30
+    return own if fits else None
+
+
+def _probe(source: Source) -> set[tuple[int, int]]:
+    """The sizes (height, width) of some images spread over the set."""
+    if isinstance(source, TensorSource):
+        return {(source.images.shape[2], source.images.shape[3])}
+    sizes = set()
+    for index in range(0, len(source), max(1, len(source) // _PROBES)):
+        try:
+            sizes.add(tuple(source.read(index)["image"].shape[1:]))
+        except BrokenSampleError:
+            continue
+    return sizes
+
+
+def _has_table(path: Path, multi_label: bool) -> bool:
+    """Whether the labels are a table among files, and asked for as many an image."""
+    return multi_label and (path.suffix in SUFFIXES if path.is_file() else has_table(path))
+
+
+def one_class(path: str | Path) -> SitusError:
+    """The error for a set that has no table of any number of classes an image."""
+    return SitusError(
+        f"{path}: has at most one class an image, and a multi-label set is parquet, or image files with a table of "
+        f"their labels ({', '.join(TABLES)})",
+        field="multi_label",
+    )

@@ -7,19 +7,30 @@ them their masks as they lie in the files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from situs.config import from_dict
 from situs.data.augment.recipes import AugmentConfig, apply_masked, as_floats, normalise
 from situs.data.batch import VOID, Batch
-from situs.data.pipeline import Noise
-from situs.data.pixel_pipeline import PixelPipeline, alike, check_augment, repeat_border, take_nearest
+from situs.data.masks import MaskConfig
+from situs.data.modalities.base import Fits
+from situs.data.modalities.image import Image
+from situs.data.modalities.pixels import WITHOUT_CLASSES, PixelPipeline, alike, repeat_border, take_nearest
+from situs.data.pipeline import Noise, Pipeline
 from situs.data.resize import covering_size, resized
+from situs.data.sources.base import Source, Wanted
+from situs.data.sources.segments import mask_splits, open_masks
 from situs.errors import BrokenSampleError
+
+if TYPE_CHECKING:
+    from situs.data.config import DataConfig
 
 _LONGEST = 16  # times its shorter side
 
@@ -33,9 +44,7 @@ class MaskPipeline(PixelPipeline):
     """
 
     def prepare(self) -> None:
-        """Refuses an augmentation that is not for masks."""
-        if self.augment is not None:
-            check_augment(self.augment, "masks", ("none", "resized", "pad", "scaled"))
+        """How much of an image is read."""
         self.most, self.finer = (1.0, 1) if self.augment is None else _extent(self.augment)
         self.row_bytes = int(((self.source.channels or 3) + 2) * self.size[0] * self.size[1] * self.most**2)
 
@@ -105,3 +114,36 @@ def _extent(augment: AugmentConfig) -> tuple[float, int]:
 
 def _void_behind(mask: Tensor, height: int, width: int) -> Tensor:
     return F.pad(mask, (0, width - mask.shape[-1], 0, height - mask.shape[-2]), value=VOID)
+
+
+class Mask(Image):
+    """Images with a mask each, which gives every pixel a class."""
+
+    each, known, targets, table, Config = "pixel (segmentation)", "masks", ("mask",), "masks", MaskConfig
+    unused = ("multi_label", "per_class", "balanced")
+    augments = WITHOUT_CLASSES
+    crops, reading = ("none", "resized", "pad", "scaled"), "masks"
+
+    def settle(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:
+        """With the names of the classes."""
+        if data.masks.classes:
+            return data
+        whole: Any = opened(data).origin(0)[0]
+        return replace(data, masks=whole.masks)
+
+    def read_as(self, data: DataConfig, value: Any) -> DataConfig:
+        return replace(data, masks=value)
+
+    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:  # noqa: ARG002
+        return replace(data, target="mask", masks=from_dict(MaskConfig, table, where="masks"))
+
+    def splits(self, path: Path, data: DataConfig) -> set[str]:  # noqa: ARG002
+        return mask_splits(path)
+
+    def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
+        return open_masks(path, wanted._replace(settings=data.masks))
+
+    def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
+        pipeline = MaskPipeline(source, self.size(data), data.seed, augment, self.normalisation(data))
+        pipeline.held = augment is not None and data.resident == "always"  # an evaluation looks at each once
+        return pipeline

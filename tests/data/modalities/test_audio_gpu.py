@@ -10,11 +10,11 @@ import torch
 
 from situs.core.random import normal
 from situs.data.audio import AudioConfig
-from situs.data.audio_pipeline import AudioPipeline
 from situs.data.augment.audio import AudioAugment
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader
+from situs.data.modalities.audio import AudioPipeline
 from situs.data.sources.audio import NoiseBank
 from situs.data.sources.base import Source
 

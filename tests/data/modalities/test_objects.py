@@ -18,7 +18,7 @@ from situs.data.augment.recipes import AugmentConfig, places_of
 from situs.data.batch import VOID
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
-from situs.data.object_pipeline import ObjectPipeline
+from situs.data.modalities.objects import ObjectPipeline
 from situs.data.objects import objects_of, pack_masks
 from situs.data.sources.base import Source
 from situs.errors import SitusError
@@ -223,7 +223,7 @@ def test_what_is_not_for_objects_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(SitusError, match=said):
             loader(tmp_path, replace(JITTER, **wrong))
-    with pytest.raises(SitusError, match="none, resized or pad without masks or objects"):
+    with pytest.raises(SitusError, match="none, resized or pad for images"):
         make_loader(DataConfig(str(tmp_path / "train2017"), img_size=32), JITTER)
 
 

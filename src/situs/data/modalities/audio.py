@@ -7,29 +7,38 @@ frames takes patches of a whole frame (40 × 1), one of spectrogram patches squa
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from situs.config import from_dict, to_dict
 from situs.core.random import uniform
 from situs.data.audio import AudioConfig
 from situs.data.augment.audio import add_noise, gain_at, mask_frames, shift
 from situs.data.augment.mix import soft_labels
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
+from situs.data.modalities.base import Fits, Modality
+from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
-from situs.data.sources.audio import NoiseBank
-from situs.data.sources.base import Source
+from situs.data.sources.audio import AUDIO_SUFFIXES, NOISE_FOLDER, NoiseBank, noise_folder, read_noise
+from situs.data.sources.base import Source, Wanted
+from situs.data.sources.parquet import COLUMNS
+from situs.data.sources.speech import open_speech, part_of, speech_splits
 from situs.data.sources.subset import Subset
 from situs.data.spectrogram import spectrogram
 from situs.errors import BrokenSampleError, SitusError
+from situs.files import absolute
+
+if TYPE_CHECKING:
+    from situs.data.config import DataConfig
 
 _LEAST = 1e-5  # the level below which a clip is left as it is
 _FULL = 32768.0
-_OF_CLIPS = {"audio", "label_smoothing", "repeated"}
 _SHOWN = 3.0  # deviations from the mean that are black and white in a picture
 
 
@@ -80,15 +89,6 @@ def from_bits(waves: Tensor) -> Tensor:
     return waves.float().div_(_FULL)
 
 
-def check_augment(augment: AugmentConfig) -> None:
-    """Refuses what is done to images alone."""
-    for each in fields(augment):
-        value = getattr(augment, each.name)
-        if each.name not in _OF_CLIPS and value != each.default:
-            said = "is for images; clips take label_smoothing, repeated and what stands under audio"
-            raise SitusError(f"{each.name}={value}: {said}", field=f"augment.{each.name}")
-
-
 class AudioPipeline(Pipeline):
     """A source of clips ("wave", and "label" where there is one) to batches of features.
 
@@ -113,8 +113,6 @@ class AudioPipeline(Pipeline):
             raise SitusError(
                 f"{source.name}: has no background noise to add", field="audio.snr_db", value=config.snr_db
             )
-        if augment is not None:
-            check_augment(augment)
         self.config, self.scale, self.bank, self.seed, self.augment = config, scale, noise_bank, seed, augment
         self.row_bytes = 2 * config.samples
 
@@ -188,3 +186,93 @@ class AudioPipeline(Pipeline):
             return waves
         pieces = self.bank.cut(noise["cut"], samples)
         return waves + gain_at(waves, pieces, self.config.snr_db)[:, None] * pieces
+
+
+class Audio(Modality):
+    """Clips of sound as spectrograms, [1, numbers of a frame, frames] of each."""
+
+    kind, things, suffixes, table, Config = "audio", "clips", AUDIO_SUFFIXES, "audio", AudioConfig
+    unused = ("multi_label", "crop_share")
+    augments, reading = frozenset({"audio", "label_smoothing", "repeated"}), "snr_db"
+
+    def check(self, data: DataConfig) -> None:
+        super().check(data)
+        check_scale(data, data.audio.width, "number of a frame")
+        if data.img_size not in (None, data.audio.size):
+            allowed = f"{data.audio.size[0]},{data.audio.size[1]}, which the clips' features have"
+            raise SitusError(field="img_size", value=data.img_size, allowed=allowed)
+
+    def settle(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:
+        """With the size of the features and their mean and deviation over the training split."""
+        if data.audio.noise is not None:
+            data = replace(data, audio=replace(data.audio, noise=absolute(data.audio.noise)))
+        data = replace(data, channels=1, img_size=data.img_size or data.audio.size)
+        if data.mean and data.std:
+            return data
+        mean, std = (
+            tuple(round(value, 4) for value in each.tolist()) for each in measure_scale(opened(data), data.audio)
+        )
+        return replace(data, mean=data.mean or mean, std=data.std or std)
+
+    def size(self, data: DataConfig) -> tuple[int, int]:
+        """Numbers of a frame, and frames of a clip."""
+        return data.audio.size
+
+    def normalisation(self, data: DataConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Of each number of a frame."""
+        return data.mean or (0.0,) * data.audio.width, data.std or (1.0,) * data.audio.width
+
+    def read_as(self, data: DataConfig, value: Any) -> DataConfig:
+        return replace(data, audio=replace(data.audio, snr_db=value))
+
+    def prepared(self, data: DataConfig) -> dict[str, Any]:
+        """With their mean and deviation."""
+        mean, std = self.normalisation(data)
+        return to_dict(replace(data.audio, noise=None, snr_db=None)) | {"mean": mean, "std": std}
+
+    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:  # noqa: ARG002
+        own = {name: value for name, value in table.items() if name not in ("mean", "std")}
+        audio = from_dict(AudioConfig, own, where="audio")
+        scale = {name: tuple(table[name]) for name in ("mean", "std")}
+        told = {"img_size": audio.size, "channels": 1, "crop_share": 1.0, "multi_label": False}
+        return replace(data, kind="audio", audio=audio, **scale, **told)
+
+    def facts(self, data: DataConfig | None, shape: tuple[int, ...] | None, channels: int) -> list[str]:  # noqa: ARG002
+        assert data is not None
+        clip, (width, frames) = data.audio, data.audio.size
+        what = "MFCCs" if clip.kind == "mfcc" else "log-mels"
+        return [
+            f"Clips: {clip.seconds:g} s at {clip.rate:,} samples a second, {clip.level} in level",
+            f"Features: {width} {what} of each of {frames} frames, [1, {width}, {frames}]",
+            "Normalised by the mean and deviation of each, which config.json holds under situs.audio",
+        ]
+
+    def lies_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002
+        return (path / NOISE_FOLDER).is_dir()
+
+    def in_columns(self, schema: Any) -> bool:
+        return not {*schema.names}.isdisjoint(COLUMNS["audio"])
+
+    def splits(self, path: Path, data: DataConfig) -> set[str]:  # noqa: ARG002
+        return speech_splits(path)
+
+    def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
+        return open_speech(path, wanted.split, labels=wanted.labels, strict=wanted.strict, audio=data.audio)
+
+    def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
+        """Noise is read where training or the evaluation mixes some in; a split has its own part of it."""
+        bank, noisy = None, data.audio.snr_db is not None
+        if augment is not None:
+            noisy = augment.audio.noise_share > 0 and augment.audio.noise_level > 0
+        if noisy and (data.path or data.audio.noise):
+            folder = noise_folder(Path(data.path).expanduser(), data.audio)
+            bank, notes = read_noise(folder, part_of(data.split or ("val" if augment is None else None)), data.audio)
+            source.notes += notes
+            if bank is None:
+                source.notes.append(f"{source.name}: has no background noise, so that none is mixed in")
+        scale = Scale(*(torch.tensor(part) for part in self.normalisation(data)))
+        pipeline = AudioPipeline(source, data.audio, scale, augment=augment, noise_bank=bank, seed=data.seed)
+        # Decoding a second of sound costs more than training a small model on it.
+        fits = len(source) * 2 * data.audio.samples <= data.resident_gib * 2**30
+        pipeline.held = data.resident == "always" or (data.resident == "auto" and fits)
+        return pipeline

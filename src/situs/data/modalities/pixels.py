@@ -14,7 +14,10 @@ from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.base import Source
 from situs.errors import SitusError
 
-_OF_CLASSES = {"mixup", "cutmix", "label_smoothing"}
+WITHOUT_CLASSES = frozenset(
+    each.name for each in fields(AugmentConfig) if each.name not in ("mixup", "cutmix", "label_smoothing")
+)
+"""What is done to images of which more is known than a class."""
 
 
 class PixelPipeline(Pipeline):
@@ -51,17 +54,6 @@ class PixelPipeline(Pipeline):
 
     def shown(self, inputs: Tensor) -> Tensor:
         return denormalise(inputs, self.mean, self.std)
-
-
-def check_augment(augment: AugmentConfig, things: str, crops: Sequence[str]) -> None:
-    """Refuses what is done to a class alone, of images with masks or objects, and crops other than these."""
-    for each in fields(augment):
-        if each.name in _OF_CLASSES and getattr(augment, each.name) != each.default:
-            said = f"{each.name}={getattr(augment, each.name)}: is for a class an image, and not for {things}"
-            raise SitusError(said, field=f"augment.{each.name}")
-    if augment.crop not in crops:
-        allowed = f"{', '.join(crops[:-1])} or {crops[-1]} for images with {things}"
-        raise SitusError(field="augment.crop", value=augment.crop, allowed=allowed)
 
 
 def alike(images: Sequence[Tensor]) -> list[Tensor]:

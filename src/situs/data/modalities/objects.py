@@ -6,22 +6,32 @@ hash of (seed, epoch, draw id) is one. An evaluation sees images whole, the long
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from situs.config import from_dict
 from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE
 from situs.data.augment.objects import apply_objects
-from situs.data.augment.recipes import as_floats, normalise
+from situs.data.augment.recipes import AugmentConfig, as_floats, normalise
 from situs.data.batch import VOID, Batch
-from situs.data.pipeline import Noise
-from situs.data.pixel_pipeline import PixelPipeline, alike, check_augment, repeat_border, take_nearest
+from situs.data.modalities.base import Fits
+from situs.data.modalities.image import Image
+from situs.data.modalities.pixels import WITHOUT_CLASSES, PixelPipeline, alike, repeat_border, take_nearest
+from situs.data.objects import ObjectConfig
+from situs.data.pipeline import Noise, Pipeline
 from situs.data.resize import resized
+from situs.data.sources.base import Source, Wanted
+from situs.data.sources.coco import CocoSource, coco_splits
+
+if TYPE_CHECKING:
+    from situs.data.config import DataConfig
 
 _FILL = {"boxes": 0.0, "classes": VOID, "crowd": False, "masks": 0}
 
@@ -34,11 +44,9 @@ class ObjectPipeline(PixelPipeline):
     """
 
     def prepare(self) -> None:
-        """Refuses an augmentation that is not for objects."""
-        if self.augment is not None:
-            check_augment(self.augment, "objects", ("none", "fitted"))
-            if self.augment.crop == "none":  # whole, and as an evaluation sees it
-                self.augment = replace(self.augment, crop="fitted", scales=(1.0, 1.0))
+        """Without a crop an image is whole, and as an evaluation sees it."""
+        if self.augment is not None and self.augment.crop == "none":
+            self.augment = replace(self.augment, crop="fitted", scales=(1.0, 1.0))
         self.row_bytes = ((self.source.channels or 3) + 2) * self.size[0] * self.size[1]
 
     def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:
@@ -106,3 +114,32 @@ def _padded(parts: list[Tensor], name: str, first: int) -> list[Tensor]:
     missing = ([want - have for have, want in zip(part.shape[first:], most, strict=True)] for part in parts)
     behind = ([each for short in reversed(shorts) for each in (0, short)] for shorts in missing)
     return [F.pad(part, pad, value=_FILL[name]) for part, pad in zip(parts, behind, strict=True)]
+
+
+class Objects(Image):
+    """Images with objects: their boxes, classes and outlines."""
+
+    each, known, targets, table, Config = "object (detection)", "objects", ("objects",), "objects", ObjectConfig
+    unused = ("multi_label", "per_class", "balanced")
+    augments = WITHOUT_CLASSES
+    crops = ("none", "fitted")
+
+    def settle(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:
+        """With the names of the classes."""
+        if data.objects.classes:
+            return data
+        return replace(data, objects=replace(data.objects, classes=opened(data).classes or ()))
+
+    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:  # noqa: ARG002
+        return replace(data, target="objects", objects=from_dict(ObjectConfig, table, where="objects"))
+
+    def splits(self, path: Path, data: DataConfig) -> set[str]:  # noqa: ARG002
+        return coco_splits(path)
+
+    def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
+        return CocoSource(path, wanted._replace(settings=data.objects))
+
+    def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
+        if augment is not None and data.resident == "always":
+            source.notes.append(f"{source.name}: is streamed whatever resident says, as images with objects are")
+        return ObjectPipeline(source, self.size(data), data.seed, augment, self.normalisation(data))

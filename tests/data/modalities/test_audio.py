@@ -12,11 +12,11 @@ from torch import Tensor
 
 from situs.core.random import normal
 from situs.data.audio import AudioConfig
-from situs.data.audio_pipeline import AudioPipeline, Scale, from_bits, measure_scale, set_level, to_bits
 from situs.data.augment.audio import AudioAugment
 from situs.data.augment.recipes import RECIPES, AugmentConfig
 from situs.data.batch import Batch
 from situs.data.loader import Loader
+from situs.data.modalities.audio import Audio, AudioPipeline, Scale, from_bits, measure_scale, set_level, to_bits
 from situs.data.sampler import BatchPlan
 from situs.data.sources.audio import NoiseBank
 from situs.data.sources.base import Source
@@ -166,8 +166,8 @@ def test_workers_are_not_sent_the_noise() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(SitusError, match="at least a frame"):
         AudioConfig(seconds=0.01)
-    with pytest.raises(SitusError, match=r"operations=2: is for images; clips take label_smoothing"):
-        pipeline(Tones(), RECIPES["deit"])
+    with pytest.raises(SitusError, match=r"operations=2: is not for clips"):
+        Audio().check_augment(RECIPES["deit"])
     with pytest.raises(SitusError, match="none of the 3 clips looked at can be read; the last: tone 2"):
         measure_scale(Tones(3, broken=(0, 1, 2)), CONFIG)
     assert isinstance(measure_scale(Tones(3, broken=(0,)), CONFIG), Scale)

@@ -1,0 +1,226 @@
+"""One door to whatever a user has on disk: `open_source` looks at the path and asks the modality that lies there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from situs.data.config import DataConfig
+from situs.data.modalities import KINDS, MODALITIES, modality_of
+from situs.data.modalities.image import one_class
+from situs.data.sources.base import (
+    SPLIT_WORDS,
+    SPLITS,
+    Source,
+    TensorSource,
+    Wanted,
+    choose_split,
+    list_shards,
+)
+from situs.data.sources.memory import addressed, is_memory, memory_splits, open_memory
+from situs.data.sources.parquet import open_parquet
+from situs.data.sources.remote import is_remote, mount
+from situs.data.sources.samples import load_samples
+from situs.data.sources.subset import Joined, hold_out
+from situs.data.sources.table import SUFFIXES, has_table
+from situs.errors import SitusError
+
+__all__ = [
+    "ALL",
+    "SAMPLES",
+    "addressed",
+    "judged_split",
+    "kind_of",
+    "only_images",
+    "open_source",
+    "settle",
+    "splits_at",
+]
+
+SAMPLES, ALL = "samples", "all"
+
+
+def open_source(
+    data: str | Path | DataConfig,
+    split: str | None = None,
+    *,
+    labels: bool = True,
+    channels: int | None = None,
+    **fields: Any,
+) -> Source:
+    """The samples at a path: image folder, parquet, WebDataset tars, CIFAR batches, "samples", clips or text; or those
+    in memory, by their address (`situs.data.sources.memory`).
+
+    With `multi_label` an image folder with a table of labels, that table (csv), or parquet.
+
+    An address of parquet or tar files (https://host/train-{000..099}.tar, s3://bucket/folder) is read through a cache.
+
+    data:     a path, or a config that says where the set is and how it is read.
+    split:    train, val or test; without one the training split is taken where the data is split. `val`
+              falls back on test and `test` on val. `all` joins the splits, and holds nothing out.
+    labels:   use the labels where there are some; False reads any layout as a flat set.
+    channels: convert every image to so many channels, or refuse it; None leaves each as it is, of a config as it says.
+    fields:   of `DataConfig`, for a path: kind, target, multi_label, held_out, strict, and tables of modalities.
+    """
+    config = _config(data, fields)
+    if isinstance(data, DataConfig):
+        channels = data.channels
+    elif channels is not None and channels < 1:
+        raise SitusError(field="channels", value=channels, allowed="at least 1")
+    path = config.path
+    with _in_words(path):
+        config = replace(config, kind=kind_of(config))
+        how = (config.strict, config.multi_label, config.modality.kind, config.target)
+        wanted = Wanted(None if split == ALL else split, labels, channels, *how)
+        if split == ALL:
+            names = sorted(splits_at(config), key=[*SPLIT_WORDS, "dev"].index)
+            parts = [(_prefix(path, name), _open(config, wanted._replace(split=name))) for name in names]
+            return Joined(Path(path).name, parts) if len(parts) > 1 else _open(config, wanted)
+        if not config.held_out or splits_at(config) & {*SPLITS["val"], *SPLITS["test"]}:
+            return _open(config, wanted)
+        choose_split(SPLITS, split, path)  # refuses a name that means no split
+        whole = _open(config, wanted._replace(split=None))
+    return hold_out(whole, config.held_out, held=split in {*SPLITS["val"], *SPLITS["test"]})
+
+
+def _config(data: str | Path | DataConfig, fields: dict[str, Any]) -> DataConfig:
+    return replace(data, **fields) if isinstance(data, DataConfig) else DataConfig(str(data), **fields)
+
+
+def _prefix(path: str | Path, split: str) -> str:
+    """What stands before the names of a split's files, seen from the data's folder."""
+    folder = not is_remote(path) and (Path(path).expanduser() / split).is_dir()
+    return f"{split}/" if folder and not any(list_shards(Path(path), each) for each in (".parquet", ".tar")) else ""
+
+
+@contextmanager
+def _in_words(path: str | Path) -> Iterator[None]:
+    """What the system refuses, in one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise SitusError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})", field="data") from error
+
+
+def judged_split(data: str | Path | DataConfig, held_out: float | None = None, **fields: Any) -> str | None:
+    """The split that an evaluation takes where none is named: val; None, for all of it, where the data is not split."""
+    config = _config(data, fields)
+    return "val" if held_out or config.held_out or splits_at(config) else None
+
+
+def kind_of(data: str | Path | DataConfig, kind: str | None = None, **fields: Any) -> str:
+    """What the set holds, by its columns, by the first file that is a sample, or else by tables.
+
+    kind: what is asked for; refuses a set that holds another, and is believed of one that does not tell.
+    """
+    config = _config(data, fields if kind is None else {**fields, "kind": kind})
+    path, wanted = config.path, config.kind
+    if wanted is not None and KINDS[wanted].last and path != SAMPLES:
+        return wanted  # whose reader says what it misses
+    there = None
+    for each in _kinds_at(path, config.multi_label):
+        there = there or each
+        if wanted in (None, each):
+            return each
+    if wanted is not None and there is not None:
+        more = "; a table of labels is for multi-label training" if Path(path).suffix in SUFFIXES else ""
+        said = f"{path}: holds {KINDS[there].things}, and {KINDS[wanted].things} are asked for{more}"
+        raise SitusError(said, field="data")
+    return wanted or MODALITIES[0].kind
+
+
+def _kinds_at(path: str, multi_label: bool) -> Iterator[str]:
+    """What the set at `path` tells of itself, the surest first; nothing where it does not tell."""
+    if path == SAMPLES or is_memory(path):
+        yield MODALITIES[0].kind
+        return
+    if is_remote(path):
+        return
+    place = Path(path).expanduser()  # where nothing is, the reader says so
+    kinds = sorted(KINDS.values(), key=lambda each: each.last)
+    if shards := list_shards(place, ".parquet") if place.is_dir() else [place] * (place.suffix == ".parquet"):
+        with suppress(SitusError):  # one that cannot be read says it later
+            schema = open_parquet(shards[0]).schema_arrow
+            there = [each for each in kinds if each.in_columns(schema)]
+            sure = [each for each in there if not each.last] or there
+            yield from [each.kind for each in sure] if len(sure) == 1 else []  # of two what is asked for
+        return
+    yield from (each.kind for each in kinds if not each.last and each.lies_at(place, multi_label=multi_label))
+    for _, folders, names in os.walk(place):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        suffixes = (Path(name).suffix.lower() for name in names)
+        yield from (each.kind for suffix in suffixes for each in kinds if suffix in each.suffixes)
+    yield from (each.kind for each in kinds if each.last and each.lies_at(place, multi_label=multi_label))
+
+
+def only_images(path: str | Path, who: str, multi_label: bool) -> None:
+    """Refuses what is no set of pictures. who: takes none, in words."""
+    there = KINDS[kind_of(path, multi_label=multi_label)]
+    if not there.pixels:
+        raise SitusError(f"{path}: holds {there.things}, and {who}", field="data")
+
+
+def settle(data: DataConfig) -> DataConfig:
+    """The config with what its data says: what the samples are, and what their modality finds in them (the names of
+    classes, the mean and deviation of clips). The same data always gives the same config."""
+    if not data.path:
+        return data
+    kind = kind_of(data)
+    modality = modality_of(kind, data.target)
+    if data.kind is None and kind != MODALITIES[0].kind:
+        try:
+            data = replace(data, kind=kind)
+        except SitusError as error:
+            raise error.said_of(f"{data.path}: holds {modality.things}, and images are asked for") from error
+    return modality.settle(data, lambda config: open_source(config, config.split))
+
+
+def splits_at(data: str | Path | DataConfig, **fields: Any) -> set[str]:
+    """The splits that a set is divided into; none for one that is not."""
+    config = _config(data, fields)
+    if config.path == SAMPLES:
+        return {"train", "test"}
+    if is_memory(config.path):
+        return memory_splits(config.path)
+    with _in_words(config.path):
+        path = _existing(config.path)
+        return modality_of(config.kind or kind_of(config), config.target).splits(path, config)
+
+
+def unread_labels(path: str | Path, *, multi_label: bool) -> list[str]:
+    """A sentence on a table of labels that nobody reads who asks for one class an image, where there is one."""
+    if multi_label or str(path) == SAMPLES or is_remote(path) or not Path(path).expanduser().is_dir():
+        return []
+    folder = Path(path).expanduser()
+    if not has_table(folder):
+        return []
+    return [f"{folder.name}: its table of labels was not read: it is for any number of classes an image (multi-label)"]
+
+
+def _existing(path: str | Path) -> Path:
+    if is_remote(path):
+        return mount(str(path))
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise SitusError(f"{path}: no such folder or file", field="data")
+    return path
+
+
+def _open(config: DataConfig, wanted: Wanted) -> Source:
+    modality = config.modality
+    if config.path != SAMPLES and not is_memory(config.path):
+        return modality.open(_existing(config.path), wanted, config)
+    if modality is not MODALITIES[0]:
+        said = f"{modality.called} are read from files, and here are {MODALITIES[0].things} and their classes"
+        raise SitusError(f"{'samples' if config.path == SAMPLES else 'in memory'}: {said}", field="data")
+    if is_memory(config.path):
+        return open_memory(config.path, wanted)
+    if wanted.multi_label:
+        raise one_class(SAMPLES)
+    chosen = choose_split(("train", "test"), wanted.split, SAMPLES)
+    images, labels, classes = load_samples("test" if chosen == "test" else "train")
+    return TensorSource(images, labels if wanted.labels else None, classes, f"samples ({chosen})", wanted.channels)
