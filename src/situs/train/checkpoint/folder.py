@@ -31,8 +31,8 @@ from torch import Tensor
 from situs.config import differences, flat, from_dict, to_dict
 from situs.errors import SitusError
 from situs.files import write_bytes, write_text
-from situs.hold import NAME as LOCK
-from situs.hold import only_one
+from situs.folder_lock import NAME as LOCK
+from situs.folder_lock import lock_folder
 from situs.progress import note
 from situs.train import distributed
 from situs.train.checkpoint.files import (
@@ -147,7 +147,7 @@ class RunFolder:
         if not self.writer or self._held:
             yield
             return
-        with only_one(self.path):
+        with lock_folder(self.path):
             self._held = True
             try:
                 for leftover in self.checkpoints.glob(".*"):
