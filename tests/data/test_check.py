@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from figures import write_coco
+from image_files import encoded, write
 from masked import write_ade
 from PIL import Image
 
@@ -19,19 +19,8 @@ from situs.data.pack import PackConfig, pack
 from situs.errors import SitusError
 
 
-def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
 def noise(seed: int, height: int = 20, width: int = 24) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-def write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
 
 
 @pytest.fixture

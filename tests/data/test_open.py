@@ -12,24 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
+from image_files import png, write
 
 from situs.data.open import judged_split, open_source
 from situs.data.sources.base import Wanted
 from situs.errors import BrokenSampleError, SitusError
 
 RNG = np.random.default_rng(1)
-
-
-def png(value: int = 0, mode: str = "RGB") -> bytes:
-    buffer = io.BytesIO()
-    Image.new(mode, (6, 5), value if mode == "L" else (value, value, value)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
 
 
 def everything(source) -> list[tuple[int, int | None]]:

@@ -14,7 +14,7 @@ from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.modalities.image import ImagePipeline
-from situs.data.resize import pack, resize_all, resize_packed, resized
+from situs.data.resize import pack, resize_packed, resized
 from situs.data.sampler import draw_ids
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
@@ -45,12 +45,6 @@ def test_they_are_torchs_to_the_bit(channels: int, size: tuple[int, int], mode: 
     flat, sides = pack([image.cpu() for image in whole])
     assert len(flat) == sum(image.numel() for image in whole)
     assert torch.equal(resize_packed(flat.to(device), sides, size, mode).cpu(), wanted)
-    frames = [F.pad(image, (2, 3, 1, 4), value=9) for image in whole]
-    cuts = [frame[:, 1:-4, 2:-3] for frame in frames]
-    assert torch.equal(resize_all(cuts, size, mode).cpu(), wanted)
-    assert torch.equal(resize_all(cuts[:1], size, mode).cpu(), wanted[:1])
-    one = frames[0].permute(1, 2, 0).contiguous().permute(2, 0, 1)[:, 1:-4, 2:-3]  # as a decoder lays it down
-    assert torch.equal(resize_all([one, *cuts], size, mode)[0].cpu(), wanted[0])
 
 
 def test_one_is_torchs_whatever_its_strides_and_torchvision_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +73,6 @@ def test_the_kernels_are_told_where_each_crop_lies(mode: str, monkeypatch: pytes
     many = torch.randint(0, 256, (3, 2, 30, 40), dtype=torch.uint8)
     cuts = [many[1, :, 3:20, 5:33], many[0, :, 1:, :17], many[2].mT[:, 4:9], many[2, :, :6, :7]]
     wanted = each(cuts, (12, 9), mode)
-    assert torch.equal(resize_all(cuts, (12, 9), mode), wanted)
     assert torch.equal(resize_packed(*pack(cuts), (12, 9), mode), wanted)
     assert torch.equal(resize_packed(*pack(cuts[:1]), (12, 9), mode), wanted[:1])
 

@@ -150,20 +150,6 @@ def test_buckets_hold_every_sample_once_and_like_lengths_together():
     assert torch.equal(LengthBuckets(lengths[:5], batch)(0, 0, 5), epoch_order(0, 0, 5))
 
 
-@pytest.mark.parametrize("repeated", [1, 3])
-def test_a_replaced_order_resumes_and_is_cut_by_ranks_as_any_other(repeated):
-    order = LengthBuckets(torch.arange(50) % 7, 12)
-    whole = list(batches_for(BatchPlan(50, 12, 4, repeated=repeated, order=order), 2))
-    assert len(whole) == 4
-    for rows, again in zip(
-        whole[2:], batches_for(BatchPlan(50, 12, 4, repeated=repeated, order=order), 2, 2), strict=True
-    ):
-        assert torch.equal(rows, again)
-    ranks = [list(batches_for(BatchPlan(50, 12, 4, rank, 3, repeated, order=order), 2)) for rank in range(3)]
-    for step, rows in enumerate(whole):
-        assert torch.equal(torch.cat([share[step] for share in ranks]), rows)
-
-
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2), epoch=st.integers(0, 2))
 def test_a_keyed_order_is_a_permutation_that_is_computed_place_by_place(n, seed, epoch):
     order = KeyedOrder(seed, epoch, n)

@@ -87,23 +87,10 @@ def resize_packed(flat: Tensor, sides: Tensor, size: Size, mode: str) -> Tensor:
     counts = (sides.prod(1) * channels).tolist()
     if not has_kernels(flat.device):
         shapes = zip(flat.cpu().split(counts), sides.tolist(), strict=True)
-        crops = [part.view(*shape, channels).permute(2, 0, 1) for part, shape in shapes]
-        return resize_all(crops, size, mode).to(flat.device)
-    starts = itertools.accumulate(counts[:-1], initial=0)
-    table = [(at, w * channels, channels, 1, h, w) for at, (h, w) in zip(starts, sides.tolist(), strict=True)]
-    return _launch(flat, table, channels, size, mode)
-
-
-def resize_all(crops: Sequence[Tensor], size: Size, mode: str) -> Tensor:
-    """Crops [C, h, w] of bytes, views of anything on one device, at one size: [n, C, *size]."""
-    if not has_kernels(crops[0].device):
-        return torch.stack([resized(crop, size, mode) for crop in crops])
-    base = crops[0]
-    table = [(c.data_ptr() - base.data_ptr(), c.stride(1), c.stride(2), c.stride(0), *c.shape[1:]) for c in crops]
-    return _launch(base, table, base.shape[0], size, mode)
-
-
-def _launch(base: Tensor, table: list[tuple[int, ...]], channels: int, size: Size, mode: str) -> Tensor:
+        crops = (part.view(*shape, channels).permute(2, 0, 1) for part, shape in shapes)
+        return torch.stack([resized(crop, size, mode) for crop in crops]).to(flat.device)
     from situs.data.resize_kernel import launch
 
-    return launch(base, torch.tensor(table), channels, size, 1 if mode == "bilinear" else 2)
+    starts = itertools.accumulate(counts[:-1], initial=0)
+    table = [(at, w * channels, channels, 1, h, w) for at, (h, w) in zip(starts, sides.tolist(), strict=True)]
+    return launch(flat, torch.tensor(table), channels, size, 1 if mode == "bilinear" else 2)

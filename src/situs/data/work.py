@@ -38,17 +38,6 @@ class _Work(Dataset[Any]):
             return error  # raised by the reader, who would else see it below the worker's traceback
 
 
-class _Lists:
-    """Numbers, so many at a time; made when they are asked for."""
-
-    def __init__(self, numbers: Sequence[int], at_once: int) -> None:
-        self.numbers, self.at_once = numbers, at_once
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, len(self.numbers), self.at_once):
-            yield list(self.numbers[start : start + self.at_once])
-
-
 def _as_it_is(value: Any) -> Any:
     return value
 
@@ -117,5 +106,6 @@ def in_order(
     """
     count = cores() if workers is None else min(workers, cores())
     with told_of_the_killed():
-        for made in made_by(function, _Lists(numbers, at_once), count, _AHEAD):
+        lists = (list(numbers[start : start + at_once]) for start in range(0, len(numbers), at_once))
+        for made in made_by(function, lists, count, _AHEAD):
             yield checked(made)

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from image_files import noise, write
 from PIL import Image
 
 from situs.data.check import check
@@ -29,28 +30,15 @@ from situs.errors import SitusError
 FORMATS = pytest.mark.parametrize("kind", ["parquet", "webdataset"])
 
 
-def picture(seed: int, height: int = 12, width: int = 15) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)).save(
-        buffer, "PNG"
-    )
-    return buffer.getvalue()
-
-
-def write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-
-
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """Nine images of two classes in train (the fourth broken), two in val."""
     root = tmp_path / "photos"
     for number in range(9):
-        write(root / f"train/{'cat' if number < 5 else 'dög'}/{number}.png", picture(number))
-    write(root / "train/cat/3.png", picture(3)[:200])
+        write(root / f"train/{'cat' if number < 5 else 'dög'}/{number}.png", noise(number))
+    write(root / "train/cat/3.png", noise(3)[:200])
     for number in (20, 21):
-        write(root / f"val/dög/{number}.png", picture(number))
+        write(root / f"val/dög/{number}.png", noise(number))
     write(root / "train/notes.txt", b"no image")
     return root
 
@@ -127,11 +115,11 @@ def test_a_tar_names_images_by_their_number_in_the_set(photos, tmp_path):
 @FORMATS
 def test_a_set_without_splits_and_labels(tmp_path, kind):
     for number in range(3):
-        write(tmp_path / f"flat/{number}.png", picture(number))
+        write(tmp_path / f"flat/{number}.png", noise(number))
     pack(tmp_path / "flat", tmp_path / "out", config(kind, short_side=0), workers=0)
     source = open_source(tmp_path / "out")
     assert source.classes is None
-    assert [source.payload(i) for i in range(3)] == [picture(number) for number in range(3)]
+    assert [source.payload(i) for i in range(3)] == [noise(number) for number in range(3)]
 
 
 def test_pixels_without_files_and_one_split_of_two(tmp_path):
@@ -205,7 +193,7 @@ def _stop_after(count: int, photos: Path, tmp_path: Path, monkeypatch) -> None:
 @pytest.mark.slow
 def test_a_killed_process_with_workers_leaves_what_another_goes_on_with(tmp_path):
     for number in range(60):
-        write(tmp_path / f"photos/{number:02d}.png", picture(number, 200, 210))
+        write(tmp_path / f"photos/{number:02d}.png", noise(number, 200, 210))
     words = ["data", "pack", str(tmp_path / "photos"), "--short-side", "100", "--shard-mib", "0.05"]
     command = [sys.executable, "-m", "situs", *words, "--out", str(tmp_path / "out"), "--workers", "1"]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -230,7 +218,7 @@ def test_again_another_and_start_over(photos, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == stamps
     with pytest.raises(SitusError, match="holds a set packed with another config; start over, or pack elsewhere"):
         pack(photos, tmp_path / "out", config("parquet"), workers=0)
-    (photos / "val/dög/22.png").write_bytes(picture(22))
+    (photos / "val/dög/22.png").write_bytes(noise(22))
     with pytest.raises(SitusError, match="holds a set packed with another data; start over"):
         pack(photos, tmp_path / "out", config("webdataset"), workers=0)
     pack(photos, tmp_path / "out", config("parquet"), workers=0, start_over=True)
@@ -242,7 +230,7 @@ def test_a_packing_begun_on_other_images_is_not_gone_on_with(photos, tmp_path, m
     _stop_after(2, photos, tmp_path, monkeypatch)
     with pytest.raises(SitusError, match="holds a packing that was begun with another config"):
         pack(photos, tmp_path / "out", config("parquet", short_side=9), workers=0)
-    write(photos / "train/cat/00.png", picture(50))
+    write(photos / "train/cat/00.png", noise(50))
     with pytest.raises(SitusError, match=r"photos \(train\): has other images than when its packing began"):
         pack(photos, tmp_path / "out", config("parquet"), workers=0)
 
@@ -277,7 +265,7 @@ def attributes(tmp_path: Path) -> Path:
     lines = ["file,a,bä,c"]
     for number, labels in enumerate(("1,0,1", "0,,1", ",,", "0,0,0", "1,1,0")):
         name = f"{'train' if number < 4 else 'val'}/{number}.png"
-        write(root / name, picture(number))
+        write(root / name, noise(number))
         lines.append(f"{name},{labels}")
     write(root / "labels.csv", "\n".join(lines).encode())
     return root

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
 import torch
+from image_files import encoded
 from PIL import Image
 
 from situs.data.pack.config import PackConfig
@@ -18,12 +17,6 @@ RNG = np.random.default_rng(0)
 SMOOTH = np.add.outer(np.arange(60), np.arange(90))[..., None] * np.array([1, 1, 1]) + np.array([0, 30, 60])
 RGB = SMOOTH.astype(np.uint8)
 EXACT = PackConfig(short_side=20, encoding="png")
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def turned(kind: str) -> bytes:

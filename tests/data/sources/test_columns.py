@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import re
@@ -12,18 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
+from image_files import png
 
 from situs.data.open import open_source
 from situs.data.sources.base import Wanted
 from situs.data.sources.parquet import ParquetSource
 from situs.errors import SitusError
-
-
-def png(value: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (6, 5), (value, value, value)).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def write(file: Path, described: Any = None, **columns: Any) -> Path:

@@ -10,6 +10,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from image_files import encoded
 from PIL import Image
 
 from situs.data.resize import centre_fit
@@ -19,12 +20,6 @@ from situs.errors import BrokenSampleError, SitusError
 
 RNG = np.random.default_rng(0)
 RGB = RNG.integers(0, 256, (9, 13, 3), dtype=np.uint8)
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def npy(array: np.ndarray) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from image_files import encoded
 from memory_kinds import CLASSES, KINDS, HuggingFaceSet, TorchSet, pictures
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
@@ -18,12 +18,6 @@ from situs.data.open import addressed, open_source, splits_at
 from situs.errors import BrokenSampleError, SitusError
 
 PIXELS, LABELS = pictures(12)
-
-
-def encoded(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 FORMS: dict[str, Any] = {

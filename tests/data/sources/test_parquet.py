@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
+from image_files import png
 
 from situs.data.augment.recipes import RECIPES
 from situs.data.config import DataConfig
@@ -23,12 +22,6 @@ from situs.data.sources import parquet
 from situs.data.sources.parquet import ParquetSource
 from situs.data.sources.subset import hold_out
 from situs.errors import BrokenSampleError, SitusError
-
-
-def png(value: int = 0) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (6, 5), (value, value, value)).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def table(labels: list[int | None], kind: pa.DataType | None = None, column: str = "label") -> pa.Table:

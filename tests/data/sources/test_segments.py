@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from image_files import encoded
 from masked import disc, write_ade
 from PIL import Image
 
@@ -22,12 +22,6 @@ from situs.data.open import open_source, splits_at
 from situs.errors import BrokenSampleError, SitusError
 
 ADE = MaskConfig(1, (0,))
-
-
-def encoded(array: np.ndarray, kind: str = "PNG") -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(array).save(file, kind)
-    return file.getvalue()
 
 
 def test_ade20ks_folders_are_read_as_they_are_published(tmp_path: Path) -> None:

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import os
-from pathlib import Path
 
 import pytest
+from image_files import encoded, write
 from PIL import Image
 
 from situs.data.open import open_source
 from situs.data.sources.walk import AGAIN, CLOSED, plain, walk
 from situs.errors import BrokenSampleError, SitusError
-
-
-def encoded(kind: str = "PNG", value: int = 7) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (6, 5), (value, value, value)).save(buffer, kind)
-    return buffer.getvalue()
-
-
-def write(path: Path, data: bytes = b"") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data or encoded())
-    return path
 
 
 def test_a_link_to_its_own_folder_adds_no_image(tmp_path):
@@ -98,7 +85,7 @@ def test_every_ending_of_an_image_is_read_and_files_without_one_by_their_bytes(t
     Image.init()
     kinds = {name: kind for name, kind in kinds.items() if kind in Image.SAVE}  # Pillow 11.0 writes no AVIF
     for name, kind in kinds.items():
-        write(tmp_path / name, encoded(kind))
+        write(tmp_path / name, encoded(Image.new("RGB", (6, 5)), kind))
     write(tmp_path / "README", b"no image")
     write(tmp_path / "notes.txt", b"no image")
     write(tmp_path / "more.txt", b"no image")

@@ -6,11 +6,10 @@ import io
 import os
 import tarfile
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
+from image_files import png, write
 
 from situs.data.augment.recipes import RECIPES
 from situs.data.blocks import BlockOrder
@@ -20,12 +19,6 @@ from situs.data.open import open_source
 from situs.data.sampler import BatchPlan, batches_for, exact_order
 from situs.data.sources import webdataset
 from situs.errors import BrokenSampleError, SitusError
-
-
-def png(value: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (6, 5), (value, value, value)).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def packed(members: dict[str, bytes]) -> bytes:
@@ -40,11 +33,6 @@ def packed(members: dict[str, bytes]) -> bytes:
 
 WHOLE = packed({f"{number}.png": png(number) for number in range(8)})
 EACH = 1024  # header and data of one member
-
-
-def write(path: Path, data: bytes) -> Path:
-    path.write_bytes(data)
-    return path
 
 
 def test_the_whole_is_read(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from image_files import noise
 from PIL import Image
 
 from situs.cli.main import main
@@ -33,21 +33,15 @@ from situs.errors import SitusError
 KINDS = pytest.mark.parametrize("kind", ["parquet", "webdataset"])
 
 
-def picture(seed: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def packed(folder: Path, kind: str) -> Path:
     """Twelve images of two classes in train, in three shards or more; two in val."""
     for number in range(12):
         file = folder / f"photos/train/{'ab'[number % 2]}/{number:02d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(picture(number))
+        file.write_bytes(noise(number, 20, 24))
     (folder / "photos/val/b").mkdir(parents=True)
     for number in (20, 21):
-        (folder / f"photos/val/b/{number}.png").write_bytes(picture(number))
+        (folder / f"photos/val/b/{number}.png").write_bytes(noise(number, 20, 24))
     groups = {"row_group": 2} if kind == "parquet" else {}
     pack(folder / "photos", folder / "packed", PackConfig(format=kind, shard_mib=0.006, **groups), workers=0)
     return folder / "packed"
