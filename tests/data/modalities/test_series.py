@@ -140,7 +140,7 @@ def test_a_model_is_pretrained_tuned_measured_and_exported(recordings: Path, tmp
     small += ["--data.series.steps", "40"]
     runs = tmp_path / "runs"
     assert main(["pretrain", "--preset", "series-mp3", *small, *shape, "--out", str(runs / "mp3")]) in (0, None)
-    tune = ["finetune", "--preset", "series-supervised", "--from", str(runs / "mp3"), *small]
+    tune = ["finetune", "--preset", "series-supervised", "--from", str(runs / "mp3"), *small, *shape]
     assert main([*tune, "--out", str(runs / "tuned")]) in (0, None)
     look = ["evaluate", "accuracy", str(runs / "tuned"), "--device", "cpu", "--out", str(tmp_path / "look")]
     assert main(look) in (0, None)
