@@ -145,7 +145,16 @@ def test_a_model_is_pretrained_tuned_measured_and_exported(recordings: Path, tmp
     look = ["evaluate", "accuracy", str(runs / "tuned"), "--device", "cpu", "--out", str(tmp_path / "look")]
     assert main(look) in (0, None)
     assert "recordings" in (tmp_path / "look" / "accuracy.html").read_text()
-    features = ["features", str(runs / "mp3"), "--device", "cpu", "--out", str(tmp_path / "features.npz")]
+    features = [
+        "features",
+        str(runs / "mp3"),
+        "--device",
+        "cpu",
+        "--split",
+        "val",
+        "--out",
+        str(tmp_path / "features.npz"),
+    ]
     assert main(features) in (0, None) and np.load(tmp_path / "features.npz")["features"].shape == (12, 16)
     assert main(["export", str(runs / "tuned"), "--out", str(tmp_path / "out")]) in (0, None)
     table = json.loads((tmp_path / "out" / "config.json").read_text())["situs"]["series"]
