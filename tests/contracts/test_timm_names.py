@@ -37,7 +37,7 @@ def dozens(modules: Iterable[str]) -> list[Any]:
 
 
 NARROW = {"embed_dim": 384, "num_heads": 6}
-TRANSFORMERS = [module for module in READ if module != "resnet"]
+TRANSFORMERS = sorted(READ - {"resnet"})
 KNOWN_REFUSALS = {
     "vision_transformer": {"ParallelScalingBlock", "ParallelThingsBlock", "DiffAttention", "DiffParallelScalingBlock"},
     "vision_transformer_hybrid": {"HybridEmbed"},
@@ -98,7 +98,7 @@ def assert_exact(name: str, arguments: dict[str, Any]) -> None:
 
 
 def test_the_modules_that_are_read_exist() -> None:
-    assert set(READ) <= set(NAMES)
+    assert set(NAMES) >= READ
 
 
 @pytest.mark.slow

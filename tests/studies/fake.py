@@ -16,7 +16,7 @@ import time
 import tomllib
 from pathlib import Path
 
-from situs.hold import only_one
+from situs.folder_lock import lock_folder
 from situs.studies.child import end_with
 
 asked: list[int] = []
@@ -86,7 +86,7 @@ def main() -> int:
     if words[0] != "evaluate":
         place = Path(given.get("resume") or given["out"])
         place.mkdir(parents=True, exist_ok=True)
-        with only_one(place):
+        with lock_folder(place):
             return train(words[0], given)
     out = Path(given["out"])
     out.mkdir(parents=True)

@@ -164,6 +164,7 @@ def harm(folder: Path, kind: str, chance: random.Random) -> str:
         mine, theirs = path.read_bytes(), other.read_bytes()
         path.write_bytes(theirs)
         other.write_bytes(mine)
+        kind = f"exchange {other.name},"
     elif kind == "both":  # one file in each checkpoint: nothing whole is left
         for step in sorted((folder / "checkpoints").iterdir()):
             path = chance.choice(files(step))

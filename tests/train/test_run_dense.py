@@ -68,6 +68,7 @@ def tensors(run: Path, step: int = 6) -> dict[str, torch.Tensor]:
 SCRIPT = """
 import json, os, signal, sys
 from situs.config import from_dict
+from situs.train.assemble import Setup
 from situs.train.run import RunConfig, train_run
 
 class Killer:
@@ -126,7 +127,7 @@ def test_eight_images_of_objects_are_learned_by_heart_and_found_by_the_export(tm
         "detection", sets,
         method={"width": 32, "hidden": 64, "anchor": 4.0, "proposals": 64, "anchors": 64, "regions": 32},
         backbone={"patch_size": 8, "model_args": {"embed_dim": 32}},
-        data={"img_size": 64, "batch": 8},
+        data={"img_size": 64, "batch": 8, "held_out": 0.0},
         augment={"crop": "none", "scales": [1.0, 1.0], "flip": 0.0},
         optim={"lr": 3e-3, "weight_decay": 0.0, "layer_decay": 1.0, "ema": None, "warmup_steps": 10},
         train={"epochs": 60, "save_every": 1000, "log_every": 50},

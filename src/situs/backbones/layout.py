@@ -48,28 +48,28 @@ def roles_of(backbone: Backbone, names: Names, inner: str = "model.") -> dict[st
     paths = {id(module): path for path, module in backbone.named_modules()}
     blocks = backbone.block_modules()
     depths = {
-        f"{paths[id(module)]}.{own}": depth
+        f"{paths[id(module)]}.{tensor}": depth
         for depth, block in enumerate(blocks, start=1)
         for module in block
-        for own in module.state_dict()
+        for tensor in module.state_dict()
     }
-    found = {}
+    roles = {}
     for name in backbone.state_dict():
         parts = set(name.split("."))
         known: list[Part] = [
             part for part in ("table", "position", "prefix", "qkv") if not parts.isdisjoint(getattr(names, part))
         ]
         if name in depths:
-            found[name] = Role(known[0] if known else "block", depths[name])
+            roles[name] = Role(known[0] if known else "block", depths[name])
         elif known and known[0] != "qkv":
-            found[name] = Role(known[0], 0)
+            roles[name] = Role(known[0], 0)
         elif not name.startswith(inner) or name.removeprefix(inner).split(".")[0] in names.head:
-            found[name] = Role("head", len(blocks) + 1)
+            roles[name] = Role("head", len(blocks) + 1)
         elif any(name.removeprefix(inner).startswith(f"{each}.") for each in names.embedding):
-            found[name] = Role("embedding", 0)
+            roles[name] = Role("embedding", 0)
         else:
-            found[name] = Role("unknown", len(blocks) + 1)
-    return found
+            roles[name] = Role("unknown", len(blocks) + 1)
+    return roles
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ class LayoutBuilder:
 
     def groups(self) -> tuple[Group, ...]:
         """All groups, the residual ones first."""
-        made = [Group(name, d.kind, d.size, tuple(d.members)) for name, d in self._drafts.items()]
-        return tuple(sorted(made, key=lambda group: group.kind != "residual"))
+        groups = [Group(name, d.kind, d.size, tuple(d.members)) for name, d in self._drafts.items()]
+        return tuple(sorted(groups, key=lambda group: group.kind != "residual"))
 
     def open(self, name: str, kind: Kind, size: int) -> None:
         """A group, where it is not there yet."""

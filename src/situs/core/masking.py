@@ -53,8 +53,12 @@ def kept_of(ratio: float, n: int, *, floor: bool = False) -> int:
 
 def kept_each(ratio: float, counts: Tensor, *, floor: bool = False) -> Tensor:
     """`kept_of` for each of `counts`, integers."""
-    gone = ((1.0 - ratio if floor else ratio) * counts.double() + 1e-6).long().minimum(counts)
-    return gone if floor else counts - gone
+    return count_each(1.0 - ratio, counts) if floor else counts - count_each(ratio, counts)
+
+
+def count_each(ratio: float, counts: Tensor) -> Tensor:
+    """`count_of` for each of `counts`, integers."""
+    return (ratio * counts.double() + 1e-6).long().minimum(counts)
 
 
 def span_mask(noise: Tensor, real: Tensor, ratio: float, *, lead: int = 0) -> Tensor:
@@ -65,7 +69,7 @@ def span_mask(noise: Tensor, real: Tensor, ratio: float, *, lead: int = 0) -> Te
     those that are wanted after the rounds are filled uniformly at random.
     """
     slot, length = torch.arange(real.shape[1], device=real.device), real.sum(dim=1, keepdim=True)
-    left = (ratio * (length - lead).clamp(min=0).double() + 1e-6).long()
+    left = count_each(ratio, (length - lead).clamp(min=0))
     mask = torch.zeros_like(real)
     for turn in range(SPAN_ROUNDS):
         size = (left.clamp(max=_MIN_SPAN) + noise[:, 2 * turn, None] * (left - _MIN_SPAN + 1).clamp(min=1)).long()

@@ -17,7 +17,7 @@ from torch import Tensor
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.files import write_bytes, write_text
-from situs.hold import only_one
+from situs.folder_lock import lock_folder
 from situs.locks.folder import new_folder
 from situs.locks.groups import invert_keys, permute_state, residual_only
 from situs.locks.key import AnyKey, Key
@@ -138,7 +138,7 @@ def open_split(run: str | Path, call: Call, *, key: AnyKey | None = None, device
     run = Path(run)
     hiding, config = read_hiding(run), recorded_config(run)
     secret, client = key_of(run, hiding, key), hiding.client(call)
-    with only_one(run):
+    with lock_folder(run):
         try:
             yield _opened(run, config, hiding, secret, client, torch.device(device))
         except RewoundError as error:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from situs.errors import SitusError
 from situs.files import write_result, write_text
-from situs.hold import NAME as LOCK
-from situs.hold import only_one
+from situs.folder_lock import NAME as LOCK
+from situs.folder_lock import lock_folder
 from situs.studies.folder import FAILED, NOT_FINITE, SETTINGS, STUDY, StudyFolder, Task
 from situs.studies.form import VERBS
 from situs.studies.plan import texts_of
@@ -160,7 +160,7 @@ def _unpacked(parts: str | Path, whole: bytes, out: Path) -> list[str]:
             # these two alone: an unpacking was cut here
             raise SitusError(f"{out}: is no folder of a study, and not empty", field="out")
         out.mkdir(exist_ok=True)
-        with only_one(out):
+        with lock_folder(out):
             new = not (out / SETTINGS).is_file()
             for name in (STUDY, SETTINGS):
                 if new or (name == SETTINGS and StudyFolder.open(out).seeds < come.seeds):

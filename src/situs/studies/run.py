@@ -25,7 +25,7 @@ from situs.data.open import SAMPLES
 from situs.data.work import cores
 from situs.errors import SitusError
 from situs.files import read_json, write_text
-from situs.hold import only_one
+from situs.folder_lock import lock_folder
 from situs.limits import Count, Positive
 from situs.progress import clock
 from situs.studies.datasets import fingerprint
@@ -97,7 +97,7 @@ def run_study(
     except OSError as error:
         raise SitusError(f"{path}: cannot be made: {(error.strerror or str(error)).lower()}", field="out") from None
     try:
-        with only_one(path):
+        with lock_folder(path):
             folder = StudyFolder.begun(path, loaded, study_file(study), scale, seeds)
             tasks = folder.chosen(how.only, seeds=seeds)
             models = [(folder.taker(name, Path(source)), Path(source)) for name, source in (take or {}).items()]
@@ -320,7 +320,7 @@ def _wait_until_free(folder: Path) -> None:
     until = time.monotonic() + PATIENCE
     while folder.is_dir() and time.monotonic() < until:
         try:
-            with only_one(folder):
+            with lock_folder(folder):
                 return
         except SitusError:
             time.sleep(0.2)

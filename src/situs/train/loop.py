@@ -43,6 +43,16 @@ TIMED, SLOW, LONG = 3, 10.0, 120.0
 """Updates after the first by which the length of a run is told, seconds after which fewer must do, and those from which
 on it is told."""
 
+
+def shorter(method: Method, total: int) -> str:
+    """What makes a run of so many updates shorter."""
+    ways = f"fewer epochs or updates ({counted(total, 'updates')} now: train.epochs, train.max_steps)"
+    ways += ", smaller images (data.img_size)" * (not method.backbone.input.words)
+    return ways + ", the classifier alone (tuning.parts=head)" * (
+        "label" in method.needs_targets and not trains_few(method)
+    )
+
+
 NEWEST = "so that the newest checkpoint is the run's model (train.keep_best)"
 
 
@@ -240,12 +250,7 @@ class _Loop:
         left = (self.timed[-1] - first) / max(1, len(self.timed) - 1) * (self.total - self.step)
         self.timed = None
         if left > LONG:
-            less = f"fewer epochs or updates ({counted(self.total, 'updates')} now: train.epochs, train.max_steps)"
-            less += ", smaller images (data.img_size)" * (not self.method.backbone.input.words)
-            less += ", the classifier alone (tuning.parts=head)" * (
-                "label" in self.method.needs_targets and not trains_few(self.method)
-            )
-            note(f"about {clock(left)} to go; what makes it shorter: {less}")
+            note(f"about {clock(left)} to go; what makes it shorter: {shorter(self.method, self.total)}")
 
     def _compiled(self, update: Callable[[], Update]) -> Update:
         """The update; where it is the first of a compiled method, with a word before and after: it takes a while."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +20,13 @@ from situs.data.sources.memory import check_same
 from situs.errors import SitusError
 from situs.files import cache_folder
 from situs.methods.base import Method
-from situs.progress import note, notes_to, silent
+from situs.progress import clock, note, notes_to, silent
 from situs.train import distributed, restart
-from situs.train.assemble import RunConfig, Setup, assemble, check_place, make_method, settled
+from situs.train.assemble import Assembled, RunConfig, Setup, assemble, check_place, make_method, settled
 from situs.train.checkpoint import CLASSES, MARK, Checkpoint, RunFolder, read_config, run_and_step
 from situs.train.contract import TrainResult
 from situs.train.export.write import load_checkpoint
-from situs.train.loop import fit
+from situs.train.loop import LONG, fit, shorter
 from situs.train.private.secret import FILE as SECRET
 from situs.train.tuning import TuningConfig, attach, freeze
 
@@ -63,9 +65,8 @@ def train_run(
         fresh = distributed.from_main(run is None or (ranks.main and run.start is None), ranks.device)
         parts = stack.enter_context(assemble(asked, config, ranks, setup, fresh=fresh))
         noted = _note_skipped(parts.loader, parts.loader.source.notes)
-        for hook in parts.hooks if fresh else ():
-            if (begin := getattr(hook, "begin", None)) is not None:
-                begin(parts.method)
+        if fresh:
+            _begin(parts)
         if run is None:
             assert out is not None
             if ranks.main:
@@ -85,6 +86,34 @@ def train_run(
             parts.private.close(run)
         _note_skipped(parts.loader, noted)  # a streamed set is read while it is trained on
         return result
+
+
+def _begin(parts: Assembled) -> None:
+    """What comes before the first update: how long it will all take, and what hooks look at first."""
+    _note_time(parts)
+    for hook in parts.hooks:
+        if (begin := getattr(hook, "begin", None)) is not None:
+            begin(parts.method)
+
+
+def _note_time(parts: Assembled) -> None:
+    """Notes how long a run on a CPU takes at most, before it begins: an update is three forwards of its samples.
+
+    A GPU is fast enough for the first updates to tell (`situs.train.loop`).
+    """
+    takes = parts.method.backbone.input
+    if parts.ranks.device.type != "cpu" or takes.words or takes.shape is None:
+        return
+    backbone = copy.deepcopy(parts.method.backbone).eval()
+    samples = torch.zeros(min(2, parts.loader.global_batch), takes.channels, *takes.shape)
+    with torch.inference_mode():
+        backbone(samples)
+        began = time.perf_counter()
+        backbone(samples)
+    forward = (time.perf_counter() - began) / len(samples)
+    seconds = 3 * forward * parts.loader.global_batch * parts.total
+    if seconds > LONG:
+        note(f"at most about {clock(seconds)} on this CPU; what makes it shorter: {shorter(parts.method, parts.total)}")
 
 
 def _begun(out: str | Path | None, ranks: distributed.Ranks) -> str | Path | None:

@@ -143,8 +143,8 @@ def create_hf_backbone(source: Any, wanted: BackboneConfig) -> Backbone:
     backbone = family.adapter(model, family.head, wanted.size)
     if wanted.positions is not None:
         if not isinstance(backbone, hf_image.ImageBackbone):
-            said = f"positions={wanted.positions!r}: {backbone.name} reads text and keeps its own"
-            raise SitusError(said, field="positions")
+            reason = f"positions={wanted.positions!r}: {backbone.name} reads text and keeps its own"
+            raise SitusError(reason, field="positions")
         backbone.set_positions(wanted.positions)
     entries = model.config.to_diff_dict()
     backbone.source = {"library": "transformers", "architecture": backbone.name, "model_args": entries}
@@ -166,13 +166,13 @@ def _entries(wanted: BackboneConfig, model_type: str) -> dict[str, Any]:
             "block; timm's have",
             field="backbone.drop_path",
         )
-    given = {} if wanted.patch_size is None else {"patch_size": wanted.patch_size}
+    entries = {} if wanted.patch_size is None else {"patch_size": wanted.patch_size}
     if model_type == hf_audio.AST:  # always of one channel
         if wanted.size is not None:
-            given["num_mel_bins"], given["max_length"] = wanted.size
+            entries["num_mel_bins"], entries["max_length"] = wanted.size
     elif wanted.in_chans != BackboneConfig.in_chans:
-        given["num_channels"] = wanted.in_chans
-    return {**given, **wanted.model_args}
+        entries["num_channels"] = wanted.in_chans
+    return {**entries, **wanted.model_args}
 
 
 def _transformers() -> Any:
@@ -201,7 +201,7 @@ def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
         raise SitusError(f"{file}: transformers refuses it ({' '.join(str(error).split())})") from error
     if path == file or not need_weights:
         return config, None
-    if not any(found for pattern in WEIGHT_FILES for found in path.glob(pattern)):
+    if not any(file for pattern in WEIGHT_FILES for file in path.glob(pattern)):
         raise SitusError(
             f"{source}: the folder holds no weights; name its config.json for fresh ones, or give weights="
         )
@@ -249,18 +249,18 @@ def _build(config: Any, weights: str | Path | None, folder: Path | None, num_cla
     if weights is None and folder is None:
         return kind(config, **arguments)
     state = None if weights is None else read_state_dict(weights)
-    model, found = _load(kind, config, folder, state, arguments)
+    model, report = _load(kind, config, folder, state, arguments)
     bare, without_pooler = BARE[config.model_type]
-    if name == bare and found["missing_keys"] and all(key.startswith("pooler.") for key in found["missing_keys"]):
+    if name == bare and report["missing_keys"] and all(key.startswith("pooler.") for key in report["missing_keys"]):
         # Saved without its pooler, which no entry of the config tells.
-        model, found = _load(kind, config, folder, state, without_pooler)
+        model, report = _load(kind, config, folder, state, without_pooler)
     # A published folder often keeps a second head beside the one its config names, so leftovers are allowed there.
-    leftovers = found["unexpected_keys"] if folder is None else ()
-    wrong = sorted(key for key, *_ in found["mismatched_keys"])
+    leftovers = report["unexpected_keys"] if folder is None else ()
+    wrong = sorted(key for key, *_ in report["mismatched_keys"])
     # Another head than was saved may be asked for; what else does not fit, from_pretrained would only warn of.
     fresh = HEADS if num_classes is not None else ()
     what = f"weights={weights or folder}"
-    refuse_misfits(what, name, sorted(found["missing_keys"]), sorted(leftovers), wrong, fresh)
+    refuse_misfits(what, name, sorted(report["missing_keys"]), sorted(leftovers), wrong, fresh)
     return model.train()
 
 

@@ -68,13 +68,13 @@ def inner_prefix(model: Any) -> str:
 
 def one_block(config: Any) -> dict[str, Any]:
     """The entries of a config that leave one layer and few words of its model."""
-    held, few = config.to_dict(), 64
-    lost = [name for name in ("pad_token_id", "bos_token_id", "eos_token_id") if not _among(held.get(name), few)]
+    known, few = config.to_dict(), 64
+    lost = [name for name in ("pad_token_id", "bos_token_id", "eos_token_id") if not _among(known.get(name), few)]
     layers = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     entries = {layers: 1, "vocab_size": few, **dict.fromkeys(lost)}
-    if held.get("layer_types"):
-        entries["layer_types"] = held["layer_types"][:1]
-    return {name: value for name, value in entries.items() if name in held}
+    if known.get("layer_types"):
+        entries["layer_types"] = known["layer_types"][:1]
+    return {name: value for name, value in entries.items() if name in known}
 
 
 def _among(word: Any, few: int) -> bool:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 from timm.layers.patch_embed import PatchEmbed
 from timm.layers.pos_embed_sincos import RotaryEmbeddingCat
+from timm.models import (
+    beit,
+    deit,
+    eva,
+    resnet,
+    swin_transformer,
+    swin_transformer_v2,
+    vision_transformer,
+    vision_transformer_relpos,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -111,8 +121,8 @@ class VitBackbone(FlatBackbone):
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__(model, name)
         if type(self.model.patch_drop) is not self.undropped:
-            said = f"{name}: patch_drop_rate must be 0, a method chooses its tokens itself"
-            raise SitusError(said, field="backbone.model_args")
+            reason = f"{name}: patch_drop_rate must be 0, a method chooses its tokens itself"
+            raise SitusError(reason, field="backbone.model_args")
 
     def _prefix_rows(self) -> int:
         """How many rows of the table belong to prefix tokens."""
@@ -150,7 +160,7 @@ class EvaBackbone(VitBackbone):
             return super().parts()
         # Mixed rotations have learned frequencies [2, L, H, d / 2], one for each layer and head.
         tables = [(HeadTable(rope.freqs, 2, (1, n)),) if self.model.rope_mixed else () for n in range(self.depth)]
-        return [b.attending(rotary=True, tables=own) for b, own in zip(super().parts(), tables, strict=True)]
+        return [b.attending(rotary=True, tables=table) for b, table in zip(super().parts(), tables, strict=True)]
 
     def _rotation(self, grid: Grid | None) -> Tensor:
         rope = self.model.rope
@@ -213,12 +223,14 @@ class BeitBackbone(RelPosBackbone):
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__(model, name)
         if self.model.pos_embed is not None or self.model.blocks[0].attn.window_size is None:
-            said = f"{name}: use_rel_pos_bias must be True and use_abs_pos_emb False, as in every BEiT that timm names"
-            raise SitusError(said, field="backbone.model_args")
+            reason = (
+                f"{name}: use_rel_pos_bias must be True and use_abs_pos_emb False, as in every BEiT that timm names"
+            )
+            raise SitusError(reason, field="backbone.model_args")
 
     def bias_values(self) -> Tensor:
-        own, shared = (torch.cat([block.attn._get_rel_pos_bias() for block in self.model.blocks]), self.shared_bias())
-        return own if shared is None else own + shared()
+        bias, shared = (torch.cat([block.attn._get_rel_pos_bias() for block in self.model.blocks]), self.shared_bias())
+        return bias if shared is None else bias + shared()
 
     def shared_bias(self) -> Any:
         return self.model.rel_pos_bias
@@ -284,8 +296,8 @@ class SwinBackbone(TimmBackbone):
     def ready_to_select(self, kept: int) -> None:
         enable_cells(self)
         if 4 * kept != math.prod(self.out_grid):
-            said = f"mask_ratio: must be 0.75 on {self.name}, which sees one patch of each 2x2 cell"
-            raise SitusError(said, field="mask_ratio")
+            reason = f"mask_ratio: must be 0.75 on {self.name}, which sees one patch of each 2x2 cell"
+            raise SitusError(reason, field="mask_ratio")
 
     def shuffle(self, noise: Tensor, tokens: Tokens) -> Tensor:
         """One of each 2x2 cell first."""
@@ -400,3 +412,16 @@ def _images_of(stem: Any) -> InputSpec:
     """What timm's patch embedding takes; a border that fills no patch is left out of the image."""
     (h, w), (ph, pw) = stem.grid_size, stem.patch_size
     return InputSpec((h * ph, w * pw), stem.proj.in_channels, (ph, pw))
+
+
+FAMILIES: dict[type[nn.Module], Callable[[Any, str], Backbone]] = {
+    vision_transformer.VisionTransformer: VitBackbone,
+    deit.VisionTransformerDistilled: VitBackbone,
+    eva.Eva: EvaBackbone,
+    vision_transformer_relpos.VisionTransformerRelPos: RelPosBackbone,
+    beit.Beit: BeitBackbone,
+    swin_transformer.SwinTransformer: SwinBackbone,
+    swin_transformer_v2.SwinTransformerV2: SwinBackbone,
+    resnet.ResNet: PixelBackbone,
+}
+"""timm class, exactly -> its backbone."""

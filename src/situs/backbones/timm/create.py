@@ -1,11 +1,10 @@
-"""Making timm models: names, sizes, kinds of position, weights. The classes behind them are in `timm.py`."""
+"""Making timm models: names, sizes, kinds of position, weights. The classes behind them are in `backbone.py`."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,56 +18,27 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone
 from situs.backbones.config import BackboneConfig, PositionKind
 from situs.backbones.shapes import shapes_alone
-from situs.backbones.timm.backbone import (
-    BeitBackbone,
-    EvaBackbone,
-    PixelBackbone,
-    RelPosBackbone,
-    SwinBackbone,
-    VitBackbone,
-)
+from situs.backbones.timm.backbone import FAMILIES, RelPosBackbone, SwinBackbone, VitBackbone
 from situs.backbones.timm.blocks import check_blocks, read_block
 from situs.backbones.weights import fill_table, load_into, load_weights, read_state_dict
 from situs.core.tokens import grid_of, pair
 from situs.errors import SitusError
 from situs.files import read_json
 
-FAMILIES: dict[str, Callable[[nn.Module, str], Backbone]] = {
-    "VisionTransformer": VitBackbone,
-    "VisionTransformerDistilled": VitBackbone,
-    "Eva": EvaBackbone,
-    "VisionTransformerRelPos": RelPosBackbone,
-    "Beit": BeitBackbone,
-    "SwinTransformer": SwinBackbone,
-    "SwinTransformerV2": SwinBackbone,
-    "ResNet": PixelBackbone,
-}
-"""timm class, exactly -> its backbone. The command line and the contract tests read this dict."""
-
-
-READ = (
-    "vision_transformer",
-    "deit",
-    "eva",
-    "vision_transformer_relpos",
-    "beit",
-    "swin_transformer",
-    "swin_transformer_v2",
-    "resnet",
-)
-"""timm's modules in which these classes stand."""
+READ = {kind.__module__.rpartition(".")[2] for kind in FAMILIES}
+"""timm's modules in which the classes stand that are known."""
 
 
 def wrap_timm(model: nn.Module, name: str) -> Backbone:
     """A backbone around a timm model that exists."""
     _check_class(model, name)
-    return FAMILIES[type(model).__name__](model, name)
+    return FAMILIES[type(model)](model, name)
 
 
 def _check_class(model: nn.Module, name: str) -> None:
-    kind = type(model).__name__
-    if kind not in FAMILIES or not type(model).__module__.startswith("timm."):
-        raise SitusError(f"{name}: its class {kind} is not among those Situs knows: {', '.join(sorted(FAMILIES))}")
+    if type(model) not in FAMILIES:
+        known = ", ".join(sorted(kind.__name__ for kind in FAMILIES))
+        raise SitusError(f"{name}: its class {type(model).__name__} is not among those Situs knows: {known}")
 
 
 def remade(backbone: Backbone) -> dict[str, Any]:
@@ -119,10 +89,10 @@ def _read_off(model: Any, channels: int) -> list[dict[str, Any]]:
 @torch.no_grad()
 def _alike(model: nn.Module, other: nn.Module, backbone: Backbone) -> bool:
     """Whether two modules have the same tensors by name and shape and, with the same values, the same outputs."""
-    own, new = model.state_dict(), other.state_dict()
-    if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in new.items()}:
+    tensors, new = model.state_dict(), other.state_dict()
+    if {name: value.shape for name, value in tensors.items()} != {name: value.shape for name, value in new.items()}:
         return False
-    other.load_state_dict(own)
+    other.load_state_dict(tensors)
     size = backbone.input.shape or (64, 64)
     like = next(model.parameters())
     images = torch.randn(1, backbone.input.channels, *size, generator=torch.Generator().manual_seed(0)).to(like)
@@ -200,8 +170,8 @@ def _arguments(config: BackboneConfig) -> dict[str, Any]:
             grid_of(size, config.patch_size)
     if config.positions == "none":  # only timm's plain ViT can be made without a table
         if _module_of(config.name) != "vision_transformer":
-            said = f"positions='none': {config.name} cannot be built without its positions"
-            raise SitusError(f"{said}; encode(positions=None) leaves them out")
+            reason = f"positions='none': {config.name} cannot be built without its positions"
+            raise SitusError(f"{reason}; encode(positions=None) leaves them out")
         arguments["pos_embed"] = "none"
     return arguments
 

@@ -57,7 +57,7 @@ class Args(Recipe, WireArgs):
 
 def run(args: Args) -> int:
     """Serves until it is asked to stop."""
-    from situs.hold import only_one
+    from situs.folder_lock import lock_folder
     from situs.split.serving import make_server
     from situs.split.transport.serve import run_server
     from situs.train.interrupt import Interrupt
@@ -67,7 +67,7 @@ def run(args: Args) -> int:
     limits = Limits(clients=args.clients, batch=args.largest_batch)
     with Interrupt() as interrupt:
         server = make_server(config, args.out, limits=limits, shared=args.shared, device=args.device, say=_say)
-        with only_one(args.out):
+        with lock_folder(args.out):
             service = run_server(
                 server, args.listen, credentials, deny=args.deny, say=_say, stopped=lambda: interrupt.asked
             )

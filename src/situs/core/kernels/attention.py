@@ -119,14 +119,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, sums
 
 
-def _backward(grad: Tensor, given: tuple[Tensor, ...], out: Tensor, sums: Tensor, to: tuple[Tensor, ...]) -> None:
-    grad, out = (x.contiguous().view(given[0].shape) for x in (grad, out))  # a sum's gradient is one number, expanded
+def _backward(grad: Tensor, qkv: tuple[Tensor, ...], out: Tensor, sums: Tensor, to: tuple[Tensor, ...]) -> None:
+    grad, out = (x.contiguous().view(qkv[0].shape) for x in (grad, out))  # a sum's gradient is one number, expanded
     if grad.is_cuda:
         from situs.core.kernels.gpu.attention import launch_backward
 
-        launch_backward(grad, given, out, sums if sums.numel() else None, to)
+        launch_backward(grad, qkv, out, sums if sums.numel() else None, to)
         return
-    q, k, v, grad = (x.transpose(1, 2) for x in (*given, grad))
+    q, k, v, grad = (x.transpose(1, 2) for x in (*qkv, grad))
     weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
     to_weights = grad @ v.mT
     to_logits = weights * (to_weights - (weights * to_weights).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])

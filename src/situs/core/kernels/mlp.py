@@ -34,15 +34,15 @@ class _Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight1: Tensor, bias: Tensor, weight2: Tensor) -> Tensor:
-        made, h = _forward(x, weight1.to(x.dtype), bias, keep=True)
-        ctx.save_for_backward(x, h, made, weight1, bias, weight2)
-        return F.linear(made, weight2.to(x.dtype))
+        activated, h = _forward(x, weight1.to(x.dtype), bias, keep=True)
+        ctx.save_for_backward(x, h, activated, weight1, bias, weight2)
+        return F.linear(activated, weight2.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, h, made, weight1, bias, weight2 = ctx.saved_tensors
+        x, h, activated, weight1, bias, weight2 = ctx.saved_tensors
         to_h, to_bias = _backward(grad, weight2.to(grad.dtype), h, bias)
-        to_weight1, to_weight2 = _rows(to_h).mT @ _rows(x), _rows(grad).mT @ _rows(made)
+        to_weight1, to_weight2 = _rows(to_h).mT @ _rows(x), _rows(grad).mT @ _rows(activated)
         to_x = to_h @ weight1.to(to_h.dtype)
         return to_x, to_weight1.to(weight1.dtype), to_bias.to(bias.dtype), to_weight2.to(weight2.dtype)
 
@@ -55,11 +55,11 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tenso
     if _fits_kernel(rows, weight):
         from situs.core.kernels.gpu import mlp as gpu
 
-        made, h = gpu.forward(rows, weight.contiguous(), bias.contiguous(), keep)
+        activated, h = gpu.forward(rows, weight.contiguous(), bias.contiguous(), keep)
     else:
         h = F.linear(rows, weight)
-        made = bias_gelu(h, bias)
-    return made.view(shape), h.view(shape) if keep else x.new_empty(0)
+        activated = bias_gelu(h, bias)
+    return activated.view(shape), h.view(shape) if keep else x.new_empty(0)
 
 
 @operator("mlp_gelu_backward")
@@ -90,18 +90,18 @@ def _fits_kernel(rows: Tensor, weight: Tensor) -> bool:
 @cache
 def _has_kernel(device: torch.device) -> bool:
     try:
-        found = tuple(map(int, version("triton").split(".")[:2]))
+        installed = tuple(map(int, version("triton").split(".")[:2]))
     except (PackageNotFoundError, ValueError):
         return False
     hopper = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
-    return hopper and _GLUON[0] <= found <= _GLUON[1]
+    return hopper and _GLUON[0] <= installed <= _GLUON[1]
 
 
 @_forward.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
     del bias
-    made = x.new_empty(*x.shape[:-1], len(weight))
-    return made, torch.empty_like(made) if keep else x.new_empty(0)
+    activated = x.new_empty(*x.shape[:-1], len(weight))
+    return activated, torch.empty_like(activated) if keep else x.new_empty(0)
 
 
 @_backward.register_fake

@@ -112,8 +112,8 @@ def _(z: Tensor, *others: Any) -> tuple[Tensor, ...]:
 
 
 @_backward.register_fake
-def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    total, mean, _, scale = given[3:7]
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    total, mean, _, scale = inputs[3:7]
     other = total.new_empty(0 if scale is None else total.shape)
     return total.new_empty(total.shape), other, mean.new_empty(3, total.shape[-1])
 

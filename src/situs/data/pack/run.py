@@ -27,8 +27,8 @@ from situs.data.sources.walk import plain
 from situs.data.work import in_order
 from situs.errors import SitusError, counted
 from situs.files import read_json, write_text
-from situs.hold import NAME as LOCK
-from situs.hold import only_one
+from situs.folder_lock import NAME as LOCK
+from situs.folder_lock import lock_folder
 from situs.results import Provenance, Result, Summary, Table
 
 Progress = Callable[[int, int, str], None]
@@ -111,7 +111,7 @@ def pack(
     packing = _Packing(path, out, how, splits, workers, progress)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with only_one(out):
+        with lock_folder(out):
             if start_over:
                 clear(out)
             return packing.run()

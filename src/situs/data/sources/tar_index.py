@@ -29,7 +29,7 @@ from situs.data.sources.remote import is_kept, present
 from situs.data.sources.walk import OTHER, SPECIAL, LeftOut, plain
 from situs.errors import SitusError, counted
 from situs.files import cache_folder
-from situs.hold import in_turn
+from situs.folder_lock import in_turn
 
 _END = 1024  # zeros, at the end of every archive
 _LONGEST_NUMBER = 32  # bytes of a .cls

@@ -31,8 +31,8 @@ from torch import Tensor
 from situs.config import differences, flat, from_dict, to_dict
 from situs.errors import SitusError
 from situs.files import write_bytes, write_text
-from situs.hold import NAME as LOCK
-from situs.hold import only_one
+from situs.folder_lock import NAME as LOCK
+from situs.folder_lock import lock_folder
 from situs.progress import note
 from situs.train import distributed
 from situs.train.checkpoint.files import (
@@ -147,7 +147,7 @@ class RunFolder:
         if not self.writer or self._held:
             yield
             return
-        with only_one(self.path):
+        with lock_folder(self.path):
             self._held = True
             try:
                 for leftover in self.checkpoints.glob(".*"):
@@ -391,10 +391,9 @@ class RunFolder:
         if self.metrics.exists() and not self.metrics.is_file():
             raise SitusError(f"{self.metrics}: is no file; move it away", field="resume")
         data = self.metrics.read_bytes() if self.metrics.exists() else b""
-        if len(data) < size:
+        kept = data[: data[:size].rfind(b"\n") + 1]
+        if len(kept) < size:
             note("metrics.jsonl has lost lines: the log has a gap")
-        kept = data[:size]
-        kept = kept[: kept.rfind(b"\n") + 1]
         if kept != data:
             with self._writing("metrics.jsonl"):
                 write_bytes(self.metrics, kept)

@@ -28,7 +28,7 @@ from situs.data.sources.remote.names import redacted
 from situs.data.sources.remote.transfer import RangedFile, RemoteError, read_pieces, state_of
 from situs.errors import SitusError
 from situs.files import read_json, write_bytes, write_text
-from situs.hold import in_turn
+from situs.folder_lock import in_turn
 
 FOLDER, LIMIT = "SITUS_CACHE", "SITUS_CACHE_GIB"
 """Environment: where remote shards are kept (default: ~/.cache/situs/remote), and how many GiB (default: 64)."""

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from situs.errors import SitusError
-from situs.hold import NAME, only_one
+from situs.folder_lock import NAME, lock_folder
 
 HOLDER = """
 import os, sys, time, pathlib
-from situs.hold import only_one
-with only_one(pathlib.Path(sys.argv[1])):
+from situs.folder_lock import lock_folder
+with lock_folder(pathlib.Path(sys.argv[1])):
     if len(sys.argv) > 2 and os.fork() == 0:  # who has been forked says so: by then it has let go
         print("held", flush=True)
         time.sleep(5)
@@ -28,22 +28,22 @@ with only_one(pathlib.Path(sys.argv[1])):
 
 def test_a_second_holder_is_told_of_the_first(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text("process 1234567890 on a-machine-with-a-long-name-that-crashed")
-    with only_one(tmp_path):
+    with lock_folder(tmp_path):
         said = f"process {os.getpid()} on {socket.gethostname()} is at work there; wait for it, or stop it first"
-        with pytest.raises(SitusError, match=said), only_one(tmp_path):
+        with pytest.raises(SitusError, match=said), lock_folder(tmp_path):
             pass
         assert (tmp_path / NAME).exists()  # the one who was refused has not taken it away
-        with pytest.raises(SitusError, match=said), only_one(tmp_path):
+        with pytest.raises(SitusError, match=said), lock_folder(tmp_path):
             pass
     assert list(tmp_path.iterdir()) == []
-    with only_one(tmp_path):
+    with lock_folder(tmp_path):
         pass
 
 
 def test_an_error_lets_go(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="a bug"), only_one(tmp_path):
+    with pytest.raises(RuntimeError, match="a bug"), lock_folder(tmp_path):
         raise RuntimeError("a bug")
-    with only_one(tmp_path):
+    with lock_folder(tmp_path):
         pass
 
 
@@ -54,12 +54,12 @@ def test_a_killed_holder_holds_no_more(tmp_path: Path, fork: list[str]) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(SitusError, match=f"process {process.pid} on "), only_one(tmp_path):
+        with pytest.raises(SitusError, match=f"process {process.pid} on "), lock_folder(tmp_path):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert (tmp_path / NAME).exists()  # nobody tidied up
-        with only_one(tmp_path):
+        with lock_folder(tmp_path):
             pass
 
 
@@ -76,12 +76,12 @@ def test_a_lock_that_was_taken_away_meanwhile_is_no_lock(tmp_path: Path, monkeyp
         real(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with only_one(tmp_path):
+    with lock_folder(tmp_path):
         assert len(tries) == 2
         assert (tmp_path / NAME).exists()
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     said = "none: cannot be written to: no such file or directory"
-    with pytest.raises(SitusError, match=said), only_one(tmp_path / "none"):
+    with pytest.raises(SitusError, match=said), lock_folder(tmp_path / "none"):
         pass

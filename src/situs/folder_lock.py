@@ -27,7 +27,7 @@ if sys.platform != "win32":
 
 
 @contextlib.contextmanager
-def only_one(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Holds the folder; where another process does, an error that names it."""
     handle = _take(folder / NAME)
     _held.add(handle)
