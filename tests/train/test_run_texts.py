@@ -79,22 +79,6 @@ class Killer:
     def after_epoch(self, state: RunState) -> None: ...
 
 
-def test_a_run_killed_and_resumed_ends_with_the_same_bits(world: Path, tmp_path: Path) -> None:
-    config = config_of(world, train={"save_every": 2, "log_every": 1})
-    asked, begun = {"device": "cpu", "quiet": True}, Setup(starting())
-    train_run(config, begun, out=tmp_path / "peace", **asked)
-    with pytest.raises(KilledError):
-        train_run(config, replace(begun, hooks=lambda *_: [Killer()]), out=tmp_path / "killed", **asked)
-    assert RunFolder.open(tmp_path / "killed", writer=False).latest().step == 4  # pyright: ignore[reportOptionalMemberAccess]
-    train_run(config, begun, resume=tmp_path / "killed", **asked)
-    a, b = (RunFolder.open(tmp_path / name, writer=False).latest() for name in ("peace", "killed"))
-    assert a is not None and b is not None and a.step == b.step == 7  # into the second epoch, with dropout
-    for file in ("model", "optimizer", "ema", "generators"):
-        left, right = a.tensors(file), b.tensors(file)
-        assert left.keys() == right.keys() and left
-        assert all(torch.equal(left[name], right[name]) for name in left)
-
-
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_pairs_are_tuned_resumed_judged_and_exported(kind: str, world: Path, tmp_path: Path) -> None:
     data = {

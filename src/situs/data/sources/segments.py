@@ -9,6 +9,7 @@ A mask belongs to the image of the same name, whatever their endings.
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,14 +114,17 @@ def open_masks(path: Path, wanted: Wanted) -> Source:
     masks = wanted.settings
     kind = MaskRows if path.suffix == ".parquet" or (path.is_dir() and list_shards(path, ".parquet")) else MaskFiles
     if masks.classes:
-        source = _noted(kind(path, wanted))
-        if (others := _listed(path)) and others != masks.classes:
+        source, others = _noted(kind(path, wanted)), ()
+        with suppress(SitusError):  # a list that cannot be used names no other classes
+            others = names_beside(path)
+        if others and others != masks.classes:
             said = f"names other classes, {', '.join(others[:3])}{' …' * (len(others) > 3)}; those given are taken"
             source.notes.append(f"{source.name}: the list beside its images {said}")
         return source
     names = names_beside(path)
     if not names:
-        bare = kind(path, wanted._replace(split=_learned(path)))
+        learned = "train" if mask_splits(path) & {"train", "training"} else None  # whose masks tell the classes
+        bare = kind(path, wanted._replace(split=learned))
         numbers = bare.all_numbers()
         if masks.first is None and numbers and min(numbers - {*masks.void}, default=0) > 0:
             masks = replace(masks, first=1)
@@ -137,14 +141,6 @@ def _noted(source: MaskRows | MaskFiles) -> MaskRows | MaskFiles:
     return source
 
 
-def _listed(path: Path) -> tuple[str, ...]:
-    """The names beside the data; none where the list cannot be used, which is for whom it is asked to name them."""
-    try:
-        return names_beside(path)
-    except SitusError:
-        return ()
-
-
 def mask_splits(path: Path) -> set[str]:
     """The splits of images with masks."""
     if shards := [path] if path.is_file() else list_shards(path, ".parquet"):
@@ -157,11 +153,6 @@ def has_masks(path: Path) -> bool:
     """Whether folders at a path hold images and masks beside each other."""
     homes = [path, *(path / name for name in split_folders(path))] if path.is_dir() else []
     return any(_first(home, IMAGES) is not None and _first(home, MASKS) is not None for home in homes)
-
-
-def _learned(path: Path) -> str | None:
-    """The split whose masks tell the classes: that of the training, where there is one."""
-    return "train" if mask_splits(path) & {"train", "training"} else None
 
 
 def _pair(path: Path, split: str | None) -> tuple[Path, Path, str | None]:

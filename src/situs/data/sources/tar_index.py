@@ -21,14 +21,14 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors.numpy import save_file
 
 from situs.data.batch import VOID
 from situs.data.sources.images import IMAGE_SUFFIXES
 from situs.data.sources.remote import is_kept, present
 from situs.data.sources.walk import OTHER, SPECIAL, LeftOut, plain
 from situs.errors import SitusError, counted
-from situs.files import cache_folder, write_bytes
+from situs.files import cache_folder
 from situs.folder_lock import in_turn
 
 _END = 1024  # zeros, at the end of every archive
@@ -87,8 +87,9 @@ def open_index(shards: list[Path], labels: bool) -> TarIndex:
         with in_turn(kept.with_suffix(".lock")):  # of several ranks the first reads the shards, the others its file
             known = _load(kept, marks)
             if known is None:
-                _save(kept, marks, *_read(shards, labels))
-                known = _load(kept, marks)
+                known = _read(shards, labels)
+                _save(kept, marks, *known)
+                known = _load(kept, marks) or known  # mapped, where it could be kept
     return TarIndex(sizes, *(known or _read(shards, labels)))
 
 
@@ -203,10 +204,13 @@ def _check_end(raw: BinaryIO, end: int, file: Path, images: int) -> None:
 
 def _save(file: Path, marks: list[list[int]], arrays: dict[str, np.ndarray], left_out: LeftOut) -> None:
     facts = {"shards": marks, "left_out": vars(left_out), "sum": _sum(arrays)}
-    with contextlib.suppress(OSError):  # a cache that cannot be written: read again at the next start
+    with contextlib.suppress(OSError, SafetensorError):  # a cache that cannot be written: read again at the next start
         for left in file.parent.glob(f".{file.name}.*.tmp"):  # by a process that was killed
             left.unlink()
-        write_bytes(file, save(arrays, {"situs": json.dumps(facts)}))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+        save_file(arrays, aside, {"situs": json.dumps(facts)})
+        aside.replace(file)
 
 
 def _load(file: Path, marks: list[list[int]]) -> _Found | None:
