@@ -1,4 +1,4 @@
-"""The tiny sets behind the golden numbers: images, masks, objects, clips and sentences, the same bytes every time.
+"""The tiny sets behind the golden numbers: images, masks, objects, clips, series, sentences, the same bytes every time.
 
 No random generator of a library decides a pixel: SHAKE-256 does, which no version changes.
 """
@@ -103,6 +103,19 @@ def write_clips(root: Path, speakers: int = 6) -> Path:
                 out.setframerate(16_000)
                 out.writeframes(samples.tobytes())
             file.write_bytes(buffer.getvalue())
+    return root
+
+
+def write_series(root: Path, count: int = 8) -> Path:
+    """Recordings of two channels and 40 to 47 steps, in folders of two classes."""
+    for split, many in (("train", count), ("val", count // 2)):
+        for label, name in enumerate(("rising", "falling")):
+            (root / split / name).mkdir(parents=True)
+            for number in range(many):
+                steps = 40 + number
+                noise = drawn(f"series {split} {label} {number}", 2 * steps).reshape(2, steps).astype(np.float32)
+                ramp = np.arange(steps, dtype=np.float32) * (4 - 8 * label)
+                np.save(root / split / name / f"{number}.npy", ramp + noise * np.array([[1.0], [0.25]], np.float32))
     return root
 
 

@@ -39,6 +39,7 @@ CELLS = {"name": "swin_tiny_patch4_window7_224", "positions": "sincos",
          "model_args": {"depths": (1, 1), "embed_dim": 8, "num_heads": (1, 2), "window_size": 2}}  # fmt: skip
 RESNET = {"name": "resnet18", "model_args": {"channels": (8, 8, 8, 16)}}
 CLIPS = {"name": "deit_tiny_patch16_224", "patch_size": (12, 1), "positions": "learned_sincos", "model_args": SMALL}
+STRETCHES = CLIPS | {"patch_size": (1, 4)}
 
 SHORT = {"decoder_width": 16, "decoder_heads": 2}
 DROPPOS = {"name": "droppos", "mask_ratio": 0.5, **SHORT}
@@ -60,6 +61,7 @@ OBJECTS: dict[str, Any] = {
     "augment": {"crop": "fitted", "scales": [0.6, 1.5], "interpolation": "bilinear"},
 }
 SOUNDS: dict[str, Any] = {"data": {"path": "clips", "audio": {"seconds": 0.2, "mels": 12, "coefficients": 12}}}
+RECORDINGS: dict[str, Any] = {"data": {"path": "series", "kind": "series", "workers": 0, "series": {"steps": 32}}}
 SENTENCES: dict[str, Any] = {"data": {"path": "sentences"}}
 RUNNING: dict[str, Any] = {"data": {"path": "running", "kind": "text", "text": {"longest": 16}}}
 
@@ -121,6 +123,9 @@ CASES: dict[str, dict[str, Any]] = {
     "mae clips": SOUNDS | {"method": MAE, "backbone": CLIPS},
     "mjp clips": SOUNDS | {"method": MJP | {"dal": "none"}, "backbone": CLIPS},
     "supervised clips": SOUNDS | {"method": {"name": "supervised"}, "backbone": CLIPS},
+    # series
+    "mp3 series": RECORDINGS | {"method": {"name": "mp3", "anchor_ratio": 0.1}, "backbone": STRETCHES},
+    "supervised series": RECORDINGS | {"method": {"name": "supervised"}, "backbone": STRETCHES},
     # sentences
     "mp3 bert": SENTENCES | {"method": {"name": "mp3", "mask_ratio": 0.5}, "backbone": {"name": "bert"}},
     "mp3 bert hints": SENTENCES | {"method": {"name": "mp3", "anchor_ratio": 0.3}, "backbone": {"name": "bert"}},
@@ -146,6 +151,7 @@ def write_world(root: Path) -> Path:
     sets.write_masks(root / "masks")
     sets.write_objects(root / "objects")
     sets.write_clips(root / "clips")
+    sets.write_series(root / "series")
     sets.write_sentences(root / "sentences")
     sets.write_running_text(root / "running")
     plain: dict[str, Any] = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)

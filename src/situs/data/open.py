@@ -122,7 +122,7 @@ def kind_of(data: str | Path | DataConfig, kind: str | None = None, **fields: An
     if wanted is not None and KINDS[wanted].last and path != SAMPLES:
         return wanted  # whose reader says what it misses
     there = None
-    for each in _kinds_at(path, config.multi_label):
+    for each in _kinds_at(path, wanted, config.multi_label):
         there = there or each
         if wanted in (None, each):
             return each
@@ -133,7 +133,7 @@ def kind_of(data: str | Path | DataConfig, kind: str | None = None, **fields: An
     return wanted or MODALITIES[0].kind
 
 
-def _kinds_at(path: str, multi_label: bool) -> Iterator[str]:
+def _kinds_at(path: str, wanted: str | None, multi_label: bool) -> Iterator[str]:
     """What the set at `path` tells of itself, the surest first; nothing where it does not tell."""
     if path == SAMPLES or is_memory(path):
         yield MODALITIES[0].kind
@@ -145,7 +145,7 @@ def _kinds_at(path: str, multi_label: bool) -> Iterator[str]:
     if shards := list_shards(place, ".parquet") if place.is_dir() else [place] * (place.suffix == ".parquet"):
         with suppress(SitusError):  # one that cannot be read says it later
             schema = open_parquet(shards[0]).schema_arrow
-            there = [each for each in kinds if each.in_columns(schema)]
+            there = [each for each in kinds if each.in_columns(schema, asked=each.kind == wanted)]
             sure = [each for each in there if not each.last] or there
             yield from [each.kind for each in sure] if len(sure) == 1 else []  # of two what is asked for
         return

@@ -7,11 +7,12 @@ from situs.data.modalities.base import Modality
 from situs.data.modalities.image import Image
 from situs.data.modalities.mask import Mask
 from situs.data.modalities.objects import Objects
+from situs.data.modalities.series import Series
 from situs.data.modalities.text import Text
 from situs.errors import SitusError
 
-MODALITIES: tuple[Modality, ...] = (Image(), Mask(), Objects(), Audio(), Text())
-KINDS: dict[str, Modality] = {each.kind: each for each in reversed(MODALITIES)}
+MODALITIES: tuple[Modality, ...] = (Image(), Mask(), Objects(), Audio(), Text(), Series())
+KINDS: dict[str, Modality] = {each.kind: each for each in MODALITIES if "class" in each.targets}
 """kind -> the modality whose samples have a class each."""
 
 TARGETS = tuple(dict.fromkeys(target for each in MODALITIES for target in each.targets))

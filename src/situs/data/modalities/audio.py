@@ -250,7 +250,7 @@ class Audio(Modality):
     def lies_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002
         return (path / NOISE_FOLDER).is_dir()
 
-    def in_columns(self, schema: Any) -> bool:
+    def in_columns(self, schema: Any, *, asked: bool) -> bool:  # noqa: ARG002
         return not {*schema.names}.isdisjoint(COLUMNS["audio"])
 
     def splits(self, path: Path, data: DataConfig) -> set[str]:  # noqa: ARG002

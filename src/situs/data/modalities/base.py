@@ -159,8 +159,8 @@ class Modality(ABC):
         """Whether a file or folder is its own, by more than the suffixes of files in it."""
         return False
 
-    def in_columns(self, schema: Any) -> bool:  # noqa: ARG002
-        """Whether the columns of parquet files hold its samples."""
+    def in_columns(self, schema: Any, *, asked: bool) -> bool:  # noqa: ARG002
+        """Whether the columns of parquet files hold its samples. asked: a user says that they do."""
         return False
 
     @abstractmethod

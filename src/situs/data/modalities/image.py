@@ -215,7 +215,7 @@ class Image(Modality):
     def lies_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002
         return path.is_dir() and bool(find_cifar(path) or list_shards(path, ".tar"))
 
-    def in_columns(self, schema: Any) -> bool:
+    def in_columns(self, schema: Any, *, asked: bool) -> bool:  # noqa: ARG002
         return not {*schema.names}.isdisjoint(COLUMNS["image"])
 
     def splits(self, path: Path, data: DataConfig) -> set[str]:

@@ -156,7 +156,7 @@ class Text(Modality):
             return path.suffix in (*SUFFIXES, PLAIN)
         return any(list_shards(path, each) for each in SUFFIXES)
 
-    def in_columns(self, schema: Any) -> bool:
+    def in_columns(self, schema: Any, *, asked: bool) -> bool:  # noqa: ARG002
         return any(is_text(each.type) for each in schema)
 
     def splits(self, path: Path, data: DataConfig) -> set[str]:

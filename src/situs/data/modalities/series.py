@@ -1,0 +1,399 @@
+"""Series of one or several channels (sensors, ECG, waves): windows of them, normalised by channel, [C, 1, T] a sample.
+
+A recording is a file in a folder of its class, `.npy` ([T] or [C, T]) or `.npz` (an array for each channel), or a row
+of parquet files with one or several columns of lists. To a model it is a picture of one row with a colour for each
+channel: patches of (1, t) are stretches of t steps, and their places are times.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from situs.config import Checked, from_dict, to_dict
+from situs.core.random import uniform
+from situs.data.augment.mix import soft_labels
+from situs.data.augment.recipes import AugmentConfig
+from situs.data.batch import Batch
+from situs.data.modalities.base import Fits, Modality, Scale
+from situs.data.modalities.image import check_scale
+from situs.data.pipeline import Noise, Pipeline
+from situs.data.sources.base import Source, Wanted, choose_split, list_shards, number_names, split_of, splits_of
+from situs.data.sources.columns import class_names
+from situs.data.sources.folder import FolderSource, split_folders
+from situs.data.sources.parquet import LABEL_COLUMNS, open_parquet, reading
+from situs.data.sources.subset import Subset
+from situs.errors import BrokenSampleError, SitusError
+from situs.limits import Count
+
+if TYPE_CHECKING:
+    from situs.data.config import DataConfig
+
+SUFFIXES = frozenset({".npy", ".npz"})
+COLUMNS = ("series", "signal", "values", "sequence", "waveform", "ecg", "eeg", "emg")
+_LOOKED_AT = 1000  # recordings that the mean and deviation are measured on
+_SHOWN = 3.0  # deviations from the mean that are black and white in a picture
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeriesConfig(Checked):
+    """How recordings are read and cut in windows."""
+
+    steps: Count | None = None
+    """Steps of a window, which the model sees; by default those of the shortest recording that was looked at. A shorter
+    one is filled up with zeros behind it."""
+
+    stride: Count | None = None
+    """Every window of a recording is a sample, and they begin so many steps apart; by default a recording is one: a
+    random window of it in training, the middle one in evaluation."""
+
+    columns: tuple[str, ...] = ()
+    """Columns of parquet files, a channel each; by default series, signal, values, sequence, waveform, ecg, eeg or emg,
+    whichever there is."""
+
+    label: str | None = None
+    """Column of the labels; by default label, labels, fine_label, cls or class, where there is one."""
+
+    time_first: bool = False
+    """An array of two sides is [T, C], and not [C, T]."""
+
+    scale: Literal["set", "each"] = "set"
+    """Channels normalised by the mean and deviation of the training split, or each window by its own."""
+
+
+class Recordings(Source):
+    """Recordings by number: `read` gives "series" [C, T] float32, and "label" where there is one."""
+
+    things = "recordings"
+    series: SeriesConfig
+
+    def array(self, index: int) -> Any:
+        """The arrays of a recording as they lie there: one, or one for each channel."""
+        raise NotImplementedError
+
+    def where(self, index: int) -> str:
+        """What an error calls a recording."""
+        raise NotImplementedError
+
+    def read(self, index: int) -> dict[str, Any]:
+        sample, label = {"series": self._channels(index)}, self.label(index)
+        return sample if label is None else sample | {"label": label}
+
+    def _channels(self, index: int) -> Tensor:
+        parts = self.array(index)
+        try:
+            whole = np.stack([np.asarray(part, np.float32) for part in parts]) if isinstance(parts, list) else parts
+            whole = np.asarray(whole, np.float32)
+        except (ValueError, TypeError) as error:
+            raise BrokenSampleError(f"{self.where(index)}: its channels differ in length, or are no numbers") from error
+        whole = whole[0] if whole.ndim == 3 and len(whole) == 1 else whole
+        whole = whole[None] if whole.ndim == 1 else whole.T if self.series.time_first else whole
+        if whole.ndim != 2 or not whole.size:
+            raise BrokenSampleError(f"{self.where(index)}: is {list(whole.shape)}, and a recording is [T] or [C, T]")
+        if not np.isfinite(whole).all():
+            raise BrokenSampleError(f"{self.where(index)}: holds values that are no numbers")
+        return torch.from_numpy(np.ascontiguousarray(whole))
+
+
+class SeriesFiles(Recordings, FolderSource):
+    """`.npy` and `.npz` files in folders, as images lie there."""
+
+    suffixes = SUFFIXES
+
+    def __init__(self, path: Path, wanted: Wanted, series: SeriesConfig) -> None:
+        self.series = series
+        super().__init__(path, wanted)
+
+    def where(self, index: int) -> str:
+        return self.entry(index)
+
+    def array(self, index: int) -> Any:
+        try:
+            data = np.load(io.BytesIO(self.payload(index)), allow_pickle=False)
+            return [data[name] for name in sorted(data.files)] if isinstance(data, np.lib.npyio.NpzFile) else data
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+            raise BrokenSampleError(f"{self.entry(index)}: cannot be read as an array ({str(error)[:80]})") from error
+
+
+class SeriesRows(Recordings):
+    """Rows of parquet files, in memory."""
+
+    def __init__(self, path: Path, wanted: Wanted, series: SeriesConfig) -> None:
+        import pyarrow as pa
+
+        files, self.series = list_shards(path, ".parquet"), series
+        chosen = None if path.is_file() else choose_split(splits_of(files), wanted.split, str(path))
+        files = [file for file in files if chosen is None or split_of(file) == chosen]
+        names, label = _columns(files[0], series)
+        parts = []
+        for file in files:
+            with reading(file):
+                parts.append(open_parquet(file).read(columns=[*names, *([label] if label else [])]))
+        table = pa.concat_tables(parts)
+        self._parts, self._file, classes, self._labels = [table[name] for name in names], files[0], None, None
+        if label is not None and wanted.labels:
+            labels = table[label].to_pylist()
+            classes = class_names(files[0], parts[0].schema, label) or _names(labels, f"{path}, column {label!r}")
+            number = {
+                each: at for at, each in enumerate(classes if isinstance(labels[0], str) else range(len(classes)))
+            }
+            self._labels = [number.get(each) for each in labels]
+        super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, None, wanted.strict)
+
+    def __len__(self) -> int:
+        return len(self._parts[0])
+
+    def where(self, index: int) -> str:
+        return f"{self._file}, row {index}"
+
+    def array(self, index: int) -> Any:
+        return [part[index].as_py() for part in self._parts]
+
+    def label(self, index: int) -> int | None:
+        if self._labels is None:
+            return None
+        if self._labels[index] is None:
+            raise BrokenSampleError(f"{self.where(index)}: the row has no label, others have one")
+        return self._labels[index]
+
+
+def _names(labels: list[Any], where: str) -> tuple[str, ...]:
+    known = {each for each in labels if each is not None}
+    if all(isinstance(each, int) and each >= 0 for each in known) and known:
+        return number_names(max(known), where)
+    return tuple(sorted(map(str, known)))
+
+
+def _columns(file: Path, series: SeriesConfig) -> tuple[list[str], str | None]:
+    """The columns of the channels, and of the labels."""
+    with reading(file):
+        schema = open_parquet(file).schema_arrow
+    lists = [each.name for each in schema if _holds_lists(each.type)]
+    names = list(series.columns) or [name for name in COLUMNS if name in lists] or lists
+    if missing := [name for name in names if name not in lists]:
+        said = f"column {missing[0]!r} holds no lists of numbers, only {', '.join(lists) or 'no column'} does"
+        raise SitusError(f"{file}: {said}", field="series.columns")
+    if not names:
+        raise SitusError(f"{file}: has no column of lists of numbers", field="series.columns")
+    if series.label is not None and series.label not in schema.names:
+        said = f"has no column {series.label!r}, only {', '.join(schema.names)[:200]}"
+        raise SitusError(f"{file}: {said}", field="series.label")
+    return names, series.label or next((name for name in LABEL_COLUMNS if name in schema.names), None)
+
+
+def _holds_lists(kind: Any) -> bool:
+    """Of numbers, or of lists of them."""
+    import pyarrow as pa
+
+    depth = 0
+    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        kind, depth = kind.value_type, depth + 1
+    return depth > 0 and (pa.types.is_floating(kind) or pa.types.is_integer(kind))
+
+
+class Windows(Source):
+    """Every window of every recording; a recording that is no longer than one is one."""
+
+    def __init__(self, source: Source, steps: int, stride: int) -> None:
+        super().__init__(source.name, source.classes, None, source.strict)
+        self.source, self.steps, self.things, self.notes = source, steps, "windows", source.notes
+        self.places: list[tuple[int, int]] = []
+        for index in range(len(source)):
+            try:
+                length = source.read(index)["series"].shape[1]
+            except BrokenSampleError:
+                length = 0  # named when it is read
+            self.places += [(index, start) for start in range(0, max(1, length - steps + 1), stride)]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def key(self, index: int) -> str:
+        row, start = self.places[index]
+        return f"{self.source.key(row)}@{start}"
+
+    def label(self, index: int) -> Any:
+        return self.source.label(self.places[index][0])
+
+    def read(self, index: int) -> dict[str, Any]:
+        row, start = self.places[index]
+        sample = self.source.read(row)
+        return sample | {"series": sample["series"][:, start : start + self.steps]}
+
+
+def measure(source: Source) -> tuple[Tensor, Tensor, int]:
+    """Mean and deviation of each channel over some recordings [C], and the steps of the shortest; broken ones aside."""
+    part, reason = Subset(source, _LOOKED_AT), "it is empty"
+    total = squares = torch.zeros(0, dtype=torch.float64)
+    count, shortest = 0, 0
+    for index in range(len(part)):
+        try:
+            values = part.read(index)["series"].double()
+        except BrokenSampleError as error:
+            reason = str(error)
+            continue
+        if not count:
+            total = squares = values.new_zeros(len(values))
+        if len(values) != len(total):
+            said = f"recordings of {len(total)} and of {len(values)} channels; {part.key(index)} has {len(values)}"
+            raise SitusError(f"{source.name}: holds {said}", field="data")
+        total, squares = total + values.sum(1), squares + values.square().sum(1)
+        count, shortest = count + values.shape[1], min(shortest or values.shape[1], values.shape[1])
+    if not count:
+        raise SitusError(f"{source.name}: none of its recordings can be read; the last: {reason}", field="data")
+    mean = total / count
+    return mean, (squares / count - mean.square()).clamp(min=1e-12).sqrt(), shortest
+
+
+class SeriesPipeline(Pipeline):
+    """Recordings [C, T] to batches [B, C, 1, steps] of mean 0 and deviation 1."""
+
+    def __init__(self, source: Source, data: DataConfig, normalisation: Scale, augment: AugmentConfig | None) -> None:
+        super().__init__(source, training=augment is not None)
+        self.steps, self.channels, self.seed = data.size[1], data.channels, data.seed
+        self.smoothing = 0.0 if augment is None else augment.label_smoothing
+        self.alone = data.series.scale == "each"
+        self.mean, self.std = (torch.tensor(part)[:, None] for part in normalisation)
+        self.row_bytes = 4 * self.steps * self.channels
+
+    def to(self, device: torch.device) -> Self:
+        moved = super().to(device)
+        moved.mean, moved.std = self.mean.to(device), self.std.to(device)
+        return moved
+
+    def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:
+        """Its window: a random one in training, else the middle one; zeros behind what is shorter."""
+        sample = super().fetch(index, epoch, draw)
+        values = sample["series"]
+        if len(values) != self.channels:
+            said = f"has {len(values)} channels, and the model takes {self.channels}"
+            raise BrokenSampleError(f"{self.source.name}, {self.source.key(index)}: {said}")
+        free = max(0, values.shape[1] - self.steps)
+        share = float(uniform(self.seed, epoch, torch.tensor([draw]), "series.window", ())) if self.training else 0.5
+        start = min(free, int(share * (free + 1)))
+        values = values[:, start : start + self.steps]
+        behind = self.steps - values.shape[1]
+        return sample | {"series": torch.nn.functional.pad(values, (0, behind)), "steps": self.steps - behind}
+
+    def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:  # noqa: ARG002
+        """ "series" [b, C, steps], "steps" [b] that are real, and the labels."""
+        values = {"series": torch.stack([sample["series"] for sample in samples])}
+        for name in ("steps", "label"):
+            if name in samples[0]:
+                values[name] = torch.tensor([sample[name] for sample in samples])
+        return values
+
+    def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:  # noqa: ARG002
+        series, steps = values["series"], values["steps"][:, None, None]
+        real = torch.arange(self.steps, device=series.device) < steps
+        mean, std = self.mean, self.std
+        if self.alone:
+            mean = series.sum(-1, keepdim=True) / steps
+            std = (((series - mean) * real).square().sum(-1, keepdim=True) / steps).sqrt().clamp(min=1e-6)
+        targets = {}
+        if "label" in values:
+            label = values["label"]
+            count = len(self.source.classes or ())
+            targets = {"label": soft_labels(label, count, self.smoothing) if self.smoothing else label}
+        return Batch(((series - mean) / std * real)[:, :, None], ids, targets)
+
+    def shown(self, inputs: Tensor) -> Tensor:
+        """A row of grey levels, the mean of the channels."""
+        return (inputs.mean(1, keepdim=True) / (2 * _SHOWN) + 0.5).clamp(0.0, 1.0)
+
+
+class Series(Modality):
+    """Recordings of one or several channels over time."""
+
+    kind, things, suffixes, table, Config = "series", "recordings", SUFFIXES, "series", SeriesConfig
+    unused = ("multi_label", "crop_share")
+    augments = frozenset({"label_smoothing", "repeated"})
+    label_fields = ("data", "data.series.label")
+
+    def check(self, data: DataConfig) -> None:
+        super().check(data)
+        check_scale(data, data.channels, "channel")
+        if data.img_size is not None and (
+            self.size(data)[0] != 1 or data.series.steps not in (None, self.size(data)[1])
+        ):
+            allowed = f"1,{data.series.steps or 'STEPS'}: a recording has one row, and the steps of a window"
+            raise SitusError(field="img_size", value=data.img_size, allowed=allowed)
+
+    def settle(self, data: DataConfig, opened: Callable[[DataConfig], Source]) -> DataConfig:
+        """With the channels, the steps of a window, and the mean and deviation over the training split."""
+        if data.img_size is not None and data.mean and data.std:
+            return data
+        mean, std, shortest = measure(opened(replace(data, series=replace(data.series, stride=None))))
+        scale = {"mean": data.mean or _rounded(mean), "std": data.std or _rounded(std)}
+        size = data.img_size or (1, data.series.steps or shortest)
+        return replace(data, channels=len(mean), img_size=size, **scale)
+
+    def size(self, data: DataConfig) -> tuple[int, int]:
+        """1, and the steps of a window."""
+        steps = data.series.steps
+        return super().size(data) if data.img_size is not None or steps is None else (1, steps)
+
+    def normalisation(self, data: DataConfig) -> Scale:
+        """Of each channel."""
+        return data.mean or (0.0,) * data.channels, data.std or (1.0,) * data.channels
+
+    def prepared(self, data: DataConfig) -> dict[str, Any]:
+        mean, std = self.normalisation(data)
+        return to_dict(data.series) | {"mean": mean, "std": std, "steps": self.size(data)[1]}
+
+    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:  # noqa: ARG002
+        own = {name: value for name, value in table.items() if name not in ("mean", "std")}
+        series = from_dict(SeriesConfig, own, where="series")
+        scale = {name: tuple(table[name]) for name in ("mean", "std")}
+        size = {"img_size": (1, series.steps), "channels": len(table["mean"])}
+        return replace(data, kind="series", series=series, crop_share=1.0, multi_label=False, **scale, **size)
+
+    def facts(self, data: DataConfig | None, shape: tuple[int, ...] | None, channels: int) -> list[str]:  # noqa: ARG002
+        assert data is not None
+        by = "each window by its own" if data.series.scale == "each" else "config.json holds them under situs.series"
+        return [
+            f"Recordings: {channels} × {self.size(data)[1]} steps, [{channels}, 1, {self.size(data)[1]}]",
+            f"Normalised by mean and deviation of each channel: {by}",
+        ]
+
+    def lies_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002
+        """By the first folder with files, where they are arrays: those of one side are no images."""
+        files = ([Path(folder) / name for name in sorted(names)] for folder, _, names in os.walk(path) if names)
+        first = next((file for file in next(files, []) if file.suffix in SUFFIXES), None)
+        if first is None or first.suffix == ".npz":
+            return first is not None
+        try:
+            return np.load(first, mmap_mode="r", allow_pickle=False).ndim == 1
+        except (ValueError, OSError):
+            return False
+
+    def in_columns(self, schema: Any, *, asked: bool) -> bool:
+        """Lists of numbers, under a usual name where nobody asks for them."""
+        return any((asked or each.name in COLUMNS) and _holds_lists(each.type) for each in schema)
+
+    def splits(self, path: Path, data: DataConfig) -> set[str]:  # noqa: ARG002
+        shards = list_shards(path, ".parquet") if path.is_dir() else []
+        return splits_of(shards) if shards else set(split_folders(path))
+
+    def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
+        rows = path.suffix == ".parquet" or (path.is_dir() and list_shards(path, ".parquet"))
+        if not rows and not path.is_dir():
+            raise SitusError(f"{path}: must be a folder of .npy or .npz files, or parquet", field="data")
+        source = (SeriesRows if rows else SeriesFiles)(path, wanted, data.series)
+        return source if data.series.stride is None else Windows(source, self.size(data)[1], data.series.stride)
+
+    def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
+        return SeriesPipeline(source, data, self.normalisation(data), augment)
+
+
+def _rounded(values: Tensor) -> tuple[float, ...]:
+    return tuple(float(f"{value:.6g}") for value in values.tolist())
