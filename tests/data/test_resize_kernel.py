@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from situs.data import resize
 
 torch.manual_seed(0)
-resize.serves = lambda device: True
+resize.has_kernels = lambda device: True
 for channels, size, sides in (
     (3, (6, 8), [(9, 13), (4, 3), (6, 8), (1, 5), (2, 17)]),
     (1, (5, 3), [(5, 3), (17, 10)]),
@@ -24,11 +24,7 @@ for channels, size, sides in (
     for mode in ("bicubic", "bilinear"):
         wanted = [F.interpolate(crop[None], size, mode=mode, antialias=True)[0] for crop in crops]
         packed = resize.resize_packed(*resize.pack(crops), size, mode)
-        whole = torch.stack(wanted)
-        assert packed.is_contiguous() and torch.equal(packed, whole)
-        frames = [F.pad(crop, (2, 3, 1, 4), value=9) for crop in crops]  # cut out of larger ones
-        cuts = [frame[:, 1:-4, 2:-3] for frame in frames]
-        assert torch.equal(resize.resize_all(cuts, size, mode), whole)
+        assert packed.is_contiguous() and torch.equal(packed, torch.stack(wanted))
 print("same bytes")
 """
 
