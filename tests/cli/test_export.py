@@ -54,7 +54,7 @@ def test_mp3_goes_without_positions_and_head(trained: Any, tmp_path: Path) -> No
     found = with_timm(tmp_path / "x", images)
     with torch.no_grad():
         features = backbone.encode(backbone.embed(images.double()), None)
-    torch.testing.assert_close(found["features"], torch.cat(features, dim=1))
+    torch.testing.assert_close(found["features"], torch.cat(features[:2], dim=1))
     assert "trained without positions" in (tmp_path / "x" / "README.md").read_text()
 
 

@@ -50,9 +50,9 @@ def test_what_a_method_learns_from_is_read_and_nothing_else() -> None:
     assert DataConfig().for_method("detection", ("objects",)).target == "objects"
     assert DataConfig().for_method("segmentation", ("mask",)).target == "mask"
     assert DataConfig().for_method("mp3", ()).target == "class"
-    for target in ("mask", "objects", "words"):
+    for target, things in (("mask", "masks"), ("objects", "objects"), ("words", "words")):
         asked = DataConfig(target=target)
-        with pytest.raises(SitusError, match=f"mp3 learns without them, and {target} is asked for"):
+        with pytest.raises(SitusError, match=f"mp3 learns without {things}, and {things} are asked for"):
             asked.for_method("mp3", ())
-        with pytest.raises(SitusError, match=f"supervised learns a class of each, and {target} is asked for"):
+        with pytest.raises(SitusError, match=f"supervised learns a class of each sample, and {things} are asked for"):
             asked.for_method("supervised", ("label",))

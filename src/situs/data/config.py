@@ -130,9 +130,9 @@ class DataConfig(_Tables):
         if target == self.target:
             return self
         if target == "class":
-            learns = "learns a class of each" if "label" in needs else "learns without them"
-            said = f"{method} {learns}, and {self.target} is asked for"
-            raise SitusError(said, field=("data.target", "method"))
+            asked = self.modality.known or self.target
+            learns = "learns a class of each sample" if "label" in needs else f"learns without {asked}"
+            raise SitusError(f"{method} {learns}, and {asked} are asked for", field=("data.target", "method"))
         modality = modality_of(self.kind, target)
         return replace(
             self, target=target, multi_label=False, kind=self.kind or (modality.kind if modality.last else None)

@@ -142,7 +142,8 @@ class WorkerStream:
         """For the log: how many there are, and who reads them."""
         by = f"by {self.workers} worker{'s' if self.workers > 1 else ''}" if self.workers else "without workers"
         source = self.pipeline.source
-        return f"{counted(len(source), source.things)} {self.pipeline.in_memory or f'streamed {by}'}"
+        classes = f" of {counted(len(source.classes or ()), 'classes')}," if source.dense else ""
+        return f"{counted(len(source), source.things)}{classes} {self.pipeline.in_memory or f'streamed {by}'}"
 
     def close(self) -> None:
         """Ends the workers now. When Python ends, torch gives each of them five seconds in turn and stops it then."""

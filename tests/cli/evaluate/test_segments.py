@@ -120,6 +120,8 @@ def test_methods_and_targets_that_do_not_fit_are_one_sentence(
     assert "holds no images with masks" in refused(capsys)
     words = ["--from", str(trained.mp3), "--data", str(data), "--data.target", "mask", *QUICK]
     assert main(["finetune", *words, "--out", str(tmp_path / "x")]) == 2
-    assert refused(capsys).startswith("supervised learns a class an image, and masks are asked for (--data.target")
+    assert refused(capsys).startswith(
+        "supervised learns a class of each sample, and masks are asked for (--data.target"
+    )
     assert main(["evaluate", "segments", str(trained.one), "--device", "cpu"]) == 2
     assert "was not trained to segment" in refused(capsys)
