@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from situs.config import from_dict, to_dict
 from situs.core.random import uniform
 from situs.data.audio import AudioConfig
 from situs.data.augment.audio import add_noise, gain_at, mask_frames, shift
 from situs.data.augment.mix import soft_labels
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
-from situs.data.modalities.base import Fits, Modality
+from situs.data.modalities.base import Measured
 from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.audio import AUDIO_SUFFIXES, NOISE_FOLDER, NoiseBank, noise_folder, read_noise
@@ -188,7 +187,7 @@ class AudioPipeline(Pipeline):
         return waves + gain_at(waves, pieces, self.config.snr_db)[:, None] * pieces
 
 
-class Audio(Modality):
+class Audio(Measured):
     """Clips of sound as spectrograms, [1, numbers of a frame, frames] of each."""
 
     kind, things, suffixes, table, Config = "audio", "clips", AUDIO_SUFFIXES, "audio", AudioConfig
@@ -218,24 +217,15 @@ class Audio(Modality):
         """Numbers of a frame, and frames of a clip."""
         return data.audio.size
 
-    def normalisation(self, data: DataConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Of each number of a frame."""
-        return data.mean or (0.0,) * data.audio.width, data.std or (1.0,) * data.audio.width
+    def apart(self, data: DataConfig) -> int:
+        return data.audio.width
 
     def read_as(self, data: DataConfig, value: Any) -> DataConfig:
         return replace(data, audio=replace(data.audio, snr_db=value))
 
     def prepared(self, data: DataConfig) -> dict[str, Any]:
-        """With their mean and deviation."""
-        mean, std = self.normalisation(data)
-        return to_dict(replace(data.audio, noise=None, snr_db=None)) | {"mean": mean, "std": std}
-
-    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:  # noqa: ARG002
-        own = {name: value for name, value in table.items() if name not in ("mean", "std")}
-        audio = from_dict(AudioConfig, own, where="audio")
-        scale = {name: tuple(table[name]) for name in ("mean", "std")}
-        told = {"img_size": audio.size, "channels": 1, "crop_share": 1.0, "multi_label": False}
-        return replace(data, kind="audio", audio=audio, **scale, **told)
+        """Clean, and without a place of noise."""
+        return super().prepared(replace(data, audio=replace(data.audio, noise=None, snr_db=None)))
 
     def facts(self, data: DataConfig | None, shape: tuple[int, ...] | None, channels: int) -> list[str]:  # noqa: ARG002
         assert data is not None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from situs.config import Checked, to_dict
+from situs.config import Checked, from_dict, to_dict
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.pipeline import Pipeline
 from situs.data.sources.base import Source, Wanted
@@ -178,6 +178,29 @@ class Modality(ABC):
         self, source: Source, data: DataConfig, augment: AugmentConfig | None, device: torch.device
     ) -> Pipeline:
         """Their way to a batch. augment: None for evaluation."""
+
+
+class Measured(Modality):
+    """Arrays that are normalised by what is measured on the training split, and stand in an export with it."""
+
+    @abstractmethod
+    def apart(self, data: DataConfig) -> int:
+        """How many numbers are normalised apart from each other."""
+
+    def normalisation(self, data: DataConfig) -> Scale:
+        count = self.apart(data)
+        return data.mean or (0.0,) * count, data.std or (1.0,) * count
+
+    def prepared(self, data: DataConfig) -> dict[str, Any]:
+        """With their mean and deviation."""
+        mean, std = self.normalisation(data)
+        return super().prepared(data) | {"mean": mean, "std": std}
+
+    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:  # noqa: ARG002
+        own = {name: value for name, value in table.items() if name not in ("mean", "std")}
+        scale = {name: tuple(table[name]) for name in ("mean", "std")}
+        settings = {self.table: from_dict(self.Config, own, where=self.table)}
+        return replace(data, kind=self.kind, crop_share=1.0, multi_label=False, **scale, **settings)
 
 
 def things_of(modalities: Sequence[Modality]) -> str:

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.config import Checked, from_dict, to_dict
+from situs.config import Checked
 from situs.core.random import uniform
 from situs.data.augment.mix import soft_labels
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
-from situs.data.modalities.base import Fits, Modality, Scale
+from situs.data.modalities.base import Measured, Scale
 from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.base import Source, Wanted, choose_split, list_shards, number_names, split_of, splits_of
@@ -311,7 +311,7 @@ class SeriesPipeline(Pipeline):
         return (inputs.mean(1, keepdim=True) / (2 * _SHOWN) + 0.5).clamp(0.0, 1.0)
 
 
-class Series(Modality):
+class Series(Measured):
     """Recordings of one or several channels over time."""
 
     kind, things, suffixes, table, Config = "series", "recordings", SUFFIXES, "series", SeriesConfig
@@ -342,20 +342,12 @@ class Series(Modality):
         steps = data.series.steps
         return super().size(data) if data.img_size is not None or steps is None else (1, steps)
 
-    def normalisation(self, data: DataConfig) -> Scale:
-        """Of each channel."""
-        return data.mean or (0.0,) * data.channels, data.std or (1.0,) * data.channels
+    def apart(self, data: DataConfig) -> int:
+        return data.channels
 
     def prepared(self, data: DataConfig) -> dict[str, Any]:
-        mean, std = self.normalisation(data)
-        return to_dict(data.series) | {"mean": mean, "std": std, "steps": self.size(data)[1]}
-
-    def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:  # noqa: ARG002
-        own = {name: value for name, value in table.items() if name not in ("mean", "std")}
-        series = from_dict(SeriesConfig, own, where="series")
-        scale = {name: tuple(table[name]) for name in ("mean", "std")}
-        size = {"img_size": (1, series.steps), "channels": len(table["mean"])}
-        return replace(data, kind="series", series=series, crop_share=1.0, multi_label=False, **scale, **size)
+        """With the steps of a window."""
+        return super().prepared(data) | {"steps": self.size(data)[1]}
 
     def facts(self, data: DataConfig | None, shape: tuple[int, ...] | None, channels: int) -> list[str]:  # noqa: ARG002
         assert data is not None
