@@ -68,16 +68,17 @@ def test_the_features_are_those_of_the_cpu() -> None:
 
 def test_nothing_waits_for_the_device() -> None:
     made = loader("cuda")
-    held: Any = made
+    stream: Any = made.stream
+    held = stream.held.values
     ids = torch.arange(32, device="cuda")
     batch = made.pipeline.finish(
-        {"wave": held.held.samples[ids], "label": held.held.labels[ids]}, ids, made.pipeline.noise(ids, 0)
+        {"wave": held["wave"][ids], "label": held["label"][ids]}, ids, made.pipeline.noise(ids, 0)
     )
     torch.cuda.set_sync_debug_mode("error")
     try:
         for epoch in range(1, 3):
             noise = made.pipeline.noise(ids, epoch)
-            batch = made.pipeline.finish({"wave": held.held.samples[ids], "label": held.held.labels[ids]}, ids, noise)
+            batch = made.pipeline.finish({"wave": held["wave"][ids], "label": held["label"][ids]}, ids, noise)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert batch.inputs.shape == (32, 1, 40, 98)
