@@ -37,8 +37,8 @@ def test_the_table_and_the_sentence() -> None:
     assert rows[1] == ["linear probe", 10, "80.0", "50.0", None, None, True]
     assert rows[2] == ["all layers after mp3", 2, "100.0", "100.0", "+0.0 ± 0.0", "3 of 8", False]
     assert (
-        summary.sentence.startswith("75.00 % of 40 images of 2 classes are recognised, with linear probe. ")
-        and "has 50.00 %" in summary.sentence
+        summary.sentence.startswith("75.0 % of 40 images of 2 classes are recognised, with linear probe. ")
+        and "has 50.0 %" in summary.sentence
     )
     assert summary.sentence.endswith("Mind this.") and [row[0] for row in summary.tables[1].rows] == [
         "linear probe",

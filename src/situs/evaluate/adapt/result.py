@@ -39,21 +39,21 @@ class Adapted(Result):
         if self.test is not None and self.start is not None:
             low, high = wilson(self.test.top1 * self.test.count, self.test.count)
             text = (
-                f"{percent(self.test.top1, 2)} of {self.provenance.counted(self.test.count)} of {len(self.classes):,} "
+                f"{percent(self.test.top1)} of {self.provenance.counted(self.test.count)} of {len(self.classes):,} "
                 f"classes are recognised, with {self.chosen.name}. These images played no part in any choice; the 95 % "
                 f"interval is {percent(low)} to {percent(high)}, and naming the largest class is right in "
-                f"{percent(self.test.majority, 2)}. "
+                f"{percent(self.test.majority)}. "
             )
             ends = {self.chosen.name: self.test}
             if self.chosen.way == "class means" and not self.chosen.origin.name:
                 others = any(each.way != "kNN" for each in self.tried if each is not self.chosen)
                 text += f"That is the frozen start{'; nothing else is better by more than chance' * others}."
             else:
-                text += f"The frozen start, class means on the given weights, has {percent(self.start.top1, 2)}."
+                text += f"The frozen start, class means on the given weights, has {percent(self.start.top1)}."
                 ends["class means (frozen start)"] = self.start
             rows = [
-                [name, percent(each.top1, 2), f"{100 * low:.1f} to {percent(high)}", percent(each.balanced, 2),
-                 percent(each.majority, 2)]
+                [name, percent(each.top1), f"{100 * low:.1f} to {percent(high)}", percent(each.balanced),
+                 percent(each.majority)]
                 for name, each in ends.items()
                 for low, high in [wilson(each.top1 * each.count, each.count)]
             ]  # fmt: skip

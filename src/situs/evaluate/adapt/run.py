@@ -287,7 +287,7 @@ class Search:
         self.say(f"plan: about {_clock(whole)} in all, of {self.budget / 60:g} min")
         if plan.dropped:
             names = ", ".join(map(self._name, plan.dropped))
-            remarks.append(f"Not tried, for want of time in {self.budget / 60:g} minutes: {names}.")
+            remarks.append(f"Not tried, for want of time in {self.budget / 60:g} min: {names}.")
             self.say(remarks[-1])
         return plan, remarks
 
