@@ -93,12 +93,13 @@ def _classes(
 
 
 ADAPT = """
-Every way was tried by cross-validation on the training labels alone: a fold is left out, the way is fitted to the
-others, and named are the images of the fold. All ways had the same folds; those that train perhaps fewer of them. From
-the simplest on (class means, linear probe, head, LoRA, all layers; without pretraining before with it), a way takes the
-place of another where its balanced accuracy is higher by more than one standard error of the difference, counted image
-by image: below that, chance decides, and the simpler one stays. A training was stopped where it did best on the folds.
-What was taken was then fitted to all labels. The test images played no part in any of this.
+Every way was tried by cross-validation on the training labels alone: one fold is left out, the way is fitted to the
+others, and the images of that fold are classified. A way that trains may have had fewer folds; it is compared with the
+others on the images of its own folds. The ways stand in order, the simplest first. A later way is chosen over an
+earlier one where its balanced accuracy is higher by more than one standard error (±) of the difference; below that the
+difference may be chance. Neighbours (kNN) are shown for comparison and never chosen: no head can hold them. A training
+was stopped after the update at which it did best on the folds. The chosen way was then fitted to all labels. The test
+images played no part in any of this. "Largest class" is the accuracy of naming the most frequent class every time.
 """
 
 

@@ -63,7 +63,7 @@ class Adapted(Result):
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """Header and rows of what was tried."""
-        header = ["way", "images tested", "top-1, %", "balanced, %", "beside what was taken, %", "updates", "taken"]
+        header = ["way", "images tested", "top-1, %", "balanced, %", "balanced, against the chosen, %", "updates, best of all", "chosen"]
         rows: list[list[Any]] = []
         for each in self.tried:
             tested = ~each.right.isnan()
