@@ -63,7 +63,8 @@ class Adapted(Result):
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """Header and rows of what was tried."""
-        header = ["way", "images tested", "top-1, %", "balanced, %", "balanced, against the chosen, %", "updates, best of all", "chosen"]
+        against = "balanced, against the chosen, %"
+        header = ["way", "images tested", "top-1, %", "balanced, %", against, "updates, best of all", "chosen"]
         rows: list[list[Any]] = []
         for each in self.tried:
             tested = ~each.right.isnan()
