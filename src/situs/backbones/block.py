@@ -124,7 +124,8 @@ def unknown_mlp(module: Any) -> Mlp:
 
 
 class Block(NamedTuple):
-    """One block. gammas: what scales the attention's and the MLP's output, [D]. drops: what drops some of either."""
+    """One block. gammas: what scales the attention's and the MLP's output, [D], or a module that stands in its place.
+    drops: what drops some of either."""
 
     module: nn.Module
     form: Form
@@ -132,7 +133,7 @@ class Block(NamedTuple):
     attention: Attention
     norm2: Any
     mlp: Mlp
-    gammas: tuple[Tensor | None, Tensor | None] = (None, None)
+    gammas: tuple[Tensor | nn.Module | None, Tensor | nn.Module | None] = (None, None)
     drops: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = (nn.Identity(), nn.Identity())
 
     def attending(self, **changes: Any) -> Block:
@@ -204,7 +205,7 @@ def run_block(block: Block, z: Tensor, stream: Stream, depth: int, keys: int | N
         if block.form == "post":
             return norm(z + drop(inner(z)))
         y = inner(norm(z)) if block.form == "pre" else norm(inner(z))
-        return z + drop(y if gamma is None else y * gamma)
+        return z + drop(y if gamma is None else gamma(y) if isinstance(gamma, nn.Module) else y * gamma)
 
     z = add(z, block.norm1, lambda x: attend_block(block.attention, x, stream, depth, keys), 0)
     return add(z, block.norm2, block.mlp, 1)

@@ -204,7 +204,11 @@ class LayoutBuilder:
         if first:
             for layer in norms:
                 self.norm(residual, layer)
-            self.vectors(residual, [self._tensors[id(gamma)] for gamma in block.gammas if gamma is not None])
+            for gamma in block.gammas:
+                if isinstance(gamma, nn.Module):
+                    self.norm(residual, gamma)
+                elif gamma is not None:
+                    self.vectors(residual, [self._tensors[id(gamma)]])
         (self._by_head if block.attention.by_head else self._attention)(name, residual, block.attention)
         if not first:
             self.norm(residual, norms[0])

@@ -565,7 +565,7 @@ def test_a_run_of_mjp_is_audited_with_its_own_method(
     method: Any = victim.trains
     assert victim.when.epoch == 1 and "own method, mjp" in victim.notes["trained by"]
     x, y = torch.randn(1, 3, 8, 8), torch.tensor([1])
-    sent = victim_gradients(method, x, y, epoch=victim.epoch)
+    sent = victim_gradients(method, x, y, when=victim.when)
     mask = method.draw(Batch(torch.zeros(1), torch.tensor([0])), When(seed=0, epoch=1))["mask"][0]
     assert mask.any()
     assert torch.equal(hidden_places(sent["model.pos_embed"][0, 1:]), mask)

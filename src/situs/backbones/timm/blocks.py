@@ -96,7 +96,8 @@ def _mlp(mlp: Any) -> Mlp:
 
 
 def _scaled(block: Any) -> tuple[Any, Any]:
-    first, second = (None if isinstance(scale, nn.Identity) else scale.gamma for scale in (block.ls1, block.ls2))
+    scales = (None if isinstance(scale, nn.Identity) else scale for scale in (block.ls1, block.ls2))
+    first, second = (getattr(scale, "gamma", scale) for scale in scales)
     return first, second
 
 

@@ -228,9 +228,9 @@ def _relative_architecture(vit: Any, config: BackboneConfig) -> tuple[str, dict[
     check_blocks(config.name, vit.blocks)
     block = read_block(vit.blocks[0])
     plain = block.form == "pre" and vit.reg_token is None and isinstance(vit.norm_pre, nn.Identity)
-    if not plain or not isinstance(block.attention.head_norms[0], nn.Identity):
-        raise SitusError(f"positions='relative': {config.name} is no plain ViT (registers, pre-norm or q/k norm)")
     gamma = block.gammas[0]
+    if not plain or isinstance(gamma, nn.Module) or not isinstance(block.attention.head_norms[0], nn.Identity):
+        raise SitusError(f"positions='relative': {config.name} is no plain ViT (registers, pre-norm or q/k norm)")
     arguments = _read_off(vit, config.in_chans)[-1] | {
         "qkv_bias": block.attention.qkv[0].bias is not None,
         # 0 means no LayerScale there; timm drops a None and falls back on the architecture's own 1e-5.

@@ -113,4 +113,6 @@ class _Writer:
         for part, layer in layers.items():
             self.linear(f"{name}.{part}", layer)
         for part, gamma in zip(("scale1", "scale2"), block.gammas, strict=True):
+            if isinstance(gamma, nn.Module):
+                _refuse(self.backbone, f"a {type(gamma).__name__} stands in the place of a LayerScale")
             self.add(f"{name}.{part}", gamma)
