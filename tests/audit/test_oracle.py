@@ -37,7 +37,11 @@ def test_cosines_are_scipys_and_the_prior_has_each_images_own_energy() -> None:
 
 @pytest.mark.parametrize(
     ("sigma", "batch", "defence"),
-    [(0.3, 2, "noise"), (0.05, 1, "clip"), pytest.param(0.02, 1, "noise", marks=pytest.mark.slow)],
+    [
+        pytest.param(0.3, 2, "noise", marks=pytest.mark.slow),
+        (0.05, 1, "clip"),
+        pytest.param(0.02, 1, "noise", marks=pytest.mark.slow),
+    ],
 )
 def test_it_is_the_dense_solution(sigma: float, batch: int, defence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """argmin |upload - g(x) - J (y - x)|² / σ² + yᵀ Λ⁻¹ y, with J made column by column."""
@@ -77,6 +81,7 @@ def test_it_is_the_dense_solution(sigma: float, batch: int, defence: str, monkey
         at = picture
 
 
+@pytest.mark.slow
 def test_more_noise_leaves_less_and_the_most_leaves_grey() -> None:
     torch.manual_seed(0)
     backbone = small_vit(8, depth=1, width=16, num_classes=3).eval()

@@ -43,6 +43,7 @@ def test_permutations_keep_a_few_orders_more(rows) -> None:
     assert plain <= moved < plain + 4 * tokens
 
 
+@pytest.mark.slow
 def test_the_verb_writes_every_row(tmp_path, monkeypatch, capsys) -> None:
     class Here:
         """A pool whose work is done at once."""

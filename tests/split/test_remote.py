@@ -63,6 +63,7 @@ def trained(out, train, *, link=None, ahead=2, make=vit, monkeypatch=None, permu
     return state, pair, time.perf_counter() - began, None if link is None else found.most
 
 
+@pytest.mark.slow
 def test_micro_batches_one_behind_the_other_give_the_bits_of_one_at_a_time(tmp_path, monkeypatch) -> None:
     """Drop path at the server, clipping, mean; rows and columns permuted: the same messages in another order."""
     local = train_locally(method_of(vit()), Loader(), tmp_path / "local", FOUR)
@@ -85,6 +86,7 @@ def test_micro_batches_one_behind_the_other_give_the_bits_of_one_at_a_time(tmp_p
         assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_hidden_behind_the_server_and_no_bit_moves(tmp_path, monkeypatch) -> None:
     """25 ms each way and 25 ms of work: eight questions a step, of whose 400 ms on the link 300 are hidden."""
     train, link = replace(FOUR, max_steps=1), (0.025, 0.025)

@@ -211,6 +211,7 @@ def test_faults_lose_and_double_no_step(tmp_path, certs, local, count) -> None:
     assert [(r["step"], r["loss"]) for r in logged] == [(r["step"], r["loss"]) for r in alone]
 
 
+@pytest.mark.slow
 def test_cuts_with_three_questions_under_way_lose_nothing(tmp_path, certs) -> None:
     """Micro-batches one behind the other, the connection cut every so many bytes: local training's bits."""
     config = replace(CONFIG, train=replace(CONFIG.train, max_steps=6, accumulate=4))

@@ -259,6 +259,7 @@ def test_the_sentence_says_no_more_unseen_images_than_each_setting_was_tried_on(
     assert "Each passed on 8 images or more that the search had not seen" in str(found)
 
 
+@pytest.mark.slow
 def test_all_attacks_together_decide_whichever_is_first(victim: Backbone) -> None:
     chance = torch.Generator().manual_seed(0)
     test = TestSet(torch.randn(5, 1, 28, 28, generator=chance), torch.arange(5), ([0.5], [0.5]))

@@ -14,6 +14,7 @@ from situs.errors import SitusError
 from situs.pages import make_page
 
 
+@pytest.mark.slow
 def test_sentences_are_lost_as_noise_grows(tmp_path: Path) -> None:
     folder, file = write_folder(tmp_path / "bert", "bert", width=64), tmp_path / "lines.txt"
     file.write_text("w3 w7 w1 w9\n")

@@ -106,7 +106,7 @@ def test_rates_grow_with_the_batch() -> None:
     assert rates_of("all layers", 8, blocks=False)["layer_decay"] == 1.0
 
 
-@pytest.mark.parametrize("method", ["droppos", "mp3", "mae"])
+@pytest.mark.parametrize("method", ["droppos", "mp3"])
 def test_pretraining_trains_the_new_head_first_and_the_weights_slowly(method: str, bench: tuple[Bench, Origin]) -> None:
     own, origin = bench
     start, moved, head = None, list[float](), list[float]()

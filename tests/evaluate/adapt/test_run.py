@@ -125,7 +125,12 @@ def plant(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "parts"), [("all layers", "all"), pytest.param("LoRA", "lora", marks=pytest.mark.slow), ("none", "head")]
+    ("way", "parts"),
+    [
+        ("all layers", "all"),
+        pytest.param("LoRA", "lora", marks=pytest.mark.slow),
+        pytest.param("none", "head", marks=pytest.mark.slow),
+    ],
 )
 def test_the_best_on_the_folds_is_fitted_to_all_and_written(
     way: str, parts: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -89,6 +89,7 @@ def test_other_fixed_maps_hide_no_byte(made: Callable[[Tensor], Tensor]) -> None
     assert torch.equal(found.images, pictures())
 
 
+@pytest.mark.slow
 def test_overlapping_patches_and_several_layers_hide_nothing() -> None:
     overlapping = attack(Module(lambda x: x, nn.Conv2d(3, 48, 6, 3, padding=1), 25), pictures())
     assert overlapping.facts[0]["fits"] is True

@@ -61,7 +61,12 @@ def noise_for(backbone: Any, image: Tensor, share: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("fields", "gain"), [({}, 2.0), ({"img_size": (16, 40)}, 1.5), ({"in_chans": 1, "patch_size": 16}, 0.5)]
+    ("fields", "gain"),
+    [
+        ({}, 2.0),
+        pytest.param({"img_size": (16, 40)}, 1.5, marks=pytest.mark.slow),
+        ({"in_chans": 1, "patch_size": 16}, 0.5),
+    ],
 )
 def test_priors_see_more_under_noise(fields: dict[str, Any], gain: float) -> None:
     backbone = victim(**fields)
@@ -119,7 +124,7 @@ class Prepares(nn.Module):
         return self.model(F.interpolate(x, (32, 32), mode="bilinear", antialias=False) if self.shrink else x)
 
 
-@pytest.mark.parametrize("shrink", [False, True])
+@pytest.mark.parametrize("shrink", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_sees_through_what_is_affine(shrink: bool) -> None:
     module = Prepares(victim(patch_size=16).model, shrink).eval()
     side = 48 if shrink else 32

@@ -36,6 +36,7 @@ def deep(depth: int = 3) -> Any:
     return victim
 
 
+@pytest.mark.slow
 def test_nothing_of_the_embedding_and_the_first_block_and_the_pixels_all_the_same() -> None:
     victim, defence = deep(), Withhold(1)
     sent = victim_gradients(victim, IMAGE, torch.tensor([2]), defence=defence)
