@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from situs.data import resident
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
@@ -45,6 +48,38 @@ def test_it_holds_what_the_source_reads_in_the_same_order(folder):
     assert load(source, (4, 4)).values["image"].shape == (600, 3, 4, 4)
 
 
+def test_parts_that_were_read_are_let_go(folder, monkeypatch):
+    """Or a set would take twice its memory while it is read."""
+    read, move, parts, alive = ImagePipeline.read, ImagePipeline.move, [], []
+
+    def reading(*args):
+        part = read(*args)
+        parts.append(weakref.ref(part.values["image"]))
+        return part
+
+    def moving(*args):
+        alive.extend(part for part in parts if part() is not None)
+        return move(*args)
+
+    monkeypatch.setattr(resident, "_TASK", 50)
+    monkeypatch.setattr(ImagePipeline, "read", reading)
+    monkeypatch.setattr(ImagePipeline, "move", moving)
+    load(open_source(folder))
+    assert len(parts) == 12 and len(alive) <= 2  # the first, by which the memory was counted, and the last
+
+
+@pytest.mark.parametrize("deep", [0, 1, 3])
+def test_one_deep_image_makes_all_of_them_floats(tmp_path, monkeypatch, deep):
+    monkeypatch.setattr(resident, "_TASK", 1)
+    wanted = torch.arange(16.0).view(4, 1, 2, 2) / 255
+    for number in range(4):
+        array = (wanted[number, 0] * 255).round().numpy()
+        array = (array * 257).astype(np.uint16) if number == deep else array.astype(np.uint8)
+        Image.fromarray(array).save(tmp_path / f"{number}.png")
+    images = load(open_source(tmp_path), (2, 2)).values["image"]
+    assert images.dtype == torch.float32 and torch.allclose(images, wanted)
+
+
 def test_broken_images_are_skipped_counted_and_reported(folder):
     (folder / "cat/001.png").write_bytes(b"broken")
     (folder / "dog/300.png").write_bytes((folder / "dog/302.png").read_bytes()[:50])
@@ -64,13 +99,23 @@ def test_broken_images_are_skipped_counted_and_reported(folder):
 
 
 def test_what_cannot_be_held_is_refused(folder, tmp_path):
-    with pytest.raises(SitusError, match=r"600 images take 0\.0 GiB .*stream them"):
-        load(open_source(folder), max_bytes=600 * 80 - 1)
-    assert load(open_source(folder), max_bytes=600 * 80).values["image"].nbytes == 600 * 72
+    with pytest.raises(SitusError, match=r"600 images take 43,200 bytes and 43,199 bytes are allowed; .*stream them"):
+        load(open_source(folder), max_bytes=600 * 72 - 1)
+    assert load(open_source(folder), max_bytes=600 * 72).values["image"].nbytes == 600 * 72
+    config = DataConfig(str(folder), img_size=(4, 6), resident_gib=600 * 72 / 2**30)  # which `auto` finds enough
+    assert "600 images of 3 × 4 × 6" in make_loader(config, None, source=open_source(folder)).describe()
+    images = torch.zeros(5, 3, 4, 6, dtype=torch.uint8)
+    with pytest.raises(SitusError, match=r"take 360 bytes and 359 bytes"):
+        load(TensorSource(images, torch.arange(5), tuple("abcde")), max_bytes=359)
+    assert load(TensorSource(images, torch.arange(5), tuple("abcde")), max_bytes=360).values["image"] is images
     Image.new("L", (6, 4)).save(folder / "dog/600.png")
     with pytest.raises(SitusError, match=r"images of 1 and 3 channels"):
         load(open_source(folder))
     assert load(open_source(folder, channels=3)).values["image"].shape == (601, 3, 4, 6)
+    for number in range(256):  # the first of them
+        (folder / f"cat/{2 * number + 1:03}.png").write_bytes(b"broken")
+    with pytest.raises(SitusError, match=r"take 43,272 bytes"):
+        load(open_source(folder, channels=3), max_bytes=601 * 72 - 1)
     (tmp_path / "none").mkdir()
     (tmp_path / "none/a.png").write_bytes(b"no")
     with pytest.raises(SitusError, match="its only image cannot be read"):

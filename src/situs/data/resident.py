@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -36,38 +37,80 @@ def hold(pipeline: Pipeline, device: torch.device | str, max_bytes: int) -> Resi
 
     Broken ones are left out and noted in `source.skipped`, unless the source is strict.
     """
-    source, count = pipeline.source, len(pipeline.source)
     if (whole := pipeline.whole()) is not None:
-        _check_bytes(source, sum(value.nbytes for value in whole.values()), max_bytes)
-        values, index = whole, torch.arange(count)
+        _check_bytes(pipeline.source, whole, len(pipeline.source), max_bytes)
+        values, index = whole, torch.arange(len(pipeline.source))
     else:
-        reader = copy.copy(pipeline)
-        reader.stand_in = False
-        spans = [range(start, min(start + _TASK, count)) for start in range(0, count, _TASK)]
-        met_transparency()  # what others have met does not count
-        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-            first = reader.read(0, spans[0])
-            share = len(first.ids) / count if len(first.ids) else 1.0
-            _check_bytes(source, sum(value.nbytes for value in first.values.values()) / share, max_bytes)
-            rest = pool.map(lambda span: reader.read(0, span), spans[1:])
-            parts = [first, *tracked(rest, f"reading {source.name}", len(spans) - 1)]
-        broken = [each for part in parts for each in part.broken]
-        for row, reason in broken:
-            source.skip(row, reason)
-        if len(broken) == count:
-            raise SitusError(f"{none_read(source.name, count, source.things)}; the last: {broken[-1][1]}")
-        if any(part.transparent for part in parts):
-            source.note_transparency()
-        values = dict(pipeline.join([part.values for part in parts if len(part.ids)]))
-        index = torch.cat([part.ids for part in parts])
+        values, index = _read_all(pipeline, max_bytes)
     return Resident(pipeline.move(values, torch.device(device)), index.to(device))
 
 
-def _check_bytes(source: Source, needed: float, max_bytes: int) -> None:
+def _read_all(pipeline: Pipeline, max_bytes: int) -> tuple[Mapping[str, Tensor], Tensor]:
+    """The values of all readable samples, and their rows in the source. What is read is copied to its place at once:
+    parts beside a tensor of them all would take twice the memory."""
+    source, count = pipeline.source, len(pipeline.source)
+    reader = copy.copy(pipeline)
+    reader.stand_in = False
+    whole: dict[str, Tensor] = {}
+
+    def read(span: range) -> WorkerBatch:
+        part = reader.read(0, span)
+        if len(part.ids) and not whole:
+            _check_bytes(source, part.values, len(part.ids), max_bytes)
+            whole.update({name: value.new_empty((count, *value.shape[1:])) for name, value in part.values.items()})
+        if not len(part.ids) or not _fits(part.values, whole):
+            return part
+        place = slice(span.start, span.start + len(part.ids))
+        for name, value in whole.items():
+            value[place] = part.values[name]
+        return part._replace(values={name: value[place] for name, value in whole.items()})
+
+    spans = [range(start, min(start + _TASK, count)) for start in range(0, count, _TASK)]
+    met_transparency()  # what others have met does not count
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        parts = [read(spans[0])]
+        while not whole and len(parts) < len(spans):  # all broken so far
+            parts.append(read(spans[len(parts)]))
+        left = spans[len(parts) :]
+        parts += tracked(pool.map(read, left), f"reading {source.name}", len(left))
+    broken = [each for part in parts for each in part.broken]
+    for row, reason in broken:
+        source.skip(row, reason)
+    if len(broken) == count:
+        raise SitusError(f"{none_read(source.name, count, source.things)}; the last: {broken[-1][1]}")
+    if any(part.transparent for part in parts):
+        source.note_transparency()
+    return pipeline.join(_joined(whole, parts)), torch.cat([part.ids for part in parts])
+
+
+def _joined(whole: dict[str, Tensor], parts: list[WorkerBatch]) -> list[dict[str, Tensor]]:
+    """The rows of `whole` without gaps for broken samples, then the parts from the first on that does not fit in it."""
+    parts = [part for part in parts if len(part.ids)]
+    placed = [*takewhile(lambda part: _fits(part.values, whole), parts)]
+    rows = 0
+    for part in placed:
+        for name, value in whole.items():
+            if value[rows:].data_ptr() != part.values[name].data_ptr():
+                value[rows : rows + len(part.ids)] = part.values[name].clone()
+        rows += len(part.ids)
+    return [{name: value[:rows] for name, value in whole.items()}, *(part.values for part in parts[len(placed) :])]
+
+
+def _fits(values: dict[str, Tensor], whole: dict[str, Tensor]) -> bool:
+    return all(
+        values[name].shape[1:] == value.shape[1:] and values[name].dtype == value.dtype for name, value in whole.items()
+    )
+
+
+def _check_bytes(source: Source, values: Mapping[str, Tensor], rows: int, max_bytes: int) -> None:
+    """By some rows of the set; labels do not count, as they do not where `auto` decides."""
+    needed = sum(value.nbytes for name, value in values.items() if name != "label") // max(1, rows) * len(source)
     if needed > max_bytes:
+        takes, allowed = (
+            f"{each / 2**30:.2f} GiB" if max_bytes >= 1 << 30 else f"{each:,} bytes" for each in (needed, max_bytes)
+        )
         raise SitusError(
-            f"{source.name}: {len(source)} {source.things} take {needed / 2**30:.1f} GiB and "
-            f"{max_bytes / 2**30:.1f} GiB are allowed; "
+            f"{source.name}: {len(source)} {source.things} take {takes} and {allowed} are allowed; "
             "allow more or stream them (resident: never)",
             field=("resident_gib", "resident"),
         )

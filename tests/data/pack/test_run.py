@@ -175,6 +175,34 @@ def test_a_lost_shard_and_what_follows_are_made_anew(photos, tmp_path, monkeypat
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_a_packing_stopped_before_a_shard_was_noted_is_not_stuck(photos, tmp_path, monkeypatch, over):
+    pack(photos, tmp_path / "whole", config("parquet"), workers=0)
+    keep = Shard.keep
+
+    def stopping(self):
+        keep(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Shard, "keep", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        pack(photos, tmp_path / "out", config("parquet"), workers=0)
+    monkeypatch.undo()
+    assert "train-00000.parquet" in files(tmp_path / "out")
+    pack(photos, tmp_path / "out", config("parquet"), workers=0, start_over=over)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_what_an_older_version_began_starts_over(photos, tmp_path):
+    pack(photos, tmp_path / "whole", config("parquet"), workers=0)
+    write(tmp_path / "out/.packing.jsonl", b'{"config": {}, "splits": ["train", "val"]}\n{"split": "train", "fi')
+    write(tmp_path / "out/train-00007.parquet", b"a shard")
+    with pytest.raises(SitusError, match="holds a packing that an older version began; start over, or pack elsewhere"):
+        pack(photos, tmp_path / "out", config("parquet"), workers=0)
+    pack(photos, tmp_path / "out", config("parquet"), workers=0, start_over=True)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
 def _stop_after(count: int, photos: Path, tmp_path: Path, monkeypatch) -> None:
     keep, left = Shard.keep, [count]
 

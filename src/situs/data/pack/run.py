@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,10 @@ Progress = Callable[[int, int, str], None]
 BEGUN = ".packing.json"
 """What is done so far, beside the shards, until the folder is whole and its manifest takes this file's place."""
 
+_OLDER = ".packing.jsonl"  # what an older version noted; its packing is not gone on with
+
 _LISTED = 5
+_SHARD = re.compile(r"\w+-\d{5,}\.(parquet|tar)")
 _UNSPLIT = "part"  # shards of a set without splits; no word for a split, so that all of them are the set
 
 
@@ -183,7 +187,9 @@ class _Packing:
     def _begun(self, asked: dict[str, Any]) -> dict[str, Any]:
         """What is packed already: the shards that lie there, and of each split the first image that is not done."""
         if not (self.out / BEGUN).is_file():
-            return {**asked, "fingerprints": {}, "done": {}, "shards": [], "broken": []}
+            state = {**asked, "fingerprints": {}, "done": {}, "shards": [], "broken": []}
+            write_text(self.out / BEGUN, json.dumps(state))  # before any shard, which else would be a stranger's
+            return state
         state = read_json(self.out / BEGUN)
         if differs := ", ".join(key for key in asked if asked[key] != state.get(key)):
             raise SitusError(
@@ -222,6 +228,11 @@ class _Packing:
 
     def _check_empty(self) -> None:
         """Nothing but what a packing leaves: a reader would take other shards for part of the set."""
+        if (self.out / _OLDER).is_file():
+            raise SitusError(
+                f"{self.out}: holds a packing that an older version began; start over, or pack elsewhere",
+                field=("start_over", "out"),
+            )
         begun = (self.out / BEGUN).is_file()
         for file in self.out.iterdir():
             if file.name.startswith(".") and file.name.endswith(".tmp"):
@@ -317,13 +328,15 @@ def _item(source: Source, how: PackConfig, number: int) -> Item | BrokenImage:
 
 
 def clear(folder: Path) -> None:
-    """Takes away what a packing wrote: what it noted, its manifest and the shards that they name."""
-    begun = read_json(folder / BEGUN) if (folder / BEGUN).is_file() else {"shards": []}
-    names = {shard["file"] for shard in (*(read_manifest(folder) or {"shards": []})["shards"], *begun["shards"])}
+    """Takes away what a packing wrote: what it noted, its manifest and its shards."""
+    names = {shard["file"] for shard in (read_manifest(folder) or {"shards": []})["shards"]}
+    if any((folder / noted).is_file() for noted in (BEGUN, _OLDER)):  # it began in an empty folder
+        names |= {file.name for file in folder.iterdir() if _SHARD.fullmatch(file.name)}
     (folder / MANIFEST).unlink(missing_ok=True)  # first: without its shards it would be a lie
-    for name in (*names, CLASSES, BEGUN):
-        if names or name == BEGUN:
-            (folder / Path(name).name).unlink(missing_ok=True)
+    for name in (*names, CLASSES) if names else ():
+        (folder / Path(name).name).unlink(missing_ok=True)
+    for noted in (BEGUN, _OLDER):
+        (folder / noted).unlink(missing_ok=True)
 
 
 def _mib(count: int) -> str:
