@@ -13,7 +13,7 @@ from situs.data.modalities.base import Fits, Modality
 
 @dataclass(frozen=True)
 class Preparation:
-    """data: the config that prepares them, of which no place on any machine is told; None where nobody knows."""
+    """How samples become inputs. data: the config that prepares them, None if unknown; its paths are never exported."""
 
     data: DataConfig | None = None
 

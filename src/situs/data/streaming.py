@@ -42,8 +42,8 @@ class _Task(NamedTuple):
 
 
 def _read(pipeline: Pipeline, tasks: list[_Task]) -> list[WorkerBatch]:
-    """What a pipeline reads of one task: all its batches in one where their rows can be told apart again, for a tensor
-    costs its way, not its size."""
+    """What a pipeline reads of one task: its batches as one, where they can be taken apart again. Sending a tensor to
+    another process costs the same whatever its size."""
     [task] = tasks
     if task.fresh:
         pipeline.source.release()

@@ -57,7 +57,7 @@ def _end_with_parent(_: int) -> None:
 def made_by(
     function: Callable[[Any], Any], tasks: Iterable[Any], count: int, ahead: int, **more: Any
 ) -> DataLoader[Any]:
-    """What `function` makes of each task, in order, by `count` processes; `results` goes through it.
+    """An iterator over what `function` makes of each task, in order, in `count` processes.
 
     ahead: what each process prepares before it is asked for. more: a DataLoader's other options.
     """

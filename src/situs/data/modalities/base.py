@@ -43,10 +43,10 @@ class Modality(ABC):
     kind: its name in `DataConfig.kind`. targets: what may be known of a sample, as `DataConfig.target` says it. things:
     what samples are called, in the plural; known: what is known of them, where that is more than classes. table,
     Config: the field of `DataConfig` with its own settings, and their class. suffixes: of files that are samples.
-    last: what lies beside other samples (tables of sentences) is taken for its own only where it is asked for or
-    nothing else is there. ids: whether a sample is a row of ids, and not an array [C, H, W]. unused: fields of
-    `DataConfig` that mean nothing here, and augments, crops: what of `AugmentConfig` is done to its samples (None:
-    all). label_fields: what to change where labels are missing.
+    last: its files often lie beside samples of other kinds (tables of sentences), and count only where the user asks
+    for this kind or nothing else is there. ids: whether a sample is a row of ids, and not an array [C, H, W]. unused:
+    fields of `DataConfig` that mean nothing here. augments, crops: what of `AugmentConfig` is done to its samples
+    (None: all). label_fields: what to change where labels are missing.
     """
 
     kind: ClassVar[str]

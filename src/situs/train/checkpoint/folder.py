@@ -442,10 +442,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _as_recorded(new: Mapping[str, Any], old: Mapping[str, Any], was: Mapping[str, Any]) -> dict[str, Any]:
-    """`new` without the fields that `old`, a config of an earlier version, lacks and that are as they `was` then, and
-    with those that it has alone.
+    """The config `new` as the earlier version that wrote `old` would have written it.
 
-    So its checkpoints, which hold a hash of the config they belong to, still belong to it.
+    Fields that version did not have, and whose value still means what it did then (`was`), are left out; fields that
+    only it had are kept. Checkpoints hold a hash of their run's config, and so still belong to it.
     """
     return {name: value for name, value in old.items() if name not in new} | {
         name: _as_recorded(value, old[name], was[name]) if isinstance(old.get(name), Mapping) else value
