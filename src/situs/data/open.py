@@ -71,19 +71,24 @@ def open_source(
         channels = data.channels
     elif channels is not None and channels < 1:
         raise SitusError(field="channels", value=channels, allowed="at least 1")
-    path = config.path
-    with _in_words(path):
+    with _in_words(config.path):
         config = replace(config, kind=kind_of(config))
         how = (config.strict, config.multi_label, config.modality.kind, config.target)
         wanted = Wanted(None if split == ALL else split, labels, channels, *how)
-        if split == ALL:
-            names = sorted(splits_at(config), key=[*SPLIT_WORDS, "dev"].index)
-            parts = [(_prefix(path, name), _open(config, wanted._replace(split=name))) for name in names]
-            return Joined(Path(path).name, parts) if len(parts) > 1 else _open(config, wanted)
-        if not config.held_out or splits_at(config) & {*SPLITS["val"], *SPLITS["test"]}:
-            return _open(config, wanted)
-        choose_split(SPLITS, split, path)  # refuses a name that means no split
-        whole = _open(config, wanted._replace(split=None))
+        return config.modality.cut(_part(config, wanted, split), config)
+
+
+def _part(config: DataConfig, wanted: Wanted, split: str | None) -> Source:
+    """A split, all of them, or a side of a held-out share."""
+    path = config.path
+    if split == ALL:
+        names = sorted(splits_at(config), key=[*SPLIT_WORDS, "dev"].index)
+        parts = [(_prefix(path, name), _open(config, wanted._replace(split=name))) for name in names]
+        return Joined(Path(path).name, parts) if len(parts) > 1 else _open(config, wanted)
+    if not config.held_out or splits_at(config) & {*SPLITS["val"], *SPLITS["test"]}:
+        return _open(config, wanted)
+    choose_split(SPLITS, split, path)  # refuses a name that means no split
+    whole = _open(config, wanted._replace(split=None))
     return hold_out(whole, config.held_out, held=split in {*SPLITS["val"], *SPLITS["test"]})
 
 
@@ -153,7 +158,8 @@ def _kinds_at(path: str, wanted: str | None, multi_label: bool) -> Iterator[str]
     for _, folders, names in os.walk(place):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         suffixes = (Path(name).suffix.lower() for name in names)
-        yield from (each.kind for suffix in suffixes for each in kinds if suffix in each.suffixes)
+        able = [each for each in kinds if not each.alone or each.kind == wanted]
+        yield from (each.kind for suffix in suffixes for each in able if suffix in each.suffixes)
     yield from (each.kind for each in kinds if each.last and each.lies_at(place, multi_label=multi_label))
 
 

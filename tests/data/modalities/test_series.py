@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,29 @@ def test_what_lies_there_is_found_out(recordings: Path, tmp_path: Path) -> None:
     assert source.read(0)["series"].shape == (2, 40) and source.read(11)["label"] == 1
     with pytest.raises(SitusError, match="holds recordings, and images are asked for"):
         make_loader(DataConfig(img_size=8), None, source=source)
+
+
+@pytest.mark.parametrize("extra", ["a.npz", "a.npy", "cat/0.npz", "a/a.npz", "cat/0.npy"])
+def test_an_array_beside_images_or_clips_makes_no_series(extra: str, tmp_path: Path) -> None:
+    file = tmp_path / extra
+    (tmp_path / "cat").mkdir()
+    file.parent.mkdir(exist_ok=True)
+    (np.savez if extra.endswith("z") else np.save)(file, np.arange(5.0))
+    assert kind_of(tmp_path) == "series"
+    for name in ("one.wav", "one.png"):
+        (tmp_path / "cat" / name).touch()
+        assert kind_of(tmp_path) == ("audio" if (name, file.suffix) == ("one.wav", ".npz") else "image")
+        assert kind_of(tmp_path, "series") == "series"
+        (tmp_path / "cat" / name).unlink()
+    np.save(tmp_path / "cat" / "one.npy", np.zeros((4, 4, 3)))
+    assert kind_of(tmp_path) == "image" or file.parent.name == "cat"
+
+
+def test_an_empty_file_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.npy").touch()
+    assert kind_of(tmp_path) == "image"
+    with pytest.raises(SitusError, match=r"recordings can be read; the last: .*a\.npy: cannot be read as an"):
+        config(tmp_path)
 
 
 def test_files_of_every_form_and_faults(tmp_path: Path) -> None:
@@ -118,6 +142,43 @@ def test_windows_are_random_in_training_and_the_middle_one_otherwise(recordings:
     assert torch.equal(every.read(1)["series"], source.read(0)["series"][:, 8:18]) and every.key(1).endswith("@8")
     short = next(iter(make_loader(config(recordings, steps=50), None)))
     assert float(short.inputs[0, :, :, 40:].abs().sum()) == 0
+
+
+@pytest.mark.parametrize("stride", [None, 4])
+def test_a_recording_is_on_one_side_of_a_held_out_share(stride: int | None, tmp_path: Path) -> None:
+    for label, name in enumerate(CLASSES):
+        (tmp_path / name).mkdir()
+        for number in range(8):
+            np.save(tmp_path / name / f"{number}.npy", wave(number, label))
+    data = DataConfig(str(tmp_path), kind="series", held_out=0.3, series=SeriesConfig(steps=8, stride=stride))
+    sides = [open_source(data, split) for split in ("train", "val")]
+    trained, judged = ({side.key(row).partition("@")[0] for row in range(len(side))} for side in sides)
+    assert len(trained | judged) == 16 and not trained & judged
+    assert {name.partition("/")[0] for name in judged} == {*CLASSES}
+    whole = np.concatenate([np.load(tmp_path / name) for name in sorted(trained)], 1).astype(np.float64)
+    for split in (None, "val"):
+        settled = settle(replace(data, split=split))
+        np.testing.assert_allclose([settled.mean, settled.std], [whole.mean(1), whole.std(1)], rtol=1e-12)
+
+
+def test_a_class_of_one_recording_is_trained_on_with_all_its_windows(tmp_path: Path) -> None:
+    for name, count in (("many", 6), ("one", 1)):
+        (tmp_path / name).mkdir()
+        for number in range(count):
+            np.save(tmp_path / name / f"{number}.npy", wave(number, 0))
+    data = DataConfig(str(tmp_path), kind="series", held_out=0.4, series=SeriesConfig(steps=8, stride=8))
+    sides = [open_source(data, split) for split in ("train", "val")]
+    assert [sum(side.label(row) == 1 for row in range(len(side))) for side in sides] == [5, 0]
+    assert "one recording only" in sides[0].notes[0]
+
+
+def test_the_scale_is_exact_and_a_constant_channel_has_deviation_one(tmp_path: Path) -> None:
+    steps = np.arange(64) % 2
+    rows = [1000000 + steps, np.full(64, 0.1), 1e-12 * steps]  # far from zero, constant, and small
+    np.save(tmp_path / "a.npy", np.array(rows, np.float32))
+    data = config(tmp_path)
+    assert data.mean == pytest.approx((1000000.5, 0.1, 5e-13), rel=1e-7)
+    assert data.mean[0] == 1000000.5 and data.std[:2] == (0.5, 1.0) and data.std[2] == pytest.approx(5e-13)
 
 
 def test_what_is_not_for_recordings_is_refused(recordings: Path) -> None:

@@ -59,6 +59,8 @@ class Modality(ABC):
     Config: ClassVar[type[Checked]] = Checked
     suffixes: ClassVar[frozenset[str]] = frozenset()
     last: ClassVar[bool] = False
+    alone: ClassVar[bool] = False
+    """Whether its files tell of it only by `lies_at`, because they may lie beside samples of another kind."""
     ids: ClassVar[bool] = False
     pixels: ClassVar[bool] = False
     """Whether a sample is a picture, whose numbers are colours."""
@@ -170,6 +172,10 @@ class Modality(ABC):
     @abstractmethod
     def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
         """The samples of a set."""
+
+    def cut(self, source: Source, data: DataConfig) -> Source:  # noqa: ARG002
+        """What is cut out of the samples, once it is decided which of them belong to a split."""
+        return source
 
     # --- from a source to batches ---------------------------------------------------------------------------------
 

@@ -27,9 +27,11 @@ from situs.data.batch import Batch
 from situs.data.modalities.base import Measured, Scale
 from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
+from situs.data.sources.audio import AUDIO_SUFFIXES
 from situs.data.sources.base import Source, Wanted, choose_split, list_shards, number_names, split_of, splits_of
 from situs.data.sources.columns import class_names
 from situs.data.sources.folder import FolderSource, split_folders
+from situs.data.sources.images import IMAGE_SUFFIXES
 from situs.data.sources.parquet import LABEL_COLUMNS, open_parquet, reading
 from situs.data.sources.subset import Subset
 from situs.errors import BrokenSampleError, SitusError
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = frozenset({".npy", ".npz"})
 COLUMNS = ("series", "signal", "values", "sequence", "waveform", "ecg", "eeg", "emg")
+_OTHERS = (IMAGE_SUFFIXES | AUDIO_SUFFIXES) - SUFFIXES
 _LOOKED_AT = 1000  # recordings that the mean and deviation are measured on
 _SHOWN = 3.0  # deviations from the mean that are black and white in a picture
 
@@ -231,9 +234,12 @@ class Windows(Source):
 
 
 def measure(source: Source) -> tuple[Tensor, Tensor, int]:
-    """Mean and deviation of each channel over some recordings [C], and the steps of the shortest; broken ones aside."""
+    """Mean and deviation of each channel over some recordings [C], and the steps of the shortest; broken ones aside.
+
+    A channel that is the same everywhere has deviation 1.
+    """
     part, reason = Subset(source, _LOOKED_AT), "it is empty"
-    total = squares = torch.zeros(0, dtype=torch.float64)
+    total = squares = around = least = most = torch.zeros(0, dtype=torch.float64)
     count, shortest = 0, 0
     for index in range(len(part)):
         try:
@@ -243,15 +249,19 @@ def measure(source: Source) -> tuple[Tensor, Tensor, int]:
             continue
         if not count:
             total = squares = values.new_zeros(len(values))
+            around, least, most = values[:, :1], values[:, 0], values[:, 0]
         if len(values) != len(total):
             said = f"recordings of {len(total)} and of {len(values)} channels; {part.key(index)} has {len(values)}"
             raise SitusError(f"{source.name}: holds {said}", field="data")
+        least, most = torch.minimum(least, values.amin(1)), torch.maximum(most, values.amax(1))
+        values = values - around  # squares of large numbers would leave nothing of a small deviation
         total, squares = total + values.sum(1), squares + values.square().sum(1)
         count, shortest = count + values.shape[1], min(shortest or values.shape[1], values.shape[1])
     if not count:
         raise SitusError(f"{source.name}: none of its recordings can be read; the last: {reason}", field="data")
     mean = total / count
-    return mean, (squares / count - mean.square()).clamp(min=1e-12).sqrt(), shortest
+    std = torch.where(least < most, (squares / count - mean.square()).clamp(min=0).sqrt(), 0.0)
+    return mean + around[:, 0], torch.where(std > 0, std, 1.0), shortest
 
 
 class SeriesPipeline(Pipeline):
@@ -311,11 +321,19 @@ class SeriesPipeline(Pipeline):
         return (inputs.mean(1, keepdim=True) / (2 * _SHOWN) + 0.5).clamp(0.0, 1.0)
 
 
+def _is_series(file: Path) -> bool:
+    """Whether a file of arrays is no image: several arrays, or one of one side."""
+    try:
+        return file.suffix.lower() == ".npz" or np.load(file, mmap_mode="r", allow_pickle=False).ndim == 1
+    except (ValueError, OSError, EOFError):
+        return False
+
+
 class Series(Measured):
     """Recordings of one or several channels over time."""
 
     kind, things, suffixes, table, Config = "series", "recordings", SUFFIXES, "series", SeriesConfig
-    unused = ("multi_label", "crop_share")
+    unused, alone = ("multi_label", "crop_share"), True
     augments = frozenset({"label_smoothing", "repeated"})
     label_fields = ("data", "data.series.label")
 
@@ -332,8 +350,8 @@ class Series(Measured):
         """With the channels, the steps of a window, and the mean and deviation over the training split."""
         if data.img_size is not None and data.mean and data.std:
             return data
-        mean, std, shortest = measure(opened(replace(data, series=replace(data.series, stride=None))))
-        scale = {"mean": data.mean or _rounded(mean), "std": data.std or _rounded(std)}
+        mean, std, shortest = measure(opened(replace(data, split=None, series=replace(data.series, stride=None))))
+        scale = {"mean": data.mean or tuple(mean.tolist()), "std": data.std or tuple(std.tolist())}
         size = data.img_size or (1, data.series.steps or shortest)
         return replace(data, channels=len(mean), img_size=size, **scale)
 
@@ -358,15 +376,21 @@ class Series(Measured):
         ]
 
     def lies_at(self, path: Path, *, multi_label: bool) -> bool:  # noqa: ARG002
-        """By the first folder with files, where they are arrays: those of one side are no images."""
-        files = ([Path(folder) / name for name in sorted(names)] for folder, _, names in os.walk(path) if names)
-        first = next((file for file in next(files, []) if file.suffix in SUFFIXES), None)
-        if first is None or first.suffix == ".npz":
-            return first is not None
-        try:
-            return np.load(first, mmap_mode="r", allow_pickle=False).ndim == 1
-        except (ValueError, OSError):
-            return False
+        """Where arrays are the only samples, and the first of them, in the first folder and the last, is no image."""
+        last: Path | None = None
+        for folder, folders, names in os.walk(path):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            arrays = []
+            for name in names:
+                suffix = name[name.rfind(".") :].lower()
+                if suffix in _OTHERS and not name.startswith("."):
+                    return False
+                if suffix in SUFFIXES and not name.startswith("."):
+                    arrays.append(name)
+            if arrays and last is None and not _is_series(Path(folder, min(arrays))):
+                return False
+            last = Path(folder, min(arrays)) if arrays else last
+        return last is not None and _is_series(last)
 
     def in_columns(self, schema: Any, *, asked: bool) -> bool:
         """Lists of numbers, under a usual name where nobody asks for them."""
@@ -380,12 +404,11 @@ class Series(Measured):
         rows = path.suffix == ".parquet" or (path.is_dir() and list_shards(path, ".parquet"))
         if not rows and not path.is_dir():
             raise SitusError(f"{path}: must be a folder of .npy or .npz files, or parquet", field="data")
-        source = (SeriesRows if rows else SeriesFiles)(path, wanted, data.series)
+        return (SeriesRows if rows else SeriesFiles)(path, wanted, data.series)
+
+    def cut(self, source: Source, data: DataConfig) -> Source:
+        """Windows of the recordings; those of one are on one side of a split."""
         return source if data.series.stride is None else Windows(source, self.size(data)[1], data.series.stride)
 
     def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
         return SeriesPipeline(source, data, self.normalisation(data), augment)
-
-
-def _rounded(values: Tensor) -> tuple[float, ...]:
-    return tuple(float(f"{value:.6g}") for value in values.tolist())
