@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
 import sys
 from collections.abc import Callable
@@ -188,6 +189,36 @@ def test_outlines_that_enclose_no_pixel_are_told(tmp_path: Path) -> None:
 
     write_coco(tmp_path, {"train": 1}, change)
     assert opened(tmp_path).undrawn(0) == ["the outline of annotation 1 encloses no pixel"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").is_file(), reason="Linux tells what a process has copied")
+def test_a_worker_that_reads_outlines_does_not_copy_them(tmp_path: Path) -> None:
+    def change(told: dict[str, Any]) -> None:
+        angles = np.linspace(0, 6, 50)
+        corners = np.stack([20 + 9 * np.cos(angles), 20 + 9 * np.sin(angles)], 1).flatten().tolist()
+        row = told["annotations"][1] | {"segmentation": [corners]}
+        numbers = [each["id"] for each in told["images"]]
+        told["annotations"] += [row | {"id": 100 + n, "image_id": numbers[n % 20]} for n in range(5000)]
+
+    def private_kib() -> int:
+        rows = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return sum(int(row.split()[1]) for row in rows if row.startswith("Private_"))
+
+    def read(copied: Any) -> None:
+        source.truth(0)
+        before = private_kib()
+        for index in range(1, 20):
+            source.truth(index)
+        copied.value = private_kib() - before
+
+    write_coco(tmp_path, {"train": 20}, change)
+    source = opened(tmp_path)
+    forked = multiprocessing.get_context("fork")
+    copied = forked.Value("q", -1)
+    worker = forked.Process(target=read, args=(copied,))
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == 0 and 0 <= copied.value < 2 << 10  # of 4 MiB
 
 
 def test_boxes_and_polygons_are_cut_at_the_border_and_sizes_are_held_to_the_file(tmp_path: Path) -> None:
