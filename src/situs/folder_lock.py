@@ -40,15 +40,19 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_turn(path: Path) -> Iterator[None]:
-    """Holds a file of this name; where another process does, waits for it. Where nothing can be locked nobody waits."""
+def in_turn(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Holds a file of this name, and tells whether it does; where another process does, waits for it if asked to.
+    Where nothing can be locked nobody waits."""
     with contextlib.ExitStack() as stack:
+        mine = False
         with contextlib.suppress(OSError, ImportError):
             import fcntl
 
             path.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(stack.enter_context(path.open("ab")), fcntl.LOCK_EX)
-        yield
+            file = stack.enter_context(path.open("ab"))
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = True
+        yield mine
 
 
 def _take(path: Path) -> int:

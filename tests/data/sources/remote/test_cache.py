@@ -29,6 +29,7 @@ from situs.data.sources.remote.transfer import RemoteError
 from situs.data.sources.webdataset import TarSource
 from situs.data.survey import survey
 from situs.errors import SitusError
+from situs.folder_lock import in_turn
 
 KINDS = pytest.mark.parametrize("kind", ["parquet", "webdataset"])
 
@@ -185,11 +186,18 @@ def test_what_others_are_fetching_counts_and_what_nobody_fetches_goes(server, tm
     part.write_bytes(b"begun")
     old = folder / f".{names[2]}.000000000000.part"
     old.write_bytes(b"of another version")
-    cache.present(folder / names[2])
-    assert here(folder) == {names[2]} and part.exists() and not old.exists()
-    os.utime(part, (0, 0))  # long ago
+    os.utime(part, (0, 0))  # as one that is whole and about to be renamed
+    with in_turn(folder / f".{names[1]}.lock"):  # another process is at it
+        cache.present(folder / names[2])
+        assert here(folder) == {names[2]} and part.exists() and not old.exists()
     cache.present(folder / names[0])  # fits beside the other shard once what was left is gone
     assert here(folder) == {names[0], names[2]} and not part.exists()
+    part.write_bytes(b"begun")
+    os.utime(part, (0, 0))
+    cache._set_aside(folder / names[0], cache._entry(folder / names[0]))
+    monkeypatch.setenv(cache.LIMIT, "1")
+    cache.present(folder / names[0])
+    assert part.exists()  # there is room for all
 
 
 @pytest.mark.parametrize(("kind", "word"), [("parquet", "files"), ("webdataset", "shards")])

@@ -14,7 +14,6 @@ import glob
 import hashlib
 import io
 import json
-import math
 import os
 import re
 import stat
@@ -39,7 +38,6 @@ USUAL_BYTES = 64 << 30
 _LIST = ".shards.json"
 _FRESH = 10  # seconds for which a shard's last use need not be noted again
 _RECENT = 30.0  # seconds for which a list of shards is good: a set's splits are opened one after the other
-_STOPPED = 600.0  # seconds without a byte after which nobody fetches a shard any more
 _mounted: dict[tuple[str, str], float] = {}
 _known: dict[str, Entry] = {}
 """Entries by the shard's path, with their whole addresses; forked workers inherit it."""
@@ -183,7 +181,7 @@ def _set_aside(path: Path, entry: Entry) -> None:
 
 
 def _fetch(path: Path, entry: Entry) -> None:
-    with in_turn(path.with_name(f".{path.name}.lock")):
+    with in_turn(_lock(path)):
         if path.stat().st_mode & stat.S_IWUSR:
             return  # another process has fetched it meanwhile
         part = path.with_name(f".{path.name}.{_mark(entry)}.part")
@@ -206,6 +204,11 @@ def _fetch(path: Path, entry: Entry) -> None:
         os.utime(part, ns=(time.time_ns(), _stamp(entry)))
         part.chmod(stat.S_IRUSR | stat.S_IWUSR)
         part.replace(path)
+
+
+def _lock(path: Path) -> Path:
+    """Held by whoever fetches a shard, or takes away what a fetch has left."""
+    return path.with_name(f".{path.name}.lock")
 
 
 def _stamp(entry: Entry) -> int:
@@ -253,22 +256,30 @@ def _free_space(entry: Entry, path: Path) -> None:
     if entry.size > limit:
         size, kept = (f"{count / 2**30:.2f} GiB" for count in (entry.size, limit))
         raise SitusError(f"{redacted(entry.url)}: has {size}, and {kept} are kept of remote sets; allow more ({LIMIT})")
-    held, now = [], time.time()
+    held = []
     for file in cache_folder().rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # renamed by another process
             state = file.stat()
             if not stat.S_ISREG(state.st_mode) or not state.st_mode & stat.S_IWUSR:
                 continue
-            whole = file.with_name(file.name[1:].rsplit(".", 2)[0])  # that a part is fetched for
-            if file.suffix == ".part" and whole != path:
-                if now - state.st_mtime > _STOPPED:
-                    file.unlink()
-                else:  # as much as it will take
-                    held.append((math.inf, max(state.st_size, whole.stat().st_size), file))
+            if file.suffix == ".part" and _whole(file) != path:  # as much as it will take
+                held.append((state.st_mtime, max(state.st_size, _whole(file).stat().st_size), file))
             elif file.suffix in SHARDS:
                 held.append((state.st_atime, state.st_size, file))
     total = entry.size + sum(size for _, size, _ in held)
     for _, size, file in sorted(held, key=lambda each: each[0]):
-        if total > limit and (other := _entry(file)) is not None:
+        if total <= limit:
+            return
+        if file.suffix == ".part":
+            with contextlib.suppress(FileNotFoundError), in_turn(_lock(_whole(file)), wait=False) as mine:
+                if mine:  # nobody is fetching it
+                    file.unlink()
+                    total -= size
+        elif (other := _entry(file)) is not None:
             _set_aside(file, other)
             total -= size
+
+
+def _whole(part: Path) -> Path:
+    """The shard that a part is fetched for."""
+    return part.with_name(part.name[1:].rsplit(".", 2)[0])
