@@ -45,7 +45,9 @@ class Preparation:
         """Entries of timm's `pretrained_cfg`. given: those that the model came with."""
         mean, std = self.scale
         usual = {"mean": 0.0, "std": 1.0}
-        fitting = {name: given[name] if len(given[name]) == channels else [usual[name]] * channels for name in usual}
+        seen = self.data is None or self.modality.pixels  # what the model came with is of pictures
+        fits = {name: seen and len(given[name]) == channels for name in usual}
+        fitting = {name: given[name] if fits[name] else [usual[name]] * channels for name in usual}
         return {"mean": list(mean or fitting["mean"]), "std": list(std or fitting["std"]), "crop_pct": self._crop}
 
     def to_hf(self, shape: tuple[int, ...], channels: int) -> dict[str, Any]:

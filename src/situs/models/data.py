@@ -226,7 +226,8 @@ def load_bank(
 def check_labels(loader: Loader, *, multi_label: bool = False) -> tuple[str, ...]:
     """The classes of data that must have labels: one an image, or any number where `multi_label` allows it."""
     if loader.classes is None:
-        raise SitusError(f"{loader.source.name}: has no labels to compare with", field=("data", "text.label"))
+        field = ("data", "text.label") if loader.source.things == "sentences" else "data"
+        raise SitusError(f"{loader.source.name}: has no labels to compare with", field=field)
     if loader.source.multi_label and not multi_label:
         raise SitusError(
             f"{loader.source.name}: is multi-label, and one class an image is asked for here", field="data"

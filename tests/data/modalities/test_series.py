@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,14 @@ from situs.cli.main import main
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
+from situs.data.modalities.base import Fits
 from situs.data.modalities.series import SeriesConfig
 from situs.data.open import kind_of, open_source, settle, splits_at
+from situs.data.preparation import Preparation
+from situs.data.sources.folder import FileSource
 from situs.errors import BrokenSampleError, SitusError
 from situs.models import open_model
+from situs.models.data import check_labels
 
 CLASSES = ("fast", "slow")
 
@@ -94,6 +100,134 @@ def test_files_of_every_form_and_faults(tmp_path: Path) -> None:
     for row, said in ((2, "no numbers"), (3, "differ in length"), (4, "cannot be read as an array")):
         with pytest.raises(BrokenSampleError, match=said):
             plain.read(row)
+
+
+def _header(shape: tuple[int, ...]) -> bytes:
+    """The start of a `.npy` file of float64."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<f8", "fortran_order": False, "shape": shape})
+    return file.getvalue()
+
+
+def _packed(method: int, *, flags: int = 0, damage: bool = False) -> bytes:
+    """A `.npz` file of 9 numbers, with another flag or a damaged byte."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as packed:
+        packed.writestr("x.npy", _header((9,)) + bytes(72))
+    data = bytearray(file.getvalue())
+    start = data.index(b"PK\x01\x02")
+    data[6], data[start + 8] = flags, flags
+    if damage:
+        data[35] = 255  # the first packed byte
+    return bytes(data)
+
+
+def _unpackable() -> bytes:
+    """A `.npz` file that says it is packed in a way that nobody knows."""
+    data = bytearray(_packed(zipfile.ZIP_STORED))
+    data[8], data[data.index(b"PK\x01\x02") + 10] = 97, 97
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("a.npy", b"", "cannot be read as an array"),
+        ("a.npy", _header((2**60,)), "cannot be read as an array"),
+        ("a.npz", b"", "cannot be read as an array"),
+        ("a.npz", _packed(zipfile.ZIP_STORED, flags=1), "cannot be read as an array .*encrypted"),
+        ("a.npz", _packed(zipfile.ZIP_DEFLATED, damage=True), "cannot be read as an array"),
+        ("a.npz", _unpackable(), "cannot be read as an array .*compression"),
+        ("a.npy", np.arange(3) * 1j, "holds complex128, and a recording is of real numbers"),
+        ("a.npy", np.arange(3).astype("datetime64[s]"), "holds datetime64"),
+        ("a.npy", np.array(["a", "b"]), "holds <U1"),
+    ],
+)
+@pytest.mark.parametrize("stride", [None, 2])
+def test_odd_files_are_sentences(
+    name: str, data: bytes | np.ndarray, said: str, stride: int | None, tmp_path: Path
+) -> None:
+    if isinstance(data, bytes):
+        (tmp_path / name).write_bytes(data)
+    else:
+        np.save(tmp_path / name, data)
+    source = open_source(tmp_path, kind="series", series=SeriesConfig(steps=2, stride=stride))
+    with pytest.raises(BrokenSampleError, match=rf"{name}: {said}"):
+        source.read(0)
+
+
+def test_what_is_too_large_unpacked_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez_compressed(tmp_path / "a.npz", x=np.zeros(100000), y=np.zeros(100000))
+    monkeypatch.setattr("situs.data.sources.images._MOST_BYTES", 1_000_000)
+    with pytest.raises(BrokenSampleError, match=r"a\.npz, unpacked: has 1,600,\d+ bytes, and a recording at most"):
+        open_source(tmp_path, kind="series").read(0)
+
+
+def test_time_first_is_of_one_array_and_not_of_channels(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.arange(5.0), y=np.ones(5))
+    np.savez(tmp_path / "b.npz", x=np.zeros((5, 2)))
+    source = open_source(tmp_path, kind="series", series=SeriesConfig(time_first=True))
+    assert [source.read(row)["series"].shape for row in range(2)] == [(2, 5), (2, 5)]
+
+
+def test_windows_read_only_their_part_of_a_file(recordings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = open_source(recordings, "val", kind="series")
+    wanted = plain.read(3)["series"]
+    monkeypatch.setattr(FileSource, "payload", None)
+    windows = open_source(recordings, "val", kind="series", series=SeriesConfig(steps=10, stride=10))
+    parts = [windows.read(row)["series"] for row in range(len(windows)) if windows.key(row).startswith(plain.key(3))]
+    assert torch.equal(torch.cat(parts, 1), wanted)
+
+
+@pytest.mark.parametrize(
+    ("trained", "judged", "classes", "numbers"),
+    [
+        (["b", "a", "c"], ["c", "b"], ("a", "b", "c"), [2, 1]),
+        ([None, "b", "a"], [None, "b"], ("a", "b"), [None, 1]),
+        ([-1, 0, 1], [1, -1], ("-1", "0", "1"), [2, 0]),
+        ([0.5, 2.0, float("nan")], [2.0, 0.5], ("0.5", "2.0"), [1, 0]),
+        ([0, 2, 1], [2], ("0", "1", "2"), [2]),
+        (["a", "b"], ["z", "b"], ("a", "b"), [None, 1]),
+        ([None, None], [None], None, []),
+    ],
+)
+def test_labels_of_rows_are_those_of_the_training_files(
+    trained: list[Any], judged: list[Any], classes: tuple[str, ...] | None, numbers: list[int | None], tmp_path: Path
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for split, labels in (("train", trained), ("val", judged)):
+        kind = pa.array(trained).type
+        rows = {"signal": [[1.0, 2.0]] * len(labels), "label": pa.array(labels, kind)}
+        pq.write_table(pa.table(rows), tmp_path / f"{split}.parquet")
+    source = open_source(tmp_path, "val")
+    assert source.classes == classes == open_source(tmp_path, "train").classes
+    for row, number in enumerate(numbers):
+        if number is not None:
+            assert source.label(row) == number
+            continue
+        has = "the label 'z', and training has none such" if judged[row] else "no label, others have one"
+        with pytest.raises(BrokenSampleError, match=rf"val\.parquet, row {row}: the row has {has}"):
+            source.label(row)
+
+
+def test_an_error_names_the_file_of_its_row(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"signal": [[1.0], [2.0]], "label": [0, 1]}), tmp_path / "train-0.parquet")
+    pq.write_table(pa.table({"signal": [[1.0], [float("nan")]], "label": [0, 1]}), tmp_path / "train-1.parquet")
+    source = open_source(tmp_path)
+    assert [source.key(row) for row in (1, 2)] == ["train-0.parquet/1", "train-1.parquet/0"]
+    with pytest.raises(BrokenSampleError, match=r"train-1\.parquet, row 1: holds values that are no numbers"):
+        source.read(3)
+    pq.write_table(pa.table({"signal": [[1.0]]}), tmp_path / "train-1.parquet")
+    with pytest.raises(SitusError, match=r"train-1\.parquet: has no column 'label', other files have"):
+        open_source(tmp_path)
+    pq.write_table(pa.table({"signal": [[1.0]], "label": [[1]]}), tmp_path / "train-0.parquet")
+    with pytest.raises(SitusError, match=r"train-0\.parquet: .*a label is one number or name"):
+        open_source(tmp_path / "train-0.parquet")
 
 
 def test_rows_of_parquet_are_channels_by_column(tmp_path: Path) -> None:
@@ -179,6 +313,26 @@ def test_the_scale_is_exact_and_a_constant_channel_has_deviation_one(tmp_path: P
     data = config(tmp_path)
     assert data.mean == pytest.approx((1000000.5, 0.1, 5e-13), rel=1e-7)
     assert data.mean[0] == 1000000.5 and data.std[:2] == (0.5, 1.0) and data.std[2] == pytest.approx(5e-13)
+
+
+def test_an_export_keeps_the_scale_out_of_the_words_of_pictures() -> None:
+    prepared = Preparation(DataConfig(kind="series", img_size=(1, 8), channels=3, mean=(1, 2, 3), std=(4, 5, 6)))
+    photographs = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+    assert prepared.to_timm(photographs, 3) == {"mean": [0.0] * 3, "std": [1.0] * 3, "crop_pct": 1.0}
+    assert Preparation().to_timm(photographs, 3)["mean"] == [0.485, 0.456, 0.406]
+    table = prepared.to_situs()["series"]
+    again = Preparation.read(Fits("model", (1, 8), 3), {}, {"series": table}).data
+    assert again is not None and again.normalisation == ((1, 2, 3), (4, 5, 6))
+    del table["mean"]
+    with pytest.raises(SitusError, match=r"its table situs\.series has no mean, by which recordings are normalised"):
+        Preparation.read(Fits("model", (1, 8), 3), {}, {"series": table})
+
+
+def test_only_sentences_without_labels_are_told_of_their_column(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", wave(0, 0))
+    with pytest.raises(SitusError, match="has no labels to compare with") as stop:
+        check_labels(make_loader(config(tmp_path), None, source=open_source(tmp_path, kind="series")))
+    assert stop.value.fields == ("data",)
 
 
 def test_what_is_not_for_recordings_is_refused(recordings: Path) -> None:

@@ -203,6 +203,9 @@ class Measured(Modality):
         return super().prepared(data) | {"mean": mean, "std": std}
 
     def from_prepared(self, data: DataConfig, table: dict[str, Any], model: Fits) -> DataConfig:  # noqa: ARG002
+        if missing := [name for name in ("mean", "std") if name not in table]:
+            said = f"its table situs.{self.table} has no {missing[0]}, by which {self.things} are normalised"
+            raise SitusError(f"config.json: {said}; export the model again")
         own = {name: value for name, value in table.items() if name not in ("mean", "std")}
         scale = {name: tuple(table[name]) for name in ("mean", "std")}
         settings = {self.table: from_dict(self.Config, own, where=self.table)}

@@ -28,10 +28,10 @@ from situs.data.modalities.base import Measured, Scale
 from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.audio import AUDIO_SUFFIXES
-from situs.data.sources.base import Source, Wanted, choose_split, list_shards, number_names, split_of, splits_of
+from situs.data.sources.base import SPLITS, Source, Wanted, choose_split, list_shards, number_names, split_of, splits_of
 from situs.data.sources.columns import class_names
 from situs.data.sources.folder import FolderSource, split_folders
-from situs.data.sources.images import IMAGE_SUFFIXES
+from situs.data.sources.images import IMAGE_SUFFIXES, check_bytes, read_npy, read_npy_header
 from situs.data.sources.parquet import LABEL_COLUMNS, open_parquet, reading
 from situs.data.sources.subset import Subset
 from situs.errors import BrokenSampleError, SitusError
@@ -79,8 +79,8 @@ class Recordings(Source):
     things = "recordings"
     series: SeriesConfig
 
-    def array(self, index: int) -> Any:
-        """The arrays of a recording as they lie there: one, or one for each channel."""
+    def arrays(self, index: int, *, whole: bool) -> list[Any]:
+        """The arrays of a recording as they lie there: one, or one for each channel. whole: all of it is needed."""
         raise NotImplementedError
 
     def where(self, index: int) -> str:
@@ -88,23 +88,38 @@ class Recordings(Source):
         raise NotImplementedError
 
     def read(self, index: int) -> dict[str, Any]:
-        sample, label = {"series": self._channels(index)}, self.label(index)
+        return self.window(index)
+
+    def window(self, index: int, start: int = 0, steps: int | None = None) -> dict[str, Any]:
+        """What `read` gives, of `steps` steps from `start` on."""
+        part = self._channels(index, whole=steps is None)[:, start : None if steps is None else start + steps]
+        with np.errstate(over="ignore"):
+            values = np.array(part, np.float32, order="C")
+        if not np.isfinite(values).all():
+            raise BrokenSampleError(f"{self.where(index)}: holds values that are no numbers")
+        sample, label = {"series": torch.from_numpy(values)}, self.label(index)
         return sample if label is None else sample | {"label": label}
 
-    def _channels(self, index: int) -> Tensor:
-        parts = self.array(index)
+    def length(self, index: int) -> int:
+        """Steps of a recording."""
+        return self._channels(index, whole=False).shape[1]
+
+    def _channels(self, index: int, *, whole: bool) -> np.ndarray:
+        """[C, T] of any type of real numbers."""
+        parts = self.arrays(index, whole=whole)
         try:
-            whole = np.stack([np.asarray(part, np.float32) for part in parts]) if isinstance(parts, list) else parts
-            whole = np.asarray(whole, np.float32)
+            parts = [part if isinstance(part, np.ndarray) else np.asarray(part, np.float64) for part in parts]
+            values = parts[0] if len(parts) == 1 else np.stack(parts)
         except (ValueError, TypeError) as error:
             raise BrokenSampleError(f"{self.where(index)}: its channels differ in length, or are no numbers") from error
-        whole = whole[0] if whole.ndim == 3 and len(whole) == 1 else whole
-        whole = whole[None] if whole.ndim == 1 else whole.T if self.series.time_first else whole
-        if whole.ndim != 2 or not whole.size:
-            raise BrokenSampleError(f"{self.where(index)}: is {list(whole.shape)}, and a recording is [T] or [C, T]")
-        if not np.isfinite(whole).all():
-            raise BrokenSampleError(f"{self.where(index)}: holds values that are no numbers")
-        return torch.from_numpy(np.ascontiguousarray(whole))
+        if values.dtype.kind not in "buif":
+            raise BrokenSampleError(f"{self.where(index)}: holds {values.dtype}, and a recording is of real numbers")
+        values = values[0] if values.ndim == 3 and len(values) == 1 else values
+        flipped = self.series.time_first and len(parts) == 1
+        values = values[None] if values.ndim == 1 else values.T if flipped else values
+        if values.ndim != 2 or not values.size:
+            raise BrokenSampleError(f"{self.where(index)}: is {list(values.shape)}, and a recording is [T] or [C, T]")
+        return values
 
 
 class SeriesFiles(Recordings, FolderSource):
@@ -119,12 +134,34 @@ class SeriesFiles(Recordings, FolderSource):
     def where(self, index: int) -> str:
         return self.entry(index)
 
-    def array(self, index: int) -> Any:
+    def arrays(self, index: int, *, whole: bool) -> list[Any]:
+        packed = self._files[index].lower().endswith(".npz")
+        data = self.payload(index) if whole or packed else b""
         try:
-            data = np.load(io.BytesIO(self.payload(index)), allow_pickle=False)
-            return [data[name] for name in sorted(data.files)] if isinstance(data, np.lib.npyio.NpzFile) else data
-        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-            raise BrokenSampleError(f"{self.entry(index)}: cannot be read as an array ({str(error)[:80]})") from error
+            if packed:
+                return self._unpacked(data, index)
+            return [read_npy(data) if whole else _mapped(self.root / self._files[index])]
+        except BrokenSampleError:
+            raise
+        except Exception as error:  # zip files, their packers and NumPy raise classes of their own
+            reason = str(error)[:80] or type(error).__name__
+            raise BrokenSampleError(f"{self.entry(index)}: cannot be read as an array ({reason})") from error
+
+    def _unpacked(self, data: bytes, index: int) -> list[Any]:
+        with zipfile.ZipFile(io.BytesIO(data)) as opened:
+            members = sorted(opened.infolist(), key=lambda each: each.filename.removesuffix(".npy"))
+            size = sum(each.file_size for each in members)
+            check_bytes(size, lambda: f"{self.entry(index)}, unpacked", "a recording")
+            if not members:
+                raise ValueError("it holds none")
+            return [read_npy(opened.read(each)) for each in members]
+
+
+def _mapped(file: Path) -> np.ndarray:
+    """A NumPy file of which only what is looked at is read."""
+    with file.open("rb") as stream:
+        shape, fortran, dtype = read_npy_header(stream, file.stat().st_size)
+        return np.memmap(stream, dtype, "r", stream.tell(), shape, "F" if fortran else "C")
 
 
 class SeriesRows(Recordings):
@@ -133,47 +170,88 @@ class SeriesRows(Recordings):
     def __init__(self, path: Path, wanted: Wanted, series: SeriesConfig) -> None:
         import pyarrow as pa
 
-        files, self.series = list_shards(path, ".parquet"), series
-        chosen = None if path.is_file() else choose_split(splits_of(files), wanted.split, str(path))
-        files = [file for file in files if chosen is None or split_of(file) == chosen]
-        names, label = _columns(files[0], series)
-        parts = []
-        for file in files:
-            with reading(file):
-                parts.append(open_parquet(file).read(columns=[*names, *([label] if label else [])]))
+        shards, self.series = list_shards(path, ".parquet"), series
+        splits = set[str]() if path.is_file() else splits_of(shards)
+        chosen = None if path.is_file() else choose_split(splits, wanted.split, str(path))
+        self._files = [file for file in shards if chosen is None or split_of(file) == chosen]
+        names, label = _columns(self._files[0], series)
+        label = label if wanted.labels else None
+        parts = _read(self._files, [*names, *([label] if label else [])])
         table = pa.concat_tables(parts)
-        self._parts, self._file, classes, self._labels = [table[name] for name in names], files[0], None, None
-        if label is not None and wanted.labels:
-            labels = table[label].to_pylist()
-            classes = class_names(files[0], parts[0].schema, label) or _names(labels, f"{path}, column {label!r}")
-            number = {
-                each: at for at, each in enumerate(classes if isinstance(labels[0], str) else range(len(classes)))
-            }
-            self._labels = [number.get(each) for each in labels]
+        if not len(table):
+            raise SitusError(f"{path}: its parquet files hold no rows", field="data")
+        self._ends = np.cumsum([len(part) for part in parts])
+        self._parts, self._labels, self._number, classes = [table[name] for name in names], None, {}, None
+        if label is not None:
+            if pa.types.is_nested(kind := table[label].type):
+                said = f"column {label!r} is {str(kind)[:80]}, and a label is one number or name"
+                raise SitusError(f"{self._files[0]}: {said}", field="series.label")
+            home = next((name for name in SPLITS["train"] if name in splits), chosen)
+            training = [file for file in shards if split_of(file) == home] if home != chosen else self._files
+            known = [each for part in _read(training, [label]) for each in part[label].to_pylist()]
+            named = class_names(training[0], open_parquet(training[0]).schema_arrow, label)
+            classes, self._number = _classes(known, named, f"{path}, column {label!r}")
+            self._labels = table[label].to_pylist() if classes else None
         super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, None, wanted.strict)
 
     def __len__(self) -> int:
         return len(self._parts[0])
 
-    def where(self, index: int) -> str:
-        return f"{self._file}, row {index}"
+    def _place(self, index: int) -> tuple[Path, int]:
+        """The file of a row, and its number there."""
+        at = int(np.searchsorted(self._ends, index, "right"))
+        return self._files[at], index - int(self._ends[at - 1]) * (at > 0)
 
-    def array(self, index: int) -> Any:
+    def where(self, index: int) -> str:
+        file, row = self._place(index)
+        return f"{file}, row {row}"
+
+    def key(self, index: int) -> str:
+        file, row = self._place(index)
+        return f"{file.name}/{row}"
+
+    def arrays(self, index: int, *, whole: bool) -> list[Any]:  # noqa: ARG002
         return [part[index].as_py() for part in self._parts]
 
     def label(self, index: int) -> int | None:
         if self._labels is None:
             return None
-        if self._labels[index] is None:
-            raise BrokenSampleError(f"{self.where(index)}: the row has no label, others have one")
-        return self._labels[index]
+        value = self._labels[index]
+        if value not in self._number:
+            has = "no label, others have one" if _missing(value) else f"the label {value!r}, and training has none such"
+            raise BrokenSampleError(f"{self.where(index)}: the row has {has}")
+        return self._number[value]
 
 
-def _names(labels: list[Any], where: str) -> tuple[str, ...]:
-    known = {each for each in labels if each is not None}
-    if all(isinstance(each, int) and each >= 0 for each in known) and known:
-        return number_names(max(known), where)
-    return tuple(sorted(map(str, known)))
+def _read(files: list[Path], columns: list[str]) -> list[Any]:
+    """The columns of each file, of the types of the first."""
+    parts = []
+    for file in files:
+        with reading(file):
+            part = open_parquet(file).read(columns=columns)
+        if missing := [name for name in columns if name not in part.schema.names]:
+            raise SitusError(f"{file}: has no column {missing[0]!r}, other files have", field="data")
+        with reading(file, f"a column of other types than in {files[0].name}"):
+            parts.append(part.select(columns).cast(parts[0].schema if parts else part.select(columns).schema))
+    return parts
+
+
+def _missing(label: Any) -> bool:
+    """Null, or no number."""
+    return label is None or label != label
+
+
+def _classes(labels: list[Any], named: tuple[str, ...], where: str) -> tuple[tuple[str, ...] | None, dict[Any, int]]:
+    """The names of the classes, and the number of each label. named: by the files, which then hold their numbers."""
+    known = sorted({each for each in labels if not _missing(each)})
+    if not known:
+        return None, {}
+    if named:
+        return named, {each: at for at, each in enumerate(named if isinstance(known[0], str) else range(len(named)))}
+    if isinstance(known[0], int) and known[0] >= 0:
+        names = number_names(known[-1], where)
+        return names, {at: at for at in range(len(names))}
+    return tuple(map(str, known)), {each: at for at, each in enumerate(known)}
 
 
 def _columns(file: Path, series: SeriesConfig) -> tuple[list[str], str | None]:
@@ -212,7 +290,8 @@ class Windows(Source):
         self.places: list[tuple[int, int]] = []
         for index in range(len(source)):
             try:
-                length = source.read(index)["series"].shape[1]
+                whole, row = self._recording(index)
+                length = whole.length(row)
             except BrokenSampleError:
                 length = 0  # named when it is read
             self.places += [(index, start) for start in range(0, max(1, length - steps + 1), stride)]
@@ -228,9 +307,15 @@ class Windows(Source):
         return self.source.label(self.places[index][0])
 
     def read(self, index: int) -> dict[str, Any]:
-        row, start = self.places[index]
-        sample = self.source.read(row)
-        return sample | {"series": sample["series"][:, start : start + self.steps]}
+        place, start = self.places[index]
+        whole, row = self._recording(place)
+        return whole.window(row, start, self.steps)
+
+    def _recording(self, index: int) -> tuple[Recordings, int]:
+        """A recording of the source in the whole set."""
+        whole, row = self.source.origin(index)
+        assert isinstance(whole, Recordings)
+        return whole, row
 
 
 def measure(source: Source) -> tuple[Tensor, Tensor, int]:
@@ -324,7 +409,7 @@ class SeriesPipeline(Pipeline):
 def _is_series(file: Path) -> bool:
     """Whether a file of arrays is no image: several arrays, or one of one side."""
     try:
-        return file.suffix.lower() == ".npz" or np.load(file, mmap_mode="r", allow_pickle=False).ndim == 1
+        return file.suffix.lower() == ".npz" or _mapped(file).ndim == 1
     except (ValueError, OSError, EOFError):
         return False
 

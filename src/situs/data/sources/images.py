@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,10 +178,10 @@ def _broken(name: str, data: bytes = b"") -> Iterator[None]:
         raise BrokenSampleError(f"{name}: cannot be decoded as an image ({reason[:120]})") from error
 
 
-def check_bytes(size: int, name: Callable[[], str]) -> None:
-    """Refuses a file too large for an image before it is read into memory."""
+def check_bytes(size: int, name: Callable[[], str], what: str = "an image") -> None:
+    """Refuses a file too large for a sample before it is read into memory."""
     if size > _MOST_BYTES:
-        raise BrokenSampleError(f"{name()}: has {size:,} bytes, and an image at most {_MOST_BYTES:,}")
+        raise BrokenSampleError(f"{name()}: has {size:,} bytes, and {what} at most {_MOST_BYTES:,}")
 
 
 def read_bytes(file: Path, name: Callable[[], str]) -> bytes:
@@ -236,7 +236,7 @@ def _image_array(data: bytes) -> np.ndarray:
     """A NumPy file of [H, W], [C, H, W] or [H, W, C] (the shorter end is the channels): [C, H, W]."""
     import numpy as np
 
-    array = _read_npy(data)
+    array = read_npy(data)
     if array.ndim not in {2, 3} or 0 in array.shape:
         raise ValueError(f"an array of shape {tuple(array.shape)} is no image")
     if array.ndim == 2:
@@ -246,20 +246,28 @@ def _image_array(data: bytes) -> np.ndarray:
     return np.ascontiguousarray(array.astype(array.dtype.newbyteorder("=")))
 
 
-def _read_npy(data: bytes) -> np.ndarray:
+def read_npy(data: bytes) -> np.ndarray:
     """A NumPy file, as a view of its bytes: `np.load` would first allocate whatever the header claims."""
     import numpy as np
 
     stream = io.BytesIO(data)
+    shape, fortran, dtype = read_npy_header(stream, len(data))
+    return np.frombuffer(data, dtype, offset=stream.tell()).reshape(shape, order="F" if fortran else "C")
+
+
+def read_npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether it is of Fortran's order, and type of a NumPy file of `size` bytes, which must be as many."""
+    import numpy as np
+
     version = np.lib.format.read_magic(stream)
     if version not in {(1, 0), (2, 0)}:
         raise ValueError(f"version {version} of NumPy's format holds no plain numbers")
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read(stream)
-    needed, there = math.prod(shape) * dtype.itemsize, len(data) - stream.tell()
+    needed, there = math.prod(shape) * dtype.itemsize, size - stream.tell()
     if dtype.hasobject or min(shape, default=1) < 0 or needed != there:
         raise ValueError(f"{there} bytes do not fill an array of {dtype} and shape {shape}")
-    return np.frombuffer(data, dtype, offset=stream.tell()).reshape(shape, order="F" if fortran else "C")
+    return shape, fortran, dtype
 
 
 @cache
