@@ -115,4 +115,5 @@ class _Writer:
         for part, gamma in zip(("scale1", "scale2"), block.gammas, strict=True):
             if isinstance(gamma, nn.Module):
                 _refuse(self.backbone, f"a {type(gamma).__name__} stands in the place of a LayerScale")
-            self.add(f"{name}.{part}", gamma)
+            else:
+                self.add(f"{name}.{part}", gamma)

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import io
 import math
+import tokenize
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -263,7 +264,10 @@ def read_npy_header(stream: BinaryIO, size: int) -> tuple[tuple[int, ...], bool,
     if version not in {(1, 0), (2, 0)}:
         raise ValueError(f"version {version} of NumPy's format holds no plain numbers")
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = read(stream)
+    try:
+        shape, fortran, dtype = read(stream)
+    except (SyntaxError, tokenize.TokenError) as error:  # NumPy parses a damaged header as Python
+        raise ValueError("its header is damaged") from error
     needed, there = math.prod(shape) * dtype.itemsize, size - stream.tell()
     if dtype.hasobject or min(shape, default=1) < 0 or needed != there:
         raise ValueError(f"{there} bytes do not fill an array of {dtype} and shape {shape}")
