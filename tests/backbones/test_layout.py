@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import timm
 from builders import small_hf, small_vit
 from timm.models._manipulate import group_with_matcher
+from torch import nn
 
 from situs.backbones import Backbone, create_backbone
+from situs.backbones.timm.plain import plain_vit
+from situs.errors import SitusError
 
 SMALL = {"depth": 3, "embed_dim": 24, "num_heads": 3}
 TIMM = {
@@ -176,4 +181,17 @@ def test_a_model_without_blocks_has_no_groups() -> None:
     assert backbone.block_modules() == []
     assert {role.depth for role in backbone.roles().values()} == {1}
     with pytest.raises(SitusError, match="convolutional network"):
+        backbone.groups()
+
+
+def test_a_norm_in_the_place_of_a_layer_scale_moves_with_the_stream_and_is_no_plain_vit() -> None:
+    backbone = small_vit(28, depth=1)
+    block: Any = cast("Any", backbone.model).blocks[0]
+    block.ls1 = nn.LayerNorm(block.norm1.weight.numel())
+    stream = next(group for group in backbone.groups() if "blocks.0.norm1.weight" in {m.tensor for m in group.members})
+    assert {"blocks.0.ls1.weight", "blocks.0.ls1.bias"} <= {member.tensor for member in stream.members}
+    with pytest.raises(SitusError, match="LayerNorm stands in the place of a LayerScale"):
+        plain_vit(backbone)
+    block.ls1 = nn.BatchNorm1d(4)
+    with pytest.raises(SitusError, match="BatchNorm1d"):
         backbone.groups()
