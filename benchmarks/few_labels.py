@@ -33,14 +33,14 @@ from situs.data.modalities.image import ImagePipeline
 from situs.data.open import open_source
 from situs.data.resident import hold
 from situs.data.sources.base import TensorSource
-from situs.evaluate.adapt.bench import DECAYS, Bench, neighbours
-from situs.evaluate.adapt.plan import EPOCHS as PASSES
-from situs.evaluate.adapt.plan import UPDATES
-from situs.evaluate.adapt.ways import PARTS, WAYS, Origin, Tried, choose, folds_of
-from situs.evaluate.by_class import wilson
-from situs.evaluate.finetune import FinetuneConfig
-from situs.evaluate.knn import knn_accuracy
 from situs.files import write_text
+from situs.measure.adapt.bench import DECAYS, Bench, neighbours
+from situs.measure.adapt.plan import EPOCHS as PASSES
+from situs.measure.adapt.plan import UPDATES
+from situs.measure.adapt.ways import PARTS, WAYS, Origin, Tried, choose, folds_of
+from situs.measure.by_class import wilson
+from situs.measure.finetune import FinetuneConfig
+from situs.measure.knn import knn_accuracy
 from situs.methods import METHODS
 from situs.models.handed import addressed_model
 from situs.models.initialise import starting

@@ -25,11 +25,11 @@ from few_labels import Job, Study, read_sets
 from situs.backbones.lora import add_lora, low_rank_names
 from situs.data.loader import make_loader
 from situs.data.sources.base import TensorSource
-from situs.evaluate.adapt.bench import Bench, updates
-from situs.evaluate.adapt.ways import Origin
-from situs.evaluate.finetune import finetune_config
-from situs.evaluate.knn import knn_accuracy
-from situs.evaluate.probe.linear import fit_linear
+from situs.measure.adapt.bench import Bench, updates
+from situs.measure.adapt.ways import Origin
+from situs.measure.finetune import finetune_config
+from situs.measure.knn import knn_accuracy
+from situs.measure.probe.linear import fit_linear
 from situs.methods import METHODS
 from situs.methods.base import Method
 from situs.models.handed import addressed_model

@@ -23,7 +23,6 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 import situs
-from situs.analyze.reconstruct import place_patches
 from situs.audit import PatchEmbedding, victim_gradients
 from situs.audit.scores.metrics import denormalise, psnr
 from situs.audit.split.order import order_rows, public_side, put_together
@@ -35,6 +34,7 @@ from situs.core.random import uniform
 from situs.core.tokens import mask_of, patchify, take, unpatchify
 from situs.data.sources.samples import load_samples
 from situs.locks.features import Defence
+from situs.measure.reconstruct import place_patches
 from situs.methods.base import Batch
 from situs.models.data import load_set
 from situs.report import figures

@@ -6,7 +6,7 @@ from pathlib import Path
 import timm
 
 import situs
-from situs.evaluate import evaluate_position
+from situs.measure import evaluate_position
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", default="samples", help="a folder with a sub-folder for each class")

@@ -7,7 +7,7 @@ import numpy as np
 from sklearn.linear_model import LogisticRegression
 
 import situs
-from situs.evaluate.features import extract_features, write_features
+from situs.measure.features import extract_features, write_features
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", help="a run, an export, a model's folder or NAME=FILE; by default a short run of MP3")

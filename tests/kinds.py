@@ -10,12 +10,6 @@ from typing import Any
 
 import torch
 
-from situs.analyze.attention import Attention, Shown, Survey
-from situs.analyze.correlation import Correlation, Correlations
-from situs.analyze.positions import PositionTables, look_at
-from situs.analyze.reconstruct import Puzzle, PuzzleRatios, PuzzleScores, Reconstruction
-from situs.analyze.runs import Run, Runs
-from situs.analyze.tables import PositionTable
 from situs.audit import April, NoDefence, PatchEmbedding
 from situs.audit.cases import Case, Outcome
 from situs.audit.curve import IMAGES, Curves
@@ -45,29 +39,6 @@ from situs.bench.step import StepTable
 from situs.config import from_dict
 from situs.data.check import KINDS, DataCheck, Found
 from situs.data.pack import Packed
-from situs.evaluate.accuracy import Accuracy, ClassAccuracy
-from situs.evaluate.adapt import Adapted
-from situs.evaluate.adapt.ways import Origin as Start
-from situs.evaluate.adapt.ways import Tried as Way
-from situs.evaluate.consistency import Consistency, ConsistencyCurve
-from situs.evaluate.ensemble import Ensemble
-from situs.evaluate.knn import LayerAccuracy, LayerKnn
-from situs.evaluate.multi_label import LabelAccuracy, label_scores
-from situs.evaluate.objects.measure import Detections
-from situs.evaluate.objects.measure import Drawn as DrawnObjects
-from situs.evaluate.objects.measure import Shown as ShownObjects
-from situs.evaluate.objects.scores import Answers, ApScores
-from situs.evaluate.perplexity import Perplexity, WordScores
-from situs.evaluate.position import Cell, PositionCurve, PositionGrid
-from situs.evaluate.probe.classes import ClassProbe, ClassProbes
-from situs.evaluate.probe.linear import Fitted, Linear, Score, Tried
-from situs.evaluate.probe.position import PositionProbe, PositionProbes
-from situs.evaluate.probe.segments import SegmentProbe, SegmentProbes
-from situs.evaluate.robustness.measures import Robustness
-from situs.evaluate.segments.measure import Segments
-from situs.evaluate.segments.measure import Shown as Segmented
-from situs.evaluate.segments.scores import SegmentScores
-from situs.evaluate.segments.windows import Inference
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
@@ -75,6 +46,35 @@ from situs.locks.features import Defence as FeatureDefence
 from situs.locks.tuning.paper import RuleCheck
 from situs.locks.tuning.result import WAYS, Curve, LockTuning, TuningConfig
 from situs.locks.tuning.result import Score as TunedScore
+from situs.measure.accuracy import Accuracy, ClassAccuracy
+from situs.measure.adapt import Adapted
+from situs.measure.adapt.ways import Origin as Start
+from situs.measure.adapt.ways import Tried as Way
+from situs.measure.attention import Attention, Shown, Survey
+from situs.measure.consistency import Consistency, ConsistencyCurve
+from situs.measure.correlation import Correlation, Correlations
+from situs.measure.ensemble import Ensemble
+from situs.measure.knn import LayerAccuracy, LayerKnn
+from situs.measure.multi_label import LabelAccuracy, label_scores
+from situs.measure.objects.measure import Detections
+from situs.measure.objects.measure import Drawn as DrawnObjects
+from situs.measure.objects.measure import Shown as ShownObjects
+from situs.measure.objects.scores import Answers, ApScores
+from situs.measure.perplexity import Perplexity, WordScores
+from situs.measure.position import Cell, PositionCurve, PositionGrid
+from situs.measure.positions import PositionTables, look_at
+from situs.measure.probe.classes import ClassProbe, ClassProbes
+from situs.measure.probe.linear import Fitted, Linear, Score, Tried
+from situs.measure.probe.position import PositionProbe, PositionProbes
+from situs.measure.probe.segments import SegmentProbe, SegmentProbes
+from situs.measure.reconstruct import Puzzle, PuzzleRatios, PuzzleScores, Reconstruction
+from situs.measure.robustness.measures import Robustness
+from situs.measure.runs import Run, Runs
+from situs.measure.segments.measure import Segments
+from situs.measure.segments.measure import Shown as Segmented
+from situs.measure.segments.scores import SegmentScores
+from situs.measure.segments.windows import Inference
+from situs.measure.tables import PositionTable
 from situs.results import Origin, Provenance, Result
 from situs.split.cost import CASES, CostConfig, SplitCost, StepCost
 from situs.studies.form import Study as StudyForm

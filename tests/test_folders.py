@@ -20,7 +20,7 @@ from situs.cli.main import main
 from situs.data.open import open_source
 from situs.data.sources.images import decode
 from situs.errors import SitusError
-from situs.evaluate import evaluate_knn, evaluate_probe
+from situs.measure import evaluate_knn, evaluate_probe
 from situs.models.data import load_any
 
 TINY = """

@@ -13,7 +13,7 @@ from memory_kinds import CLASSES, KINDS, SIDE, TorchSet, pictures, write_folder
 
 import situs
 from situs.errors import SitusError
-from situs.evaluate.features import extract_features
+from situs.measure.features import extract_features
 
 TINY: dict[str, Any] = {
     "backbone": {

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from situs.audit import audit_gradients as audit_gradients
     from situs.audit import audit_texts as audit_texts
     from situs.errors import SitusError as SitusError
-    from situs.evaluate import evaluate_accuracy as evaluate_accuracy
-    from situs.evaluate import predict as predict
     from situs.locks import audit_lock as audit_lock
     from situs.locks import lock as lock
     from situs.locks import new_key as new_key
     from situs.locks import unlock as unlock
     from situs.locks import verify as verify
+    from situs.measure import evaluate_accuracy as evaluate_accuracy
+    from situs.measure import predict as predict
     from situs.pages import publish as publish
 
 # Where each public name lives; it is loaded on first use, so that `import situs` imports no torch.
@@ -53,8 +53,8 @@ _HOMES = {
     "adapt": "situs.api",
     "export": "situs.api",
     "open_model": "situs.api",
-    "predict": "situs.evaluate",
-    "evaluate_accuracy": "situs.evaluate",
+    "predict": "situs.measure",
+    "evaluate_accuracy": "situs.measure",
     "verify": "situs.locks",
     "new_key": "situs.locks",
     "lock": "situs.locks",

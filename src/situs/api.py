@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from situs.backbones.config import PositionKind
     from situs.core.tokens import Size
-    from situs.evaluate.adapt import Adapted
     from situs.locks.key import AnyKey
+    from situs.measure.adapt import Adapted
     from situs.methods import Method
     from situs.models import Model
     from situs.models.data import AnyData, AnyModel
@@ -171,7 +171,7 @@ def finetune(
 
     >>> tuned = situs.finetune("runs/mp3", data="photos/", out="runs/ft")
     """
-    from situs.evaluate.finetune import FinetuneConfig, data_as_seen
+    from situs.measure.finetune import FinetuneConfig, data_as_seen
     from situs.models.handed import addressed_model
 
     source = addressed_model(source)
@@ -209,8 +209,8 @@ def adapt(
     >>> best = situs.adapt("vit_small_patch16_224=pretrained", data="photos/", minutes=10, out="runs/adapted")
     """
     from situs.data.open import addressed
-    from situs.evaluate.adapt import adapt_model
-    from situs.evaluate.finetune import FinetuneConfig, data_as_seen
+    from situs.measure.adapt import adapt_model
+    from situs.measure.finetune import FinetuneConfig, data_as_seen
     from situs.models.handed import addressed_model
     from situs.models.initialise import starting
     from situs.pages import publish
@@ -289,7 +289,7 @@ def open_model(
 
 def train_pretraining(config: RunConfig, **place: Any) -> TrainResult | Rehearsal:
     """Trains what `config` says. place: by the names in `PLACE`; `dry_run`: all is checked and nothing trained."""
-    from situs.evaluate.hooks import probe_hooks
+    from situs.measure.hooks import probe_hooks
 
     return _train(config, probe_hooks, **place)
 
@@ -303,7 +303,7 @@ def train_finetuning(
     **place: Any,
 ) -> TrainResult | Rehearsal:
     """Fine-tunes the model at `source` as `config` says, and looks at the validation split on the way."""
-    from situs.evaluate.hooks import validation_hooks
+    from situs.measure.hooks import validation_hooks
     from situs.train.inputs import own_splits
 
     if validate_every is not None:
@@ -346,7 +346,7 @@ def _train(
 
 def _begun(config: RunConfig, source: str | Path | None, positions: PositionKind | None) -> RunConfig:
     """The config of a new fine-tuning: of a model (`source`), or of weights alone (`config.init`)."""
-    from situs.evaluate.finetune import check_labelled, finetune_config
+    from situs.measure.finetune import check_labelled, finetune_config
 
     if source is not None:
         if config.init is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from situs.cli.main import main
-from situs.evaluate.adapt import run as runs
+from situs.measure.adapt import run as runs
 
 
 @pytest.fixture(autouse=True)

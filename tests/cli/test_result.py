@@ -10,7 +10,7 @@ import torch
 
 from situs.cli.main import main
 from situs.cli.result import present
-from situs.evaluate.knn import LayerAccuracy, LayerKnn
+from situs.measure.knn import LayerAccuracy, LayerKnn
 from situs.results import Origin, Provenance
 
 

@@ -16,7 +16,6 @@ from situs.audit.text.victim import open_text_victim
 from situs.backbones import Backbone, create_backbone
 from situs.data.tokeniser import Tokeniser
 from situs.errors import SitusError
-from situs.evaluate import evaluate_accuracy
 from situs.locks.equivariance.experiment import KeepDouble
 from situs.locks.folder import names_in_file, write_model
 from situs.locks.groups import invert_keys, permute_state, rename
@@ -24,6 +23,7 @@ from situs.locks.key import Key
 from situs.locks.locking import check, lock, unlock
 from situs.locks.manifest import NAME, permutations_of
 from situs.locks.owner import own_groups, unlocking, with_key
+from situs.measure import evaluate_accuracy
 from situs.models import open_model
 
 pytest.importorskip("cryptography")
@@ -204,7 +204,7 @@ def test_features_of_every_layer_go_through_the_key(wholly_in_float64, model_fol
 def test_kept_users_of_layers_and_attention_see_the_clear_model(model_folder, tmp_path):
     """Per-layer features and attention maps as the commands take them."""
     from situs.backbones.attention_maps import watch_attention
-    from situs.evaluate.features import layer_features
+    from situs.measure.features import layer_features
 
     clear = create_backbone(model_folder("vit")).eval()
     lock(model_folder("vit"), KEY, tmp_path / "locked")

@@ -10,7 +10,7 @@ import torch
 
 from situs.backbones import create_backbone
 from situs.core.when import When
-from situs.evaluate.hooks import OnlineProbe
+from situs.measure.hooks import OnlineProbe
 from situs.methods import MP3, Batch, MP3Config
 from situs.train import distributed
 from situs.train.contract import RunState

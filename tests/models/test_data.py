@@ -14,7 +14,7 @@ from PIL import Image
 from situs.cli.main import main
 from situs.config import from_dict
 from situs.errors import SitusError
-from situs.evaluate.finetune import FinetuneConfig, data_as_seen, finetune_config
+from situs.measure.finetune import FinetuneConfig, data_as_seen, finetune_config
 from situs.models import open_model
 from situs.models.data import load_bank, load_set, made_with
 from situs.train.assemble import make_eval_loader

@@ -17,11 +17,11 @@ from situs.audit import audit_gradients
 from situs.config import from_dict
 from situs.core.when import When
 from situs.errors import SitusError
-from situs.evaluate import evaluate_accuracy
-from situs.evaluate.accuracy import ClassAccuracy
 from situs.locks.key import new_key
 from situs.locks.locking import lock
 from situs.locks.owner import unlocking
+from situs.measure import evaluate_accuracy
+from situs.measure.accuracy import ClassAccuracy
 from situs.models import Model, open_model
 from situs.models.beginning import beginning
 from situs.models.open import Unlock

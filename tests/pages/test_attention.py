@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from situs.analyze.attention import Attention, Shown, Survey
+from situs.measure.attention import Attention, Shown, Survey
 from situs.pages.attention import page
 
 CLS, MEAN = "What the CLS token takes from each patch, in layer 2", "The model has no CLS token, so this is the mean"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from situs.evaluate.consistency import Consistency, ConsistencyCurve
+from situs.measure.consistency import Consistency, ConsistencyCurve
 from situs.pages.consistency import page
 
 

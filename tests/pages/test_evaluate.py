@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from situs.evaluate.knn import LayerAccuracy, LayerKnn
-from situs.evaluate.position import Cell, PositionCurve, PositionGrid
+from situs.measure.knn import LayerAccuracy, LayerKnn
+from situs.measure.position import Cell, PositionCurve, PositionGrid
 from situs.pages.evaluate import knn, knn_curves, position_curve, position_grid
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from builders import small_vit
 
-from situs.analyze.reconstruct import PuzzleRatios, Reconstruction, study
+from situs.measure.reconstruct import PuzzleRatios, Reconstruction, study
 from situs.methods import MP3, Batch, DropPos, DropPosConfig, MP3Config
 from situs.methods.measured import Puzzle
 from situs.pages.frames import more_clips_figure, one_clip_figure, order_figure

@@ -33,12 +33,12 @@ from situs.audit.text.result import Row, TextAudit
 from situs.audit.text.scoring import Read
 from situs.data.check import KINDS, DataCheck
 from situs.errors import SitusError
-from situs.evaluate.knn import LayerAccuracy, LayerKnn
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
 from situs.locks.equivariance.findings import Law
 from situs.locks.tuning.result import Curve
+from situs.measure.knn import LayerAccuracy, LayerKnn
 from situs.pages import PAGES, make_page, publish, write_numbers
 from situs.results import Origin, Provenance, Result, show
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from situs.evaluate.accuracy import Accuracy
-from situs.evaluate.corruptions import CORRUPTIONS
-from situs.evaluate.robustness.measures import Anomalies, Natural, Robustness
+from situs.measure.accuracy import Accuracy
+from situs.measure.corruptions import CORRUPTIONS
+from situs.measure.robustness.measures import Anomalies, Natural, Robustness
 from situs.pages.robustness import page
 from situs.results import Provenance
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from situs.analyze.runs import Run, Runs, StoredResult
+from situs.measure.runs import Run, Runs, StoredResult
 from situs.pages.runs import page
 
 pytestmark = pytest.mark.usefixtures("undrawn")

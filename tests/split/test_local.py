@@ -15,9 +15,9 @@ from wired import TRAIN, Loader, Pair, farthest, train_locally, vit
 from situs.core.when import When
 from situs.data.audio import AudioConfig
 from situs.errors import SitusError
-from situs.evaluate.accuracy import evaluate_accuracy
-from situs.evaluate.knn import evaluate_knn
 from situs.locks.features import Words, parse_defence, secret_words, token_scale
+from situs.measure.accuracy import evaluate_accuracy
+from situs.measure.knn import evaluate_knn
 from situs.methods.mp3 import MP3Config
 from situs.methods.supervised import SupervisedConfig
 from situs.models import open_model

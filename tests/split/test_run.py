@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from served import CONFIG, Proxy, Serving, serving, steps
 
 from situs.errors import SitusError
-from situs.evaluate.accuracy import evaluate_accuracy
-from situs.evaluate.hooks import validation_hooks
 from situs.locks import lock, new_key, unlock
 from situs.locks.owner import unlocking
+from situs.measure.accuracy import evaluate_accuracy
+from situs.measure.hooks import validation_hooks
 from situs.models import open_model
 from situs.models.export import export_run
 from situs.models.initialise import starting

@@ -13,7 +13,7 @@ import pytest
 
 from situs.audit.split.result import SCORES
 from situs.errors import SitusError
-from situs.evaluate.robustness.measures import Anomalies, Natural
+from situs.measure.robustness.measures import Anomalies, Natural
 from situs.results import finite
 from situs.studies.find import find
 from situs.studies.form import VERBS, Study

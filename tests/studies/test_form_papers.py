@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from situs.config import from_dict
-from situs.evaluate.finetune import FinetuneConfig
+from situs.measure.finetune import FinetuneConfig
 from situs.studies.form import PAPER, VERBS, Job, Study
 from situs.studies.load import load_study, study_names
 from situs.studies.plan import Jobs, data_of, planned, recipe_of

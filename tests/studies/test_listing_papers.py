@@ -7,7 +7,7 @@ from pathlib import Path
 
 from situs.cli.study.words import alike, check_command
 from situs.config import from_dict
-from situs.evaluate.finetune import FinetuneConfig
+from situs.measure.finetune import FinetuneConfig
 from situs.studies.folder import StudyFolder
 from situs.studies.form import PAPERS
 from situs.studies.listing import list_studies

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from toy import ToyLoader, toy
 
-from situs.analyze.runs import read_runs
 from situs.errors import SitusError
+from situs.measure.runs import read_runs
 from situs.progress import notes_to
 from situs.train.checkpoint import RunFolder
 from situs.train.config import TrainConfig

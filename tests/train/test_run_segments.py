@@ -10,8 +10,8 @@ import torch
 from masked import write_ade
 
 from situs.config import from_dict, merge
-from situs.evaluate.hooks import validation_hooks
-from situs.evaluate.segments.measure import evaluate_segments
+from situs.measure.hooks import validation_hooks
+from situs.measure.segments.measure import evaluate_segments
 from situs.models import open_model
 from situs.models.export import export_run
 from situs.train.assemble import Setup

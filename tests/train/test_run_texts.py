@@ -19,10 +19,10 @@ from situs.audit.text.victim import open_text_victim
 from situs.backbones import create_backbone
 from situs.core.when import When
 from situs.errors import SitusError
-from situs.evaluate.accuracy import evaluate_accuracy
-from situs.evaluate.finetune import FinetuneConfig, data_as_seen, finetune_config
-from situs.evaluate.perplexity import evaluate_perplexity
-from situs.evaluate.predict import predict as api_predict
+from situs.measure.accuracy import evaluate_accuracy
+from situs.measure.finetune import FinetuneConfig, data_as_seen, finetune_config
+from situs.measure.perplexity import evaluate_perplexity
+from situs.measure.predict import predict as api_predict
 from situs.models import open_model
 from situs.models.initialise import starting
 from situs.train.assemble import Setup
@@ -450,7 +450,7 @@ def test_the_class_of_every_sentence_is_named_without_its_label(world: Path, tmp
 
 
 def test_features_of_sentences_are_means_over_what_is_no_padding(world: Path) -> None:
-    from situs.evaluate.features import extract_features
+    from situs.measure.features import extract_features
 
     found, alone = (extract_features(world / "bert-ft", split="all", batch=batch) for batch in (7, 1))
     torch.testing.assert_close(found.features, alone.features, rtol=1e-4, atol=1e-5)  # alone there is the least padding

@@ -16,7 +16,7 @@ from situs.api import NAMED, train_finetuning
 from situs.backbones.config import PositionKind
 from situs.cli.parser.arguments import configured
 from situs.cli.pretrain import EVERYDAY, Training, tell
-from situs.evaluate.finetune import FinetuneConfig, data_as_seen
+from situs.measure.finetune import FinetuneConfig, data_as_seen
 
 
 @dataclass(frozen=True, kw_only=True)

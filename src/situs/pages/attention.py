@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from situs.analyze.attention import Attention, Shown, Survey, uniform_distance
 from situs.errors import counted
+from situs.measure.attention import Attention, Shown, Survey, uniform_distance
 from situs.report.attention import attention_over_images, relative_maps
 from situs.report.figures import channels_drawn, value_grids
 from situs.report.html import Page, Section

@@ -8,7 +8,7 @@ import torch
 
 from situs.core.jigsaw import move_patches
 from situs.errors import counted
-from situs.evaluate.consistency import TELLING, Consistency, ConsistencyCurve, puzzle
+from situs.measure.consistency import TELLING, Consistency, ConsistencyCurve, puzzle
 from situs.report import figures
 from situs.report.html import Page
 from situs.results import percent

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from situs.analyze.correlation import Correlation, Correlations
-from situs.analyze.layers import LAST
-from situs.analyze.vectors import spread_places
+from situs.measure.correlation import Correlation, Correlations
+from situs.measure.layers import LAST
+from situs.measure.vectors import spread_places
 from situs.report import figures, places
 from situs.report.html import Page, Section
 from situs.results import Table

@@ -11,17 +11,17 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from situs.errors import counted
-from situs.evaluate.accuracy import LISTED, ClassAccuracy, class_table
-from situs.evaluate.adapt import Adapted
-from situs.evaluate.by_class import TOP5_FROM, ByClass, by_class
-from situs.evaluate.ensemble import Ensemble
-from situs.evaluate.knn import POOLS, LayerKnn
-from situs.evaluate.multi_label import LabelAccuracy
-from situs.evaluate.perplexity import Perplexity
-from situs.evaluate.position import PositionCurve, PositionGrid
-from situs.evaluate.probe.classes import ClassProbes
-from situs.evaluate.probe.linear import Probe, Probes
-from situs.evaluate.probe.position import PositionProbes
+from situs.measure.accuracy import LISTED, ClassAccuracy, class_table
+from situs.measure.adapt import Adapted
+from situs.measure.by_class import TOP5_FROM, ByClass, by_class
+from situs.measure.ensemble import Ensemble
+from situs.measure.knn import POOLS, LayerKnn
+from situs.measure.multi_label import LabelAccuracy
+from situs.measure.perplexity import Perplexity
+from situs.measure.position import PositionCurve, PositionGrid
+from situs.measure.probe.classes import ClassProbes
+from situs.measure.probe.linear import Probe, Probes
+from situs.measure.probe.position import PositionProbes
 from situs.report import figures
 from situs.report.html import Page, Section
 from situs.results import percent

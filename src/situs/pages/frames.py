@@ -9,10 +9,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from situs.analyze.reconstruct import Mix, PuzzleRatios, Reconstruction, place_patches
 from situs.core.permutation import random_permutation
 from situs.core.random import uniform
 from situs.core.tokens import mask_of
+from situs.measure.reconstruct import Mix, PuzzleRatios, Reconstruction, place_patches
 from situs.methods.measured import Puzzle
 from situs.report.html import Page
 from situs.report.strips import Order, Strip, orders, strips

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from situs.errors import counted
-from situs.evaluate.objects.measure import Detections, Drawn, by_class
-from situs.evaluate.objects.scores import OVERLAP, SURE
+from situs.measure.objects.measure import Detections, Drawn, by_class
+from situs.measure.objects.scores import OVERLAP, SURE
 from situs.pages.evaluate import worst_images
 from situs.report import figures
 from situs.report.html import Page, Section

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from situs.analyze.positions import SHOWN, Look, PositionTables
-from situs.analyze.vectors import FEWEST, NEIGHBOURS, has_umap, similarities, spread_places, umap_points
+from situs.measure.positions import SHOWN, Look, PositionTables
+from situs.measure.vectors import FEWEST, NEIGHBOURS, has_umap, similarities, spread_places, umap_points
 from situs.report import figures, places
 from situs.report.html import Page, Section
 from situs.results import Cell, percent

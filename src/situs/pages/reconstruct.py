@@ -8,7 +8,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from situs.analyze.reconstruct import (
+from situs.core.permutation import random_permutation
+from situs.core.random import uniform
+from situs.core.tokens import mask_of
+from situs.measure.reconstruct import (
     Grid,
     Mix,
     PuzzleRatios,
@@ -17,9 +20,6 @@ from situs.analyze.reconstruct import (
     paint_places,
     place_patches,
 )
-from situs.core.permutation import random_permutation
-from situs.core.random import uniform
-from situs.core.tokens import mask_of
 from situs.methods.measured import Puzzle
 from situs.pages.frames import frame_sections, in_a_row
 from situs.report.figures import channels_drawn

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from situs.errors import counted
-from situs.evaluate.corruptions import GROUPS
-from situs.evaluate.corruptions.severity import describe
-from situs.evaluate.robustness.measures import ALEXNET, Robustness, points, spoken
+from situs.measure.corruptions import GROUPS
+from situs.measure.corruptions.severity import describe
+from situs.measure.robustness.measures import ALEXNET, Robustness, points, spoken
 from situs.report import figures
 from situs.report.html import Page, Section
 from situs.results import Cell, percent

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from situs.analyze.runs import (
+from situs.config import flat
+from situs.measure.runs import (
     MAJORITY,
     Run,
     Runs,
@@ -18,7 +19,6 @@ from situs.analyze.runs import (
     split_configs,
     spoken,
 )
-from situs.config import flat
 from situs.progress import clock
 from situs.report.figures import curve_panels
 from situs.report.html import Page, Section

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from situs.errors import counted
-from situs.evaluate.probe.segments import SegmentProbes
-from situs.evaluate.segments.measure import Segments, by_class
-from situs.evaluate.segments.scores import SegmentScores
+from situs.measure.probe.segments import SegmentProbes
+from situs.measure.segments.measure import Segments, by_class
+from situs.measure.segments.scores import SegmentScores
 from situs.pages.evaluate import finish_probe, worst_images
 from situs.report import figures
 from situs.report.html import Page, Section

@@ -26,12 +26,12 @@ from situs.core.tokens import take
 from situs.core.when import When
 from situs.data.batch import Batch
 from situs.errors import SitusError
-from situs.evaluate.accuracy import ClassAccuracy, evaluate_accuracy, hard, labels_of
-from situs.evaluate.knn import knn_accuracy
-from situs.evaluate.multi_label import LabelAccuracy
 from situs.files import read_json, write_text
 from situs.locks.features import Defence, Words, apply_defence, draw_defence, parse_defence, row_orders
 from situs.locks.key import SEED_BYTES, Key
+from situs.measure.accuracy import ClassAccuracy, evaluate_accuracy, hard, labels_of
+from situs.measure.knn import knn_accuracy
+from situs.measure.multi_label import LabelAccuracy
 from situs.methods.base import Draws, Method, Output
 from situs.methods.supervised import Supervised, SupervisedConfig, label_loss
 from situs.models import open_model

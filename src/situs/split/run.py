@@ -24,12 +24,12 @@ import torch
 from situs.backbones.base import Backbone
 from situs.config import Checked, from_dict, to_dict
 from situs.errors import SitusError
-from situs.evaluate.hooks import validation_hooks
 from situs.files import write_text
 from situs.limits import NotNegative
 from situs.locks.features import parse_defence
 from situs.locks.groups import permute_state, residual_only
 from situs.locks.key import AnyKey, Key, as_key, draw_key, load_key, write_key
+from situs.measure.hooks import validation_hooks
 from situs.methods.base import Batch, Method
 from situs.models.initialise import starting
 from situs.models.open import is_locked

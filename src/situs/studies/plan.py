@@ -194,7 +194,7 @@ def _check_order(jobs: Jobs) -> None:
 
 def check_configs(jobs: Jobs) -> None:
     """Refuses a training whose preset is unknown or whose changes make no config; imports torch."""
-    from situs.evaluate.finetune import FinetuneConfig
+    from situs.measure.finetune import FinetuneConfig
     from situs.train.assemble import RunConfig
 
     for name, job in jobs.items():

@@ -15,7 +15,6 @@ from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
-from situs.analyze.layers import Layer, patch_layers
 from situs.audit.position.probe import (
     OWN,
     REMOVED,
@@ -36,6 +35,7 @@ from situs.backbones.base import Backbone
 from situs.core.position import coordinates
 from situs.data.batch import Batch
 from situs.errors import SitusError
+from situs.measure.layers import Layer, patch_layers
 
 N = 12
 

@@ -20,10 +20,10 @@ from situs.audit.text.attack import find_sentences
 from situs.audit.text.victim import open_text_victim, text_gradients
 from situs.backbones import create_backbone
 from situs.errors import SitusError
-from situs.evaluate.accuracy import evaluate_accuracy
-from situs.evaluate.perplexity import evaluate_perplexity
 from situs.locks import lock, new_key, unlock
 from situs.locks.owner import unlocking
+from situs.measure.accuracy import evaluate_accuracy
+from situs.measure.perplexity import evaluate_perplexity
 from situs.models import open_model
 
 transformers = pytest.importorskip("transformers")

@@ -71,7 +71,7 @@ def test_what_cannot_be_looked_at_is_one_sentence(
 @pytest.mark.slow
 def test_a_real_vit_looks_at_objects() -> None:
     """DINOv2's CLS gathers its attention on few patches; random weights spread it (10 % on a tenth of them)."""
-    from situs.analyze.attention import image_maps, top_share
+    from situs.measure.attention import image_maps, top_share
     from situs.models import open_model
     from situs.models.data import load_set
 

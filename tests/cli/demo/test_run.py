@@ -25,10 +25,10 @@ from situs.cli.demo.stage import Stage, _followed
 from situs.cli.main import main
 from situs.config import to_dict
 from situs.errors import SitusError
-from situs.evaluate import hooks
 from situs.locks.attacks.audit import LockAuditConfig, audit_lock
 from situs.locks.attacks.graph import Schedule, patient
 from situs.locks.attacks.recovery import KeyRecovery
+from situs.measure import hooks
 from situs.report.html import Page
 from situs.results import Table
 from situs.train.run import RunConfig

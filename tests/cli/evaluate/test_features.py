@@ -68,7 +68,7 @@ def test_of_every_patch(
         assert file["features"].shape == (5, 4, 16)
         facts = json.loads(str(file["metadata"]))
     assert facts["grid"] == [2, 2] and facts["tokens"] == "patches" and "pool" not in facts
-    monkeypatch.setattr("situs.evaluate.features._LARGEST", 5 * 4 * 16 * 4 - 1)
+    monkeypatch.setattr("situs.measure.features._LARGEST", 5 * 4 * 16 * 4 - 1)
     assert main(words) == 2
     assert "the patches of 5 images take" in (told := capsys.readouterr().err) and "--count" in told
 

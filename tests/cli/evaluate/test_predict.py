@@ -111,7 +111,7 @@ def test_a_mistake_is_one_sentence(
 
 
 def test_features_of_all_splits(trained: Any, tmp_path: Path) -> None:
-    parts = {split: situs.evaluate.extract_features(trained.one, split=split) for split in ("train", "val", "all")}
+    parts = {split: situs.measure.extract_features(trained.one, split=split) for split in ("train", "val", "all")}
     joined = torch.cat([parts["train"].features, parts["val"].features])
     torch.testing.assert_close(parts["all"].features, joined)
     assert parts["all"].labels.tolist() == [*parts["train"].labels.tolist(), *parts["val"].labels.tolist()]

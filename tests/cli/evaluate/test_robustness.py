@@ -15,7 +15,7 @@ from PIL import Image
 
 from situs.cli.evaluate import robustness as evaluate_robustness
 from situs.cli.main import main
-from situs.evaluate.robustness.measures import aupr, aurra
+from situs.measure.robustness.measures import aupr, aurra
 from situs.train.assemble import make_eval_loader
 from situs.train.run import load_run
 

@@ -568,9 +568,9 @@ def test_labelled_sentences_are_judged_as_an_evaluation_judges_them(tmp_path: Pa
     from sentences import write_set
     from tiny_texts import write_folder
 
-    from situs.evaluate import evaluate_accuracy
     from situs.locks import audit_lock, lock, new_key
     from situs.locks.attacks.audit import LockAuditConfig
+    from situs.measure import evaluate_accuracy
     from situs.models import open_model
 
     folder, data = write_folder(tmp_path / "open", "bert", width=16, seed=4), write_set(tmp_path / "set")

@@ -14,7 +14,7 @@ import situs
 from situs.audit import audit_gradients
 from situs.config import from_dict
 from situs.errors import SitusError
-from situs.evaluate.finetune import FinetuneConfig
+from situs.measure.finetune import FinetuneConfig
 from situs.models import open_model
 from situs.models.export import export_run
 from situs.progress import notes_to

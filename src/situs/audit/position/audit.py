@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Unpack
 
-from situs.analyze.positions import Look, grasp, look_at, to_json
-from situs.analyze.tables import tables_of
 from situs.audit.position.probe import OWN, REMOVED, SHUFFLED, PlaceReading, Probed, probe_places
 from situs.backbones.base import Backbone
 from situs.data.batch import Batch
 from situs.errors import SitusError
-from situs.evaluate.consistency import Consistency, measure_consistency
 from situs.limits import check_values
 from situs.locks.equivariance import Finding, verify
+from situs.measure.consistency import Consistency, measure_consistency
+from situs.measure.positions import Look, grasp, look_at, to_json
+from situs.measure.tables import tables_of
 from situs.methods.base import Method
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.progress import task

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from situs.analyze.layers import Layer, patch_layers
 from situs.backbones.base import Backbone
 from situs.core.permutation import random_permutation
 from situs.core.position import coordinates
@@ -28,6 +27,7 @@ from situs.core.random import uniform
 from situs.core.tokens import take
 from situs.data.batch import Batch
 from situs.errors import SitusError
+from situs.measure.layers import Layer, patch_layers
 
 OWN, REMOVED, SHUFFLED = "as it is", "positions removed", "patches shuffled"
 

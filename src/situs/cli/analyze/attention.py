@@ -22,4 +22,4 @@ class Args(FewImagesArgs):
     """How many images are shown."""
 
 
-run = measuring("situs.analyze.attention.analyze_attention")
+run = measuring("situs.measure.attention.analyze_attention")

@@ -19,4 +19,4 @@ class Args(FewImagesArgs):
     """The maps to draw: of "embedding", a block's number, or "norm", the model's end."""
 
 
-run = measuring("situs.analyze.correlation.analyze_correlation")
+run = measuring("situs.measure.correlation.analyze_correlation")

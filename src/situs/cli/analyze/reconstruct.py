@@ -34,4 +34,4 @@ class Args(FewImagesArgs):
     """MP3: how many pairs of images are mixed."""
 
 
-run = measuring("situs.analyze.reconstruct.analyze_reconstruct")
+run = measuring("situs.measure.reconstruct.analyze_reconstruct")

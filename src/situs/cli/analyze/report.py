@@ -32,7 +32,7 @@ class Args:
 
 def run(args: Args) -> None:
     """Reads, prints a line for each run, and writes the page."""
-    from situs.analyze.runs import analyze_runs
+    from situs.measure.runs import analyze_runs
 
     check_folder(args.out)
     present(analyze_runs(args.runs, over=args.over), args.out)

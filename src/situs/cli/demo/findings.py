@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 import situs
-from situs.analyze.reconstruct import PuzzleRatios, analyze_reconstruct, paint_places
 from situs.cli.demo.server import DONE, Aside
 from situs.cli.demo.stage import AFTER, ALONE, GRID, PLACES, Stage, classify, pretrain
 from situs.data.sources.samples import load_samples
+from situs.measure.reconstruct import PuzzleRatios, analyze_reconstruct, paint_places
 from situs.pages.reconstruct import mix_figure, one_image_figure, placed_panel, unordered_panel
 from situs.progress import took
 from situs.report import figures

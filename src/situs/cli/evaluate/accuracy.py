@@ -15,4 +15,4 @@ class Args(SentenceArgs):
     """Accuracy of a classifier."""
 
 
-run = measuring("situs.evaluate.accuracy.evaluate_accuracy")
+run = measuring("situs.measure.accuracy.evaluate_accuracy")

@@ -24,4 +24,4 @@ class Args(MeasureArgs):
     """For a network without tokens (ResNet): the patches to shuffle; else the run's, 14 × 14 or 8 × 8."""
 
 
-run = measuring("situs.evaluate.consistency.evaluate_consistency")
+run = measuring("situs.measure.consistency.evaluate_consistency")

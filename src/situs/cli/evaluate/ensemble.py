@@ -29,6 +29,6 @@ class Args(MeasureArgs):
 
 def run(args: Args) -> None:
     """Evaluates all in one pass, prints a row for each and one for all, and writes the page."""
-    from situs.evaluate.ensemble import evaluate_ensemble
+    from situs.measure.ensemble import evaluate_ensemble
 
     present(evaluate_ensemble(open_each(args.model, args), **asked(args, held_out=args.held_out)), args.out)

@@ -43,7 +43,7 @@ class Args(DataArgs):
 
 def run(args: Args) -> None:
     """Extracts and writes them, and says what was written."""
-    from situs.evaluate.features import check_form, extract_features, write_features
+    from situs.measure.features import check_form, extract_features, write_features
 
     if args.tokens == "patches" and args.pool != "mean":
         raise SitusError(f"pool={args.pool}: of patches nothing is pooled; leave it out", field=("pool", "tokens"))

@@ -27,4 +27,4 @@ class Args(MeasureArgs):
     """At most so many images of the training split as the bank; none for all."""
 
 
-run = measuring("situs.evaluate.knn.evaluate_knn")
+run = measuring("situs.measure.knn.evaluate_knn")

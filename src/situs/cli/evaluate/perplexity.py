@@ -28,4 +28,4 @@ class Args(WordArgs):
     """Blocks at a time."""
 
 
-run = measuring("situs.evaluate.perplexity.evaluate_perplexity")
+run = measuring("situs.measure.perplexity.evaluate_perplexity")

@@ -52,7 +52,7 @@ class Args(ModelArgs):
 def run(args: Args) -> None:
     """Predicts, writes, and says how often each class was named."""
     from situs.data.text import Columns
-    from situs.evaluate.predict import check_csv, predict
+    from situs.measure.predict import check_csv, predict
 
     check_csv(args.out)
     text = Columns(column=args.column, pair=args.pair) if args.column or args.pair else None

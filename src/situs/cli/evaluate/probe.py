@@ -56,7 +56,7 @@ _KINDS = {"ratio": "position", "pool": "class", "first": "segments", "void": "se
 def run(args: Args) -> None:
     """Fits, scores, prints the table and writes the page."""
     from situs.data.masks import usual_masks
-    from situs.evaluate.probe.classes import evaluate_probe
+    from situs.measure.probe.classes import evaluate_probe
 
     for each in fields(args):
         kind = _KINDS.get(each.name, args.kind)

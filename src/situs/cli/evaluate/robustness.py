@@ -46,7 +46,7 @@ class Args(MeasureArgs):
 
 def run(args: Args) -> None:
     """Measures, prints the tables and writes the page."""
-    from situs.evaluate.robustness.run import PublishedSets, evaluate_robustness
+    from situs.measure.robustness.run import PublishedSets, evaluate_robustness
 
     told = asked(args)
     sets = PublishedSets(**{each.name: told.pop(each.name) for each in fields(PublishedSets)})

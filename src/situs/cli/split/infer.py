@@ -45,7 +45,7 @@ def run(args: Args) -> None:
     """Measures and prints."""
     from situs.cli.locks.passphrase import read_key
     from situs.cli.result import present
-    from situs.evaluate.accuracy import evaluate_accuracy
+    from situs.measure.accuracy import evaluate_accuracy
     from situs.split.local import infer_defended
     from situs.split.whole import open_split
 

@@ -18,7 +18,7 @@ from cyclopts import Parameter
 
 from situs.cli.parser.arguments import Recipe, configured
 from situs.cli.split.wire import ONE_RANK, WireArgs
-from situs.evaluate.finetune import FinetuneConfig
+from situs.measure.finetune import FinetuneConfig
 from situs.split.server import Limits
 
 

@@ -21,7 +21,7 @@ from situs.cli.result import INTERRUPTED
 from situs.cli.shell import answer, next_line
 from situs.cli.split.wire import LOCAL, ONE_RANK, ClientArgs
 from situs.errors import SitusError, counted
-from situs.evaluate.finetune import FinetuneConfig
+from situs.measure.finetune import FinetuneConfig
 from situs.progress import note, took
 
 if TYPE_CHECKING:

@@ -1,0 +1,302 @@
+"""Trying one way: on the folds, then on all labels; and what it is worth on the test images."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from situs.backbones.base import Backbone
+from situs.backbones.weights import HEADS
+from situs.core.when import When
+from situs.data.loader import Loader, default_batch, make_loader
+from situs.data.sampler import sample_of
+from situs.data.sources.base import Source, TensorSource
+from situs.data.sources.subset import Rows
+from situs.errors import SitusError
+from situs.measure.accuracy import Accuracy, Tally, hard, labels_of, measure_accuracy
+from situs.measure.adapt.ways import FOLDS, PARTS, Origin, Tried, Way, class_means, fold_in
+from situs.measure.finetune import finetune_config
+from situs.measure.knn import knn_scores
+from situs.measure.probe.linear import fit_linear
+from situs.methods import METHODS
+from situs.methods.base import Method
+from situs.models.inference import evaluating
+from situs.progress import notes_to, silent
+from situs.train.assemble import RunConfig, Start, make_method
+from situs.train.checkpoint.state import seed_generators
+from situs.train.optim import OptimConfig, peak_rate, rate_at, trains_few, warmup_steps
+from situs.train.step import Stepper, autocast
+from situs.train.tuning import TuningConfig, attach, freeze
+
+LOOKS = 8
+"""Looks at the fold that is left out, during a training on the others."""
+DECAYS = (1e-3, 1e-2, 1e-1, 1.0)
+HEAD_RATE, BODY_RATE = 1e-3, 1e-6
+"""Of a pretraining that begins with public weights: of what the method adds, and of all weights after that."""
+SCALES = (5.0, 10.0, 20.0, 40.0, 80.0)
+"""What a cosine is multiplied by to be a logit, of which the folds choose one: it moves probabilities, no answer."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every way is tried with. config: of the run, its backbone not settled. train: labelled images, all of which
+    can be read; labels: [n]. start: puts weights into a model. fresh: whether a training begins with a new head, and
+    not with the probe's."""
+
+    config: RunConfig
+    train: Source
+    test: Source | None
+    labels: Tensor
+    classes: tuple[str, ...]
+    device: torch.device
+    start: Start
+    fresh: bool = False
+
+    def make(self, origin: Origin, way: Way, **optim: Any) -> tuple[RunConfig, Method]:
+        """The run's config for a way from some weights, and its method with these weights, on the device."""
+        kind = origin.positions if way in PARTS else origin.frozen
+        config = finetune_config(self.config, origin.source, kind)
+        config = replace(config, tuning=TuningConfig(PARTS.get(way, "head")))
+        method = make_method(config, self.classes)
+        batch = self.config.data.batch or default_batch(len(self.labels), 1, training=True)
+        rates = rates_of(way, batch, blocks=bool(method.backbone.block_modules()))
+        config = replace(config, optim=replace(OptimConfig(), **{**rates, **optim}))
+        self.start(config, method.backbone)
+        freeze(attach(method, config.tuning), config.tuning, new_positions=not config.init_positions)
+        return config, method.to(self.device)
+
+    def loader(self, rows: Tensor | None = None, *, training: bool = False, test: bool = False) -> Loader:
+        """Some of the training images, or the test images."""
+        source = self.test if test else self.train
+        assert source is not None
+        if rows is not None:
+            source = part_of(source, rows)
+        data = self.config.data
+        if not training:
+            data = replace(data, batch=min(1024, 4 * (data.batch or 64)))
+        return make_loader(data, self.config.augment if training else None, self.device, source=source)
+
+    def features(self, backbone: Backbone, *, test: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """What the classifier is fed, [n, D]; labels [n]; and the images' numbers [n]: those that can be read."""
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        seen: list[Tensor] = []
+        hook = head_of(backbone, len(self.classes)).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            with evaluating(backbone):
+                for batch in self.loader(test=test):
+                    backbone(batch.inputs)
+                    parts.append((seen.pop().float(), hard(labels_of(batch)), sample_of(batch.ids)))
+        finally:
+            hook.remove()
+        if not parts:
+            raise SitusError("none of the labelled images can be read", field="data")
+        features, labels, rows = map(torch.cat, zip(*parts, strict=True))
+        return features, labels, rows
+
+    # --- one way on the folds
+
+    def frozen(self, origin: Origin, features: Tensor, folds: Tensor) -> list[Tried]:
+        """Neighbours, class means and the linear probe on the folds."""
+        n, classes, labels = len(self.labels), len(self.classes), self.labels.to(features.device)
+        k = neighbours(len(labels), classes)
+        logits = {name: torch.full((n, classes), torch.nan, device=features.device) for name in ("kNN", "class means")}
+        probes = torch.full((len(DECAYS), n, classes), torch.nan, device=features.device)
+        began = time.perf_counter()
+        for fold in range(FOLDS):
+            out = (folds == fold).to(features.device)
+            if not out.any():
+                continue
+            bank = features[~out], labels[~out]
+            told = {"classes": classes, "k": min(k, len(bank[1]))}
+            logits["kNN"][out] = knn_scores(*bank, features[out], **told)
+            logits["class means"][out] = class_means(*bank, classes)(features[out])
+            start = None
+            for at, decay in reversed([*enumerate(DECAYS)]):
+                start = fit_linear(*bank, classes, decay, start=start)
+                probes[at, out] = start(features[out])
+        tested = (folds >= 0).to(features.device)
+
+        def right(scores: Tensor) -> Tensor:
+            hits = (scores.argmax(dim=-1) == labels).double()
+            return torch.where(tested, hits, torch.nan).cpu()
+
+        loss = [float(F.cross_entropy(scale * logits["class means"][tested], labels[tested])) for scale in SCALES]
+        hits = torch.stack([right(each) for each in probes])
+        decay = len(DECAYS) - 1 - int(hits.nansum(dim=1).flip(0).argmax())  # of equal ones the greater
+        spent = time.perf_counter() - began
+        scale = SCALES[min(range(len(SCALES)), key=loss.__getitem__)]
+        return [
+            Tried("kNN", origin, right(logits["kNN"]), k, seconds=spent),
+            Tried("class means", origin, right(logits["class means"]), scale, seconds=spent),
+            Tried("linear probe", origin, hits[decay], DECAYS[decay], seconds=spent),
+        ]
+
+    def trained(
+        self,
+        way: Way,
+        origin: Origin,
+        features: Tensor,
+        decay: float,
+        folds: Tensor,
+        count: int,
+        total: int,
+        check: Callable[[], None] = lambda: None,
+        **optim: Any,
+    ) -> Tried:
+        """A training on the first `count` folds, looked at now and then; the best moment over the folds counts.
+
+        features: of these weights, frozen; decay: of the probe on them, whose weights the head begins with.
+        """
+        began = time.perf_counter()
+        looks = sorted({round(total * at / LOOKS) for at in range(1, LOOKS + 1)} - {0})
+        right = torch.full((len(looks), len(self.labels)), torch.nan, dtype=torch.double)
+        config, first = self.make(origin, way, **optim)
+        for fold in range(count):
+            rows, rest = (folds == fold).nonzero()[:, 0], (folds != fold).nonzero()[:, 0]
+            if not len(rows):
+                continue
+            method = copy.deepcopy(first)
+            self._begin(method, features, decay, rest)
+            judge, at = self.loader(rows), 0
+            for step in updates(method, self.loader(rest, training=True), config, total):
+                check()
+                if step in looks:
+                    right[at, rows] = self._answers(method, judge, config)
+                    at += 1
+        best = int(right.nansum(dim=1).argmax())
+        return Tried(way, origin, right[best], 0.0, looks[best], total, time.perf_counter() - began)
+
+    def _begin(self, method: Method, features: Tensor, decay: float, rows: Tensor) -> None:
+        """Gives a training's head the weights of the probe on these rows."""
+        if not self.fresh:
+            rows = rows.to(features.device)
+            labels = self.labels.to(features.device)[rows]
+            linear = fit_linear(features[rows], labels, len(self.classes), decay)
+            fold_in(linear, head_of(method.backbone, len(self.classes)))
+
+    def _answers(self, method: Method, loader: Loader, config: RunConfig) -> Tensor:
+        """1 or 0 for each image of a loader in its order, NaN for one that cannot be read."""
+        hits = torch.full((len(loader.source),), torch.nan, dtype=torch.double)
+        with evaluating(method):
+            for batch in loader:
+                with autocast(self.device, config.train.precision_on(self.device)):
+                    named = method.backbone(batch.inputs).argmax(dim=-1)
+                hits[sample_of(batch.ids).cpu()] = (named == hard(labels_of(batch))).double().cpu()
+        method.train()
+        return hits
+
+    def refit(self, tried: Tried, features: Tensor, decay: float, **optim: Any) -> tuple[RunConfig, Method]:
+        """A way on all labelled images, as it did best on the folds. features, decay: as in `trained`."""
+        config, method = self.make(tried.origin, tried.way, **optim)
+        head, labels = head_of(method.backbone, len(self.classes)), self.labels.to(features.device)
+        if tried.way == "class means":
+            fold_in(class_means(features, labels, len(self.classes), tried.setting), head)
+        elif tried.way == "linear probe":
+            fold_in(fit_linear(features, labels, len(self.classes), tried.setting), head)
+        else:
+            self._begin(method, features, decay, torch.arange(len(labels)))
+            for step in updates(method, self.loader(training=True), config, tried.total):
+                if step == tried.updates:
+                    break
+        return config, method.eval()
+
+    def judge(self, backbone: Backbone) -> tuple[Accuracy, Tensor]:
+        """Accuracy on the test images, and the answers [C, C]."""
+        tally = Tally(len(self.classes))
+        return measure_accuracy(backbone, self.loader(test=True), tally=tally), tally.answers()
+
+    # --- pretraining
+
+    def pretrained(
+        self, origin: Origin, method: str, source: Source, total: int, head: float = 0.5
+    ) -> Iterator[Method]:
+        """A method of pretraining on images without labels, yielded after every update.
+
+        head: share of the updates that train only what the method adds; the others train everything, slowly. The
+        gradients of a new head ruin public weights within a few hundred updates, at every rate that was tried.
+        """
+        config = finetune_config(self.config, origin.source, None)
+        data = replace(self.config.data, balanced=False)
+        learns = {"method": METHODS[method].Config(), "tuning": TuningConfig(), "init_positions": True}
+        config = replace(config, data=data, **learns)
+        learner = make_method(config, None)
+        self.start(config, learner.backbone)
+        learner = learner.to(self.device)
+        weights = [each for each in learner.backbone.parameters() if each.requires_grad]
+        alone = int(head * total)
+        for count, rate, moves in ((alone, HEAD_RATE, False), (total - alone, BODY_RATE, True)):
+            for each in weights:
+                each.requires_grad_(moves)
+            loader = make_loader(data, config.augment, self.device, source=source)
+            for _ in updates(learner, loader, replace(config, optim=OptimConfig(lr=rate)), count):
+                yield learner
+
+
+def rates_of(way: Way, batch: int, *, blocks: bool = True) -> dict[str, Any]:
+    """How fast a training moves the weights, for so many images a step; from the folds of `benchmarks/few_labels.py`.
+
+    blocks: whether the model has some, whose rates fall with their depth.
+    """
+    if way == "all layers":
+        return {"lr": 1.2e-6 * batch, "layer_decay": 0.75 if blocks else 1.0}
+    return {"lr": 1e-4 * math.sqrt(batch) if way == "LoRA" else 1e-3}
+
+
+def updates(method: Method, loader: Loader, config: RunConfig, total: int) -> Iterator[int]:
+    """Trains a method; after every update gives how many there were. The schedule's end is `total`."""
+    precision, per = config.train.precision_on(loader.device), loader.steps_per_epoch
+    asked: dict[str, Any] = {"seed": config.train.seed, "precision": precision, "graph": config.train.graph}
+    with notes_to(silent):
+        stepper = Stepper(method, config.optim, accumulate=1, parallel="ddp", compiled=False, **asked)
+    peak = peak_rate(config.optim, loader.global_batch, updates=total, few=trains_few(method))
+    optim = replace(config.optim, warmup_steps=total // 10)
+    seed_generators(config.train.seed)
+    method.train()
+    step = 0
+    try:
+        while step < total:
+            epoch = step // per
+            for batch in loader.iterate(epoch, step % per):
+                rate = rate_at(step, total, warmup_steps(optim, per, total), peak, optim)
+                with notes_to(silent):
+                    stepper.update(batch, When(step=step, epoch=epoch, progress=step / total), rate, ragged=False)
+                step += 1
+                if step == total and bool(stepper.flags[0]):
+                    raise SitusError("the loss is not finite", field="data")
+                yield step
+                if step == total:
+                    break
+    finally:
+        loader.close()
+
+
+def head_of(backbone: Backbone, classes: int) -> nn.Linear:
+    """The linear layer that gives the logits."""
+    heads = [
+        module
+        for name, module in backbone.model.named_modules()
+        if f"{name}.".startswith(HEADS) and isinstance(module, nn.Linear) and module.out_features == classes
+    ]
+    if len(heads) != 1 or heads[0].bias is None:
+        raise SitusError(f"{backbone.name}: has no single linear classifier that adapt could set", field="source")
+    return heads[0]
+
+
+def part_of(source: Source, rows: Tensor) -> Source:
+    """Some images of a source, in memory where they are."""
+    if isinstance(source, TensorSource) and source.labels is not None:
+        return TensorSource(source.images[rows], source.labels[rows], source.classes, source.name)
+    return Rows(source, rows.numpy())
+
+
+def neighbours(count: int, classes: int) -> int:
+    """How many neighbours are asked, of so many images."""
+    return min(20, max(1, count // (2 * classes)))

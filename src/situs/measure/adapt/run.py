@@ -1,0 +1,366 @@
+"""The whole adaptation: the sets, the search within the minutes, the last fit, the run's folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from situs.data.augment.recipes import AugmentConfig
+from situs.data.config import DataConfig
+from situs.data.loader import default_batch
+from situs.data.modalities.image import ImagePipeline, resident_size
+from situs.data.open import open_source
+from situs.data.resident import hold
+from situs.data.sources.base import Source, TensorSource
+from situs.data.sources.subset import Joined, PerClass, Subset
+from situs.errors import SitusError, counted, verb
+from situs.limits import check_value
+from situs.measure.accuracy import Accuracy
+from situs.measure.adapt.bench import DECAYS, Bench, part_of, updates
+from situs.measure.adapt.plan import EPOCHS, FROZEN, UPDATES, Plan, Step, plan_of, seconds_of
+from situs.measure.adapt.result import Adapted
+from situs.measure.adapt.ways import PARTS, Origin, Tried, balanced, choose, folds_of, gain, one_label
+from situs.measure.ending import Frozen
+from situs.measure.finetune import finetune_config
+from situs.methods.base import Method
+from situs.models.data import made_with
+from situs.models.export import export_model
+from situs.models.handed import addressed_model
+from situs.models.open import open_model
+from situs.results import percent
+from situs.train import distributed
+from situs.train.assemble import RunConfig, Start, settled
+from situs.train.checkpoint import RunFolder, check_target
+from situs.train.checkpoint.state import capture
+from situs.train.inputs import own_splits
+from situs.train.log import machine
+from situs.train.optim import make_optimizer
+
+PRETRAINING = ("droppos", "mp3", "mae", "none")
+HELD_OUT = 0.2
+"""Share of data without a test split that is set aside."""
+ONE_LABEL_SCALE = 20.0
+
+
+def adapt_model(
+    config: RunConfig,
+    source: str,
+    *,
+    out: str | Path,
+    start: Start,
+    unlabelled: str | None = None,
+    method: str = "none",
+    minutes: float = 30.0,
+    device: str | None = None,
+    say: Callable[[str], None] = print,
+) -> Adapted:
+    """Tries every way that fits into the minutes, and writes the run of the best, with its export in it.
+
+    config: a fine-tuning's, its data and augmentation. source: the model. start: reads its weights. unlabelled: more
+    images for the pretraining with `method`, whose labels nobody looks at.
+    """
+    began, out = time.perf_counter(), Path(out)
+    check_value("minutes", minutes, "> 0")
+    if method not in PRETRAINING:
+        raise SitusError(field="method", value=method, allowed=f"one of {', '.join(PRETRAINING)}")
+    if unlabelled is not None and method == "none":
+        raise SitusError("unlabelled: is for a method of pretraining; name one", field=("unlabelled", "method"))
+    check_target(out)
+    ranks = distributed.start(device)
+    if ranks.world > 1:
+        raise SitusError("adapt runs in one process, and torchrun has started several", field="device")
+    if ranks.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    bench, remarks = open_bench(config, source, ranks.device, start)
+    pool = None if method == "none" else unlabelled_source(bench.config.data, unlabelled)
+    origin = Origin("", source)
+    looked = time.perf_counter()
+    features, labels, rows = bench.features(bench.make(origin, "class means")[1].backbone)
+    image = (time.perf_counter() - looked) / len(rows)
+    if len(rows) < len(bench.train):
+        whole, lost = bench.train, len(bench.train) - len(rows)
+        remarks.append(f"{counted(lost, f'labelled {whole.things}')} cannot be read, and {verb(lost, 'are')} left out.")
+        bench = replace(bench, train=part_of(whole, rows.cpu()))
+        bench.train.notes += [text for text in whole.left_out() if text not in bench.train.left_out()]
+    bench = replace(bench, labels=labels.cpu())
+    check_classes(bench)
+    many = counted(len(labels), f"labelled {bench.train.things}")
+    say(f"{bench.train.name}: {many} of {counted(len(bench.classes), 'classes')}")
+
+    search = Search(bench, method, pool, say, began, 60 * minutes, {origin: features})
+    remarks += search.run(image)
+    chosen = choose(search.tried, bench.labels)
+    say(f"taken: {chosen.name}; now on all {many}")
+    settings, model = bench.refit(chosen, search.banks[chosen.origin], search.decay(chosen.origin))
+    test, first, answers = None, None, None
+    if bench.test is not None:
+        test, answers = bench.judge(model.backbone)
+        means = next(each for each in search.tried if each.way == "class means")
+        first = test if chosen is means else bench.judge(bench.refit(means, features, 0.0)[1].backbone)[0]
+        remarks += worse(test, first)
+    remarks += neighbours_better(bench, settings, search.tried, chosen)
+    settings = replace(settings, data=replace(settings.data, count=config.data.count, per_class=config.data.per_class))
+    write_run(out, settings, bench, model, chosen, test, time.perf_counter() - began)
+    loader = bench.loader(test=bench.test is not None)
+    more = {"started from": Path(source.partition("=")[0]).name, "minutes": f"{minutes:g}"}
+    result = Adapted(
+        out, tuple(search.tried), chosen, bench.labels, bench.classes, test, first, answers, tuple(remarks),
+        provenance=made_with(open_model(out), loader, config.train.seed, beside=[bench.loader()], more=more),
+    )  # fmt: skip
+    try:
+        export_model(out, out / "export")
+    except SitusError as error:
+        say(f"no export was written: {error}")
+    return result
+
+
+# --- the sets ----------------------------------------------------------------------------------------------------
+
+
+def open_bench(config: RunConfig, source: str, device: torch.device, start: Start) -> tuple[Bench, list[str]]:
+    """Images, labels and classes of an adaptation, and sentences on them; refused is what has no classes to tell apart.
+
+    config: a fine-tuning's, its model not settled.
+    """
+    remarks: list[str] = []
+    data = settled(finetune_config(config, source, None)).data
+    if data.modality.ids:
+        said = f"holds {data.modality.things}, and adapt takes images and clips; see finetune"
+        raise SitusError(f"{data.path}: {said}", field="data")
+    if not config.data.held_out and not own_splits(data):
+        data = replace(data, held_out=HELD_OUT)
+        remarks.append(f"The data has no test split: {percent(HELD_OUT, 0)} of it was set aside first as one.")
+    try:
+        train, test = (open_source(data, split) for split in ("train", "test"))
+    except SitusError as error:
+        if not remarks or "held_out" not in error.fields:
+            raise
+        data, test = replace(data, held_out=0.0), None
+        train = open_source(data)
+        remarks = ["There are too few images to set some aside: nothing was tested."]
+    if train.classes is None or train.target != "label":
+        raise SitusError(f"{train.name}: has no labels, one class an image, which adapt chooses by", field="data")
+    train = train if data.count is None else Subset(train, data.count)
+    train = train if data.per_class is None else PerClass(train, data.per_class)
+    data = replace(data, count=None, per_class=None)
+    if test is not None and test.classes != train.classes:
+        raise SitusError(f"{test.name}: its classes are not those of the training split", field="data")
+    if data.modality.pixels and (size := resident_size(train, data)) is not None:
+        held = hold(ImagePipeline(train, size, 0, None, held=size), "cpu", int(data.resident_gib * 2**30)).values
+        whole, train = train, TensorSource(held["image"], held["label"], train.classes, train.name)
+        train.notes += whole.left_out()
+    empty = torch.zeros(len(train), dtype=torch.int64)
+    augment = config.augment if data.modality.pixels else AugmentConfig()  # crops and flips are for images
+    bench = Bench(replace(config, data=data, augment=augment), train, test, empty, train.classes or (), device, start)
+    return bench, remarks
+
+
+def check_classes(bench: Bench) -> None:
+    """Refuses labels of which nothing can be learned."""
+    labels, classes, name = bench.labels, bench.classes, bench.train.name
+    counts = labels.bincount(minlength=len(classes))
+    if len(classes) < 2 or int((counts > 0).sum()) < 2:
+        raise SitusError(
+            f"{name}: all its images are of one class, so that there is nothing to tell apart", field="data"
+        )
+    if not counts.all():
+        none = [classes[at] for at in (counts == 0).nonzero()[:, 0].tolist()]
+        few = ", ".join(map(repr, none[:3])) + (", …" if len(none) > 3 else "")
+        raise SitusError(f"{name}: has no training image of {counted(len(none), 'classes')} ({few})", field="data")
+
+
+def unlabelled_source(data: DataConfig, path: str | None) -> Source:
+    """The images of the pretraining: those of the training split, and those at `path`; test images never."""
+    parts = [open_source(data, "train", labels=False)]
+    if path is not None:
+        more = open_source(replace(data, path=path, held_out=0.0), labels=False)
+        if not len(more):
+            raise SitusError(f"{path}: holds no images", field="unlabelled")
+        parts.append(more)
+    return parts[0] if len(parts) == 1 else Joined("labelled and unlabelled images", [("", each) for each in parts])
+
+
+# --- the search --------------------------------------------------------------------------------------------------
+
+
+class _OutOfTimeError(Exception):
+    """The minutes are spent."""
+
+
+class Search:
+    """Every way that fits into the minutes, on the folds. banks: weights to begin with, and the frozen features of the
+    labelled images. tried: what was measured so far."""
+
+    def __init__(
+        self, bench: Bench, method: str, pool: Source | None, say: Callable[[str], None], began: float, budget: float,
+        banks: dict[Origin, Tensor],
+    ) -> None:  # fmt: skip
+        self.bench, self.method, self.pool, self.say = bench, method, pool, say
+        self.began, self.budget, self.banks = began, budget, banks
+        self.folds = folds_of(bench.labels, seed=bench.config.train.seed)
+        self.tried: list[Tried] = []
+
+    def run(self, image: float) -> list[str]:
+        """Tries them; gives sentences on what was left out. image: seconds of a forward of one image."""
+        origin, features = next(iter(self.banks.items()))
+        if one_label(self.bench.labels):
+            untested = torch.full((len(features),), torch.nan, dtype=torch.double)
+            self.tried = [Tried("class means", origin, untested, ONE_LABEL_SCALE)]
+            rule = "by a fixed rule class means on the weights as they were given are taken"
+            return [f"Most classes have one label, so that there is nothing to choose by: {rule}."]
+        self._add(self.bench.frozen(origin, features, self.folds))
+        plan, remarks = self._plan(origin, image)
+        last, done = self.began + self.budget - plan.refit, list[Step]()
+
+        def check() -> None:
+            if time.perf_counter() > last:
+                raise _OutOfTimeError
+
+        try:
+            for way, after in plan.seconds:
+                if way == FROZEN:
+                    origin = self._pretrain(origin, plan.total, check)
+                    self._add(self.bench.frozen(origin, self.banks[origin], self.folds))
+                else:
+                    told: Any = (
+                        way,
+                        origin,
+                        self.banks[origin],
+                        self.decay(origin),
+                        self.folds,
+                        plan.folds,
+                        plan.total,
+                    )
+                    self._add([self.bench.trained(*told, check=check)])
+                done.append((way, after))
+        except (KeyboardInterrupt, _OutOfTimeError) as error:
+            missing = ", ".join(self._name(step) for step in plan.seconds if step not in done)
+            why = "It was interrupted" if isinstance(error, KeyboardInterrupt) else "The minutes were spent"
+            remarks.append(f"{why} before the end of {missing}: chosen is among the others.")
+            self.say(f"{remarks[-1]} Ctrl-C again ends without a model.")
+        return remarks
+
+    def decay(self, origin: Origin) -> float:
+        """The weight decay of the probe on these weights, with which a training's head begins."""
+        return next((each.setting for each in self.tried if each[:2] == ("linear probe", origin)), DECAYS[-2])
+
+    def _add(self, new: Sequence[Tried]) -> None:
+        self.tried += new
+        for each in new:
+            tested = ~each.right.isnan()
+            share = percent(float(each.right[tested].mean()), 1)
+            even = percent(balanced(each.right, self.bench.labels))
+            self.say(f"{each.name}: {share} of {int(tested.sum()):,} (balanced {even})")
+
+    def _name(self, step: Step) -> str:
+        way, after = step
+        return f"pretraining with {self.method}" if way == FROZEN else f"{way}{f' after {self.method}' * after}"
+
+    def _plan(self, origin: Origin, image: float) -> tuple[Plan, list[str]]:
+        """Times an update of each way, and says what fits into the minutes."""
+        bench, count, remarks, cost = self.bench, len(self.bench.labels), list[str](), dict[str, float]()
+        for way in PARTS:
+            try:
+                config, model = bench.make(origin, way)
+                cost[way] = seconds_of(updates(model, bench.loader(training=True), config, 100), bench.device)
+            except SitusError as error:
+                remarks.append(f"{way}: was not tried ({error}).")
+        pretraining = None
+        if self.pool is not None:
+            try:
+                pretraining = seconds_of(bench.pretrained(origin, self.method, self.pool, 100, head=0.0), bench.device)
+            except SitusError as error:
+                remarks.append(f"Pretraining with {self.method} was not tried ({error}).")
+        batch = bench.config.data.batch or default_batch(count, 1, training=True)
+        spent, total = time.perf_counter() - self.began, max(UPDATES, EPOCHS * (count // batch))
+        plan = plan_of(cost, pretraining, image, count, total, self.budget - spent)
+        for step, seconds in plan.seconds.items():
+            many = f"{plan.total:,} updates" + ("" if step[0] == FROZEN else f" on {counted(plan.folds, 'folds')}")
+            self.say(f"plan: {self._name(step)}, {many}, about {_clock(seconds)}")
+        whole = spent + sum(plan.seconds.values()) + plan.refit
+        self.say(f"plan: about {_clock(whole)} in all, of {self.budget / 60:g} min")
+        if plan.dropped:
+            names = ", ".join(map(self._name, plan.dropped))
+            remarks.append(f"Not tried, for want of time in {self.budget / 60:g} min: {names}.")
+            self.say(remarks[-1])
+        return plan, remarks
+
+    def _pretrain(self, origin: Origin, total: int, check: Callable[[], None]) -> Origin:
+        """The weights after pretraining, their frozen features among `banks`."""
+        assert self.pool is not None
+        learner = None
+        for each in self.bench.pretrained(origin, self.method, self.pool, total):
+            check()
+            learner = each
+        assert learner is not None
+        self.say(f"pretrained with {self.method}: {total:,} updates on {counted(len(self.pool), self.pool.things)}")
+        new = pretrained_origin(learner, self.method)
+        self.banks[new] = self.bench.features(self.bench.make(new, "class means")[1].backbone)[0]
+        return new
+
+
+def _clock(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def pretrained_origin(learner: Method, method: str) -> Origin:
+    """What was pretrained, as weights to begin with: where it never saw positions, new ones are learned later on."""
+    blind = not learner.sees_positions
+    source = addressed_model(learner)
+    assert source is not None
+    return Origin(method, source, "learned" if blind else None, "none" if blind else None)
+
+
+# --- the end -----------------------------------------------------------------------------------------------------
+
+
+def worse(test: Accuracy, start: Accuracy) -> list[str]:
+    """A sentence where what was chosen does worse than the frozen start on the test images."""
+    for name in ("top1", "balanced"):
+        new, old = getattr(test, name), getattr(start, name)
+        if new < old:
+            shown = {"top1": "top-1", "balanced": "balanced accuracy"}[name]
+            beside = f"{shown} {percent(new, 2)} against {percent(old, 2)}, of {test.count:,}"
+            return [f"On the test images it is worse than the frozen start: {beside}."]
+    return []
+
+
+def neighbours_better(bench: Bench, config: RunConfig, tried: Sequence[Tried], chosen: Tried) -> list[str]:
+    """A sentence where neighbours do better than what was chosen by more than chance."""
+    remarks = []
+    for each in tried:
+        more, error = gain(each.right, chosen.right, bench.labels)
+        if each.way == "kNN" and not each.origin.name and more > 1.96 * error:
+            command = Frozen(config, bench.train, True).command("knn", k=int(each.setting))
+            told = f" ({command})" if command else ""
+            remarks.append(f"Neighbours, which no export holds, do better on the folds by {percent(more)}{told}.")
+    return remarks
+
+
+def write_run(
+    out: Path, config: RunConfig, bench: Bench, model: Method, chosen: Tried, test: Accuracy | None, seconds: float
+) -> None:
+    """Writes a run's folder with this model as its one checkpoint."""
+    loader = bench.loader(training=True)
+    config = replace(config, train=replace(config.train, epochs=None, max_steps=max(1, chosen.updates)))
+    run = RunFolder.create(out, config, classes=bench.classes)
+    step, epoch = chosen.updates, chosen.updates / loader.steps_per_epoch
+    scores = {} if test is None else {"val_top1": test.top1, "val_balanced": test.balanced, "val_loss": test.loss}
+    run.append({"step": step, "epoch": epoch, **scores, "seconds": seconds})
+    files = capture(model, make_optimizer(model, config.optim), None, bench.device)
+    state = {
+        "epoch": step // loader.steps_per_epoch, "offset": step % loader.steps_per_epoch, "total_steps": step,
+        "steps_per_epoch": loader.steps_per_epoch, "global_batch": loader.global_batch, "order": loader.mark,
+        "peak_rate": 0.0, "world": 1, "seconds": seconds, "machine": machine(bench.device, "fp32"),
+        "log": {"names": [], "steps": 0, "images": 0}, "scaler": None,
+    }  # fmt: skip
+    with run.hold():
+        run.save(step, files, state, keep=1)
+    run.close()
+    loader.close()

@@ -1,0 +1,306 @@
+"""What shuffled patches do to a classifier (MJP, Table 1 and Figure 3): top-1, Diff.Norm and consistency over γ.
+
+The patches of a block mask are shuffled among themselves, and the answer is compared with that on the whole sample.
+Everything is measured twice. *Told*: the masked places are forgotten, so that the model knows which it cannot trust.
+On a plain ViT the order inside the mask then changes nothing at all, so that the number measures lost positions.
+*Not told*: every place keeps its own position and holds a wrong patch, which is what shuffling itself does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor
+
+from situs.backbones.base import Backbone
+from situs.core.jigsaw import draw_puzzle, move_patches, puzzle_noise_shape
+from situs.core.masking import count_of
+from situs.core.random import uniform
+from situs.errors import SitusError
+from situs.limits import check_values
+from situs.measure.accuracy import hard
+from situs.methods.base import Batch, Method, encode_moved
+from situs.models.data import AnyData, AnyModel, Chosen, examples, load_set, made_with, opened, top1_reason
+from situs.models.inference import Total, evaluating
+from situs.models.model import check_classifier
+from situs.results import Cell, Result, Summary, Table, percent
+from situs.train.step import autocast
+
+RATIOS = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
+"""γ: those the paper trains with, its Table 1's .15, and Figure 3's far end."""
+TABLE_1 = 0.15
+"""γ of the paper's Table 1, of which a result speaks first."""
+TELLING = {True: "mask told", False: "mask not told"}
+
+
+@dataclass(frozen=True)
+class Consistency:
+    """One γ, told or not told. Diff.Norm is between F(x) and F(x̃), the vector that the head reads.
+
+    masked: int(γN), the places shuffled in each sample. top1: share of right answers on shuffled ones, None without
+    fitting labels. diff_norm: mean of ‖F(x) - F(x̃)‖. diff_norm_squared: mean of its square (Eq. 6). consistency: share
+    of samples whose answer stays the same, None without a classifier. clean_norm: mean of ‖F(x)‖, for scale.
+    """
+
+    ratio: float
+    masked: int
+    told: bool
+    count: int
+    top1: float | None
+    diff_norm: float
+    diff_norm_squared: float
+    consistency: float | None
+    clean_norm: float
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """How a model is shown samples with shuffled patches: a run through its method, others by their backbone.
+
+    positions: whether the backbone's own take part. grid: of the patches that are shuffled; a backbone with tokens has
+    its own.
+    """
+
+    backbone: Backbone
+    method: Method | None
+    positions: bool
+    grid: tuple[int, ...]
+
+    @property
+    def untellable(self) -> str | None:
+        """Why this model cannot be told the mask, or None where it can."""
+        if not self.backbone.num_tokens:
+            return "it is a convolutional network: only its pixels are shuffled, and no place can be forgotten"
+        if not (self.positions and self.backbone.positions().kinds):
+            rest = "; what its windows know of places stays" if "take" in self.backbone.refusals else ""
+            return f"it adds no positions that could be forgotten, so that telling the mask changes nothing{rest}"
+        return None
+
+    @property
+    def unknown(self) -> str:
+        """What a masked place gets when the mask is told, in words."""
+        learned = None if self.method is None else self.method.unknown_position()
+        if learned is not None:
+            return learned.words
+        kinds = self.backbone.positions().kinds
+        parts = {
+            "table": "a zero vector instead of its row of the table",
+            "rotary": "no rotation (which a rotary model takes for the top-left corner)",
+            "bias": "no relative bias",
+        }
+        return " and ".join(parts[kind] for kind in kinds) + ", since this model never learned an unknown place"
+
+    def read(self, inputs: Tensor, index: Tensor | None = None, told: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What the head reads [B, D] and its logits, of inputs whose patches are moved by `index`.
+
+        told: [B, N] bool, places that are forgotten.
+        """
+        if not self.backbone.num_tokens:
+            return self.backbone.read_pixels(inputs if index is None else move_patches(inputs, self.grid, index))
+        if self.method is not None:
+            features = self.method.encode(inputs, told, index)
+        else:
+            features = encode_moved(self.backbone, inputs, told, index, positions=self.positions)
+        return self.backbone.pooled(features), self.backbone.head(features)
+
+
+@dataclass(frozen=True)
+class ConsistencyCurve(Result):
+    """Every γ, told and not told. reads: F, the vector that the head reads, in words.
+
+    unknown: what a masked place gets when the mask is told, untellable: why it cannot be told; one of the two is None.
+    no_top1: why there is no top-1. grid, seed: of the masks. example: a picture [C, H, W] in [0, 1] to show them on.
+    """
+
+    file: ClassVar[str] = "consistency"
+    rows: Sequence[Consistency]
+    reads: str
+    unknown: str | None
+    untellable: str | None
+    grid: tuple[int, ...]
+    no_top1: str | None = None
+    example: Tensor | None = None
+    seed: int = 0
+
+    def summary(self) -> Summary:
+        """The result at the γ nearest to Table 1's; a row for each γ × told or not."""
+        header = ["γ", "patches shuffled", "", "top-1, %", "consistency, %", "Diff.Norm", "Diff.Norm² (Eq. 6)"]
+        cells: list[list[Cell]] = [
+            [f"{r.ratio:g}", r.masked, TELLING[r.told], _points(r.top1), _points(r.consistency), r.diff_norm,
+             r.diff_norm_squared]
+            for r in self.rows
+        ]  # fmt: skip
+        table = Table(self.provenance.title(self.provenance.counted(self.rows[0].count)), header, cells)
+        return Summary(self._sentence(), (table,), (f"mask told: {self.untellable}",) if self.untellable else ())
+
+    def _sentence(self) -> str:
+        ratios = [row.ratio for row in self.rows if row.masked > 1]  # one patch has none to change places with
+        if not ratios:
+            return f"Nothing was shuffled: at these γ a mask holds at most one of {math.prod(self.grid)} patches."
+        ratio = min(ratios, key=lambda ratio: abs(ratio - TABLE_1))
+        at = {row.told: row for row in self.rows if row.ratio == ratio}
+        row = at[False]
+        part = f"{percent(row.diff_norm / row.clean_norm)} of its length" if row.clean_norm else "from a length of 0"
+        said = f"With {percent(ratio, None)} of the patches shuffled and the model not told, "
+        if row.consistency is not None:
+            said += f"{percent(row.consistency)} of {row.count:,} answers stay the same, and "
+        said += f"the {self.reads} moves by {row.diff_norm:.3g} ({part})."
+        if True in at:
+            told = at[True]
+            same = "" if told.consistency is None else f"{percent(told.consistency)} stay the same and "
+            said += f" Told which places to distrust, {same}it moves by {told.diff_norm:.3g}."
+        return said
+
+    def numbers(self) -> dict[str, Any]:
+        """Every row, and what a reader must know of them."""
+        return {
+            "feature": self.reads,
+            "unknown": self.unknown,
+            "not_told_why": self.untellable,
+            "no_top1_why": self.no_top1,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def puzzle(grid: tuple[int, ...], ids: Tensor, ratio: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Mask and index [B, N] of each sample at γ = ratio: the same whatever batch it stands in."""
+    return draw_puzzle(uniform(seed, 0, ids, f"consistency/{ratio}", puzzle_noise_shape(grid, ratio)), grid, ratio)
+
+
+def _points(share: float | None) -> str | None:
+    return None if share is None else f"{100 * share:.2f}"
+
+
+def shuffled(
+    model: Backbone | Method, *, positions: bool = True, grid: tuple[int, ...] | None = None, size: tuple[int, int]
+) -> Shuffled:
+    """Readies a backbone or a run's method. grid: for a network without tokens; size: of its inputs."""
+    method = model if isinstance(model, Method) else None
+    backbone, positions = (model, positions) if isinstance(model, Backbone) else (model.backbone, model.sees_positions)
+    if backbone.num_tokens:
+        if grid not in (None, backbone.grid):
+            raise SitusError(f"grid={grid}: {backbone.name} has its own, {backbone.grid}", field="grid")
+        return Shuffled(backbone, method, positions, backbone.grid)
+    own = method.grid if method is not None and all(method.grid) else _grid_for(size)
+    cut = grid or own
+    if min(cut) < 1 or size[0] % cut[0] or size[1] % cut[1]:
+        raise SitusError(f"grid={cut}: must divide inputs of {size[0]}x{size[1]}", field="grid")
+    return Shuffled(backbone, method, False, cut)
+
+
+def evaluate_consistency(
+    model: AnyModel,
+    data: AnyData = None,
+    *,
+    ratios: Sequence[float] = RATIOS,
+    grid: tuple[int, int] | None = None,
+    precision: str = "fp32",
+    seed: int = 0,
+    **chosen: Unpack[Chosen],
+) -> ConsistencyCurve:
+    """What shuffled patches do to a classifier: top-1, Diff.Norm and consistency at each γ, mask told and not told.
+
+    model: whatever `open_model` takes. data: a path or a source; None for the samples that a run was trained on.
+    ratios: γ. grid: for a network without tokens, the patches to shuffle. chosen: see `load_set`.
+    """
+    model = opened(model, seed)
+    check_classifier(model)
+    shuffled(model.trained, positions=model.positions, grid=grid, size=model.data.size)  # refuses a wrong grid
+    loader = load_set(model, data, shared=True, **chosen)
+    found = measure_consistency(
+        model.trained,
+        loader,
+        ratios,
+        seed=seed,
+        precision=precision,
+        positions=model.positions,
+        no_top1=top1_reason(model, loader),
+        classes=None if loader.classes is None else len(loader.classes),
+        grid=grid,
+    )
+    return replace(found, example=examples(loader, 1)[0], provenance=made_with(model, loader, seed, precision))
+
+
+def measure_consistency(
+    model: Backbone | Method,
+    batches: Iterable[Batch],
+    ratios: Sequence[float] = RATIOS,
+    *,
+    seed: int = 0,
+    precision: str = "fp32",
+    positions: bool = True,
+    classifier: bool = True,
+    no_top1: str | None = None,
+    classes: int | None = None,
+    grid: tuple[int, ...] | None = None,
+) -> ConsistencyCurve:
+    """Every γ, told (where the model can be told) and not told, in one pass over the data; waits once, at its end.
+
+    positions: for a backbone, whether its own take part. classifier: False where the head was never trained; then
+    only norms are given. no_top1: why the data's labels do not mean what the head's outputs mean, where that is so;
+    classes: how many it has, where that is to be checked. grid: for a network without tokens, the patches that are
+    shuffled.
+    """
+    check_values("ratios", ratios, "[0, 1]")
+    sums, view, tells, labels = Total(), None, (False,), no_top1 is None
+    with evaluating(model):
+        for batch in batches:
+            if view is None:
+                high, wide = batch.inputs.shape[-2:]
+                view = shuffled(model, positions=positions, grid=grid, size=(high, wide))
+                tells = (False,) if view.untellable else (True, False)
+            with autocast(batch.inputs.device, precision):
+                given = batch if labels else batch._replace(targets={})
+                sums.add(_measure(view, given, ratios, tells, seed, classes))
+    count, *means = sums.over_ranks().tolist()
+    assert view is not None  # or there would be no sums
+    labelled, clean, *rest = (value / count for value in means)
+    rows = []
+    for number, (ratio, told) in enumerate((ratio, told) for ratio in ratios for told in tells):
+        norm, square, same, right = rest[4 * number : 4 * number + 4]
+        rows.append(
+            Consistency(
+                ratio=ratio,
+                masked=count_of(ratio, view.grid[0] * view.grid[1]),
+                told=told,
+                count=int(count),
+                top1=right if classifier and labelled == 1.0 else None,
+                diff_norm=norm,
+                diff_norm_squared=square,
+                consistency=same if classifier else None,
+                clean_norm=clean,
+            )
+        )
+    if rows[0].top1 is None and no_top1 is None:
+        no_top1 = "the model has another number of classes than the data" if classifier else "its head was not trained"
+    told = None if view.untellable else view.unknown
+    return ConsistencyCurve(rows, view.backbone.reads, told, view.untellable, view.grid, no_top1, seed=seed)
+
+
+def _measure(
+    view: Shuffled, batch: Batch, ratios: Sequence[float], tells: Sequence[bool], seed: int, classes: int | None
+) -> Tensor:
+    """One batch's sums, float64: samples, those with labels, ‖F(x)‖, then norm, square, same and right for each row."""
+    clean, logits = view.read(batch.inputs)
+    clean, answers = clean.double(), logits.argmax(dim=-1)
+    truth = batch.targets.get("label") if classes in (None, logits.shape[-1]) else None
+    count = float(len(batch.ids))
+    sums = [clean.new_full((), count), clean.new_full((), 0.0 if truth is None else count), clean.norm(dim=-1).sum()]
+    for ratio in ratios:
+        mask, index = puzzle(view.grid, batch.ids, ratio, seed)
+        for told in tells:
+            moved, logits = view.read(batch.inputs, index, mask if told else None)
+            square, answer = (moved.double() - clean).square().sum(dim=-1), logits.argmax(dim=-1)
+            right = torch.zeros_like(answer) if truth is None else answer == hard(truth)
+            sums += [square.sqrt().sum(), square.sum(), (answer == answers).sum(), right.sum()]
+    return torch.stack([part.double() for part in sums])
+
+
+def _grid_for(size: tuple[int, int]) -> tuple[int, int]:
+    """The patches shuffled where a model has none of its own: the papers' 14 a side where that divides, else 8."""
+    side = 14 if size[0] % 14 == 0 and size[1] % 14 == 0 else 8
+    return side, side

@@ -1,0 +1,199 @@
+"""How alike the features of two places are, in one image and in two (MP3: appendix D, Figure 10).
+
+The paper takes "the Pearson correlation of the last layer's representation between each position pair within the same
+image, averaged across the validation set", and the same "between each position pair of two random images": each
+correlation is taken over the channels, and the results average to two maps [N, N]. The second is here the average over
+*all* ordered pairs of different images, which is what random pairs estimate, without their noise: with Z_b the features
+of image b, each row less its mean and of length 1,
+
+    within = 1/n Σ_b Z_b Z_bᵀ        across = (S Sᵀ - Σ_b Z_b Z_bᵀ) / (n (n - 1)),  S = Σ_b Z_b
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor
+
+from situs.backbones.base import Backbone
+from situs.core.position import distances
+from situs.data.batch import Batch
+from situs.errors import SitusError, unknown_name
+from situs.measure.layers import LAST, Layer, patch_layers
+from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
+from situs.results import Result, Summary, Table
+
+HEAD = {
+    "within_near": "near",
+    "within": "1 image",
+    "across_same": "same place",
+    "across": "2 images",
+    "position": "shared place",
+    "image": "shared image",
+}
+HARDLY = 0.01
+"""A gain that is not worth a word."""
+LARGEST = 400
+"""The most places whose maps go into the JSON."""
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Mean Pearson correlations between the features of places i and j, [N, N] float64 on the CPU, over n images."""
+
+    grid: tuple[int, ...]
+    within: Tensor
+    across: Tensor
+    images: int
+
+    @property
+    def means(self) -> dict[str, float]:
+        """What the maps say: means over pairs of places.
+
+        within_near: one image, places side by side. within: one image, any two places. across_same: two images, the
+        same place. across: two images, two places. position: how much more alike a shared place makes two images.
+        image: how much more alike a shared image makes two places.
+        """
+        distance = distances(self.grid)
+        other = distance > 0
+        near = (distance > 0) & (distance <= 1)
+        found = {
+            "within_near": float(self.within[near].mean()),
+            "within": float(self.within[other].mean()),
+            "across_same": float(self.across.diagonal().mean()),
+            "across": float(self.across[other].mean()),
+        }
+        found["position"] = found["across_same"] - found["across"]
+        found["image"] = found["within"] - found["across"]
+        return found
+
+    def by_distance(self) -> tuple[list[int], list[float], list[float]]:
+        """Distances in whole patches, and the mean correlation within and across at each; within says 1 at 0."""
+        rounded = distances(self.grid).round().long()
+        steps = rounded.unique().tolist()
+        means = [[float(each[rounded == step].mean()) for step in steps] for each in (self.within, self.across)]
+        return steps, means[0], means[1]
+
+    def numbers(self) -> dict[str, Any]:
+        """The means, over pairs of places and over distance."""
+        steps, within, across = self.by_distance()
+        told = {"distance": steps, "within_by_distance": within, "across_by_distance": across}
+        return {"grid": list(self.grid), **self.means, **told}
+
+
+@dataclass(frozen=True)
+class Correlations(Result):
+    """The correlations at every depth of a model, in its order. depth: the one whose maps are drawn."""
+
+    file: ClassVar[str] = "correlation"
+    depths: Mapping[str, Correlation]
+    depth: str = LAST
+
+    def summary(self) -> Summary:
+        """What the maps at the end of the model say, and where position weighs most; a row a depth."""
+        last = self.depths[LAST].means
+        if last["position"] < HARDLY:
+            place = (
+                f"no more than two different places do ({last['across']:.2f}): this measure finds no position in them"
+            )
+        else:
+            more = f"{last['position']:.2f} more than two different places ({last['across']:.2f})"
+            place = f"{more}: they keep their position"
+        means = {depth: each.means for depth, each in self.depths.items()}
+        peak = max(means, key=lambda depth: means[depth]["position"])
+        where = {LAST: "after the final norm", "embedding": "before the first block"}.get(peak, f"after block {peak}")
+        said = (
+            f"After the final norm the features of two places of one image correlate {last['within']:.2f} on average, "
+            f"{last['image']:.2f} more than in two different images: features of one image "
+            f"{'flock together' if last['image'] > HARDLY else 'do not flock together'}. The same place in two images "
+            f"correlates {last['across_same']:.2f}, {place}. A shared place weighs most {where}: "
+            f"{means[peak]['position']:.2f}."
+        )
+        rows = [[depth, *(f"{each[key]:.3f}" for key in HEAD)] for depth, each in means.items()]
+        title = self.provenance.title(self.provenance.counted(self.depths[self.depth].images))
+        return Summary(said, (Table(title, ["after", *HEAD.values()], rows),))
+
+    def numbers(self) -> dict[str, Any]:
+        """Means at every depth and over distance; of the end the maps too, where they are not too many numbers (N²)."""
+        last = self.depths[LAST]
+        maps = {"within": last.within, "across": last.across}
+        kept = {name: _rounded(each) if len(each) <= LARGEST else None for name, each in maps.items()}
+        return {"images": last.images, "depths": {name: each.numbers() for name, each in self.depths.items()}, **kept}
+
+
+def _rounded(maps: Tensor) -> list[list[float]]:
+    return [[round(value, 5) for value in row] for row in maps.tolist()]
+
+
+def analyze_correlation(
+    model: AnyModel, data: AnyData = None, *, depth: str = LAST, seed: int = 0, **chosen: Unpack[Chosen]
+) -> Correlations:
+    """How alike the features of two places are, in one image and in two, at every depth of a model.
+
+    model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. depth:
+    whose maps are drawn: "embedding", a block's number, or "norm". chosen: see `load_set`; 64 where no count is said.
+    """
+    model = opened(model, seed)
+    chosen.setdefault("count", 64)
+    loader = load_set(model, data, **chosen)
+    found = correlate(model.backbone, loader, positions=model.positions)
+    if depth not in found:
+        raise unknown_name("depth", depth, found, field="depth")
+    told = None if model.positions else {"positions": "left out, as in its training"}
+    return Correlations(found, depth, provenance=made_with(model, loader, seed, more=told))
+
+
+@torch.no_grad()
+def correlate(backbone: Backbone, batches: Iterable[Batch], *, positions: bool = True) -> dict[str, Correlation]:
+    """The correlations at every depth of a model in eval mode: depth -> maps, in the model's order.
+
+    positions: False leaves every kind of position out, as MP3 trains.
+    """
+    backbone.require("tokens")
+    sums: dict[str, _Sums] = {}
+
+    def see(layer: Layer) -> None:
+        sums.setdefault(layer.depth, _Sums(layer.grid)).add(layer.patches)
+
+    for batch in batches:
+        patch_layers(backbone, backbone.embed(batch.inputs), backbone.positions() if positions else None, see)
+    if not sums or next(iter(sums.values())).images < 2:
+        raise SitusError("correlations across images need at least two of them", field=("count", "data"))
+    return {depth: each.result() for depth, each in sums.items()}
+
+
+class _Sums:
+    """Σ_b Z_b Z_bᵀ and Σ_b Z_b over the images so far, float64 on the features' device."""
+
+    def __init__(self, grid: tuple[int, ...]) -> None:
+        self.grid, self.images = grid, 0
+        self.products: Tensor | None = None
+        self.total: Tensor | None = None
+
+    def add(self, features: Tensor) -> None:
+        """features: [B, N, D]."""
+        z = standardised(features.double())
+        flat = z.transpose(0, 1).flatten(1)
+        products, total = flat @ flat.T, z.sum(dim=0)
+        self.products = products if self.products is None else self.products + products
+        self.total = total if self.total is None else self.total + total
+        self.images += len(features)
+
+    def result(self) -> Correlation:
+        assert self.products is not None
+        assert self.total is not None
+        pairs = self.images * (self.images - 1)
+        across = (self.total @ self.total.T - self.products) / pairs
+        return Correlation(self.grid, (self.products / self.images).cpu(), across.cpu(), self.images)
+
+
+def standardised(features: Tensor) -> Tensor:
+    """Each row [..., D] less its mean and of length 1, so that a product of two is their Pearson correlation.
+
+    A row of equal numbers correlates with nothing: it becomes 0.
+    """
+    centred = features - features.mean(dim=-1, keepdim=True)
+    return centred / centred.norm(dim=-1, keepdim=True).clamp(min=1e-12)

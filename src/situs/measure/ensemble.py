@@ -1,0 +1,191 @@
+"""Several classifiers as one: their softmax (or logits) averaged, each alone beside all together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
+from typing import Any, ClassVar, Literal, Unpack
+
+import torch
+from torch import Tensor
+
+from situs import __version__
+from situs.data.open import addressed
+from situs.errors import SitusError
+from situs.measure.accuracy import Accuracy, Classifier, Tally, check_numbers, hard, labels_of
+from situs.measure.by_class import TOP5_FROM, wilson
+from situs.methods.base import Batch
+from situs.models.data import AnyData, AnyModel, Chosen, check_classes, load_set, open_several
+from situs.models.inference import Total, evaluating
+from situs.results import Provenance, Result, Summary, Table, percent
+from situs.train.step import autocast
+
+Average = Literal["softmax", "logits"]
+
+
+@dataclass(frozen=True)
+class Ensemble(Result):
+    """The accuracy of each model by name, and of all together.
+
+    agreement: the share of samples on which two models give the same answer, [M][M] in the order of `alone`. any_right:
+    the share that at least one model has right, which no choice among their answers can pass. average: of what.
+    members: where each model comes from, by name.
+    """
+
+    file: ClassVar[str] = "ensemble"
+    alone: dict[str, Accuracy]
+    together: Accuracy
+    agreement: tuple[tuple[float, ...], ...]
+    any_right: float
+    average: Average = "softmax"
+    members: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def summary(self) -> Summary:
+        """What the models gain from each other; a row a model, then all together."""
+        name, best = max(self.alone.items(), key=lambda item: item[1].top1)
+        gain = 100 * (self.together.top1 - best.top1)
+        text = (
+            f"Together {percent(self.together.top1, 2)} right, {abs(gain):.2f} points "
+            f"{'above' if gain >= 0 else 'below'} the best alone ({name}, {percent(best.top1, 2)}); at least one is "
+            f"right on {percent(self.any_right, 2)}."
+        )
+        many = self.together.classes >= TOP5_FROM
+        rows = [
+            [name, f"{100 * each.top1:.2f}", f"{100 * each.balanced:.2f}",
+             *([f"{100 * each.top5:.2f}"] if many else []), f"{each.loss:.4f}"]
+            for name, each in {**self.alone, f"together ({self.average})": self.together}.items()
+        ]  # fmt: skip
+        low, high = wilson(self.together.top1 * self.together.count, self.together.count)
+        text += (
+            f" The 95 % interval is {percent(low)} to {percent(high)}; naming the largest class every time is right in "
+            f"{percent(self.together.majority, 2)}."
+        )
+        header = ["", "top-1, %", "balanced, %", *(["top-5, %"] if many else []), "loss"]
+        title = self.provenance.title(self.provenance.counted(self.together.count))
+        return Summary(text, (Table(title, header, rows),))
+
+    def numbers(self) -> dict[str, Any]:
+        """Each model, all together, and how alike they answer."""
+        return {
+            "average": self.average,
+            "alone": {name: {**self.members.get(name, {}), **asdict(each)} for name, each in self.alone.items()},
+            "together": asdict(self.together),
+            "agreement": self.agreement,
+            "any_right": self.any_right,
+        }
+
+
+def combine(logits: Tensor, average: Average = "softmax") -> Tensor:
+    """Logits [M, B, C] of M models -> logits [B, C] of the ensemble.
+
+    softmax: the logarithm of the mean probability, whose cross entropy is the ensemble's own. logits: their mean.
+    """
+    if average == "logits":
+        return logits.mean(dim=0)
+    return logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(logits.shape[0])
+
+
+def evaluate_ensemble(
+    models: Iterable[AnyModel],
+    data: AnyData = None,
+    *,
+    average: Average = "softmax",
+    precision: str = "fp32",
+    seed: int = 0,
+    **chosen: Unpack[Chosen],
+) -> Ensemble:
+    """Several classifiers as one: each alone, their averaged answer, and how alike they answer.
+
+    models: whatever `open_model` takes. data: a path or a source; None for the samples that the first run was trained
+    on. Each sees them prepared as it was trained. average: the probabilities, or the logits. chosen: see `load_set`.
+    """
+    opened = open_several(models, seed)
+    if len(opened) < 2:
+        raise SitusError("an ensemble needs at least two models", field="model")
+    first = next(iter(opened.values())).holding_out(chosen.pop("held_out", None)).data
+    loaders = {}
+    for name, model in opened.items():
+        held = model.holding_out(first.held_out)
+        loaders[name] = load_set(held, addressed(data) or first.path or None, shared=True, **chosen)
+        check_classes(model, loaders[name])
+    backbones = {name: model.backbone for name, model in opened.items()}
+    found = measure_ensemble(backbones, loaders, average=average, precision=precision)
+    for name, score in found.alone.items():
+        check_numbers(name, score.loss)
+    name = next(iter(loaders.values())).source.name
+    facts = {"data": name, "precision": precision, "average": average, "situs": __version__}
+    sources = {name: loader.source for name, loader in loaders.items()}
+    made = (
+        Provenance({}, (model.origin,), tuple(sources[name].left_out()), sources[name].things)
+        for name, model in opened.items()
+    )
+    members = {name: model.facts for name, model in opened.items()}
+    return replace(found, members=members, provenance=Provenance.joint(made, facts))
+
+
+def measure_ensemble(
+    models: Mapping[str, Classifier],
+    batches: Mapping[str, Iterable[Batch]],
+    *,
+    average: Average = "softmax",
+    precision: str = "fp32",
+) -> Ensemble:
+    """Each model alone and all together, over one pass.
+
+    batches: each model's own by name (another size, another normalisation): the same samples in the same order.
+    """
+    if average not in ("softmax", "logits"):
+        raise SitusError(field="average", value=average, allowed="softmax or logits")
+    alone, together = {name: Tally() for name in models}, Tally()
+    strangers, shared = Total(), Total()
+    with evaluating(*models.values()):
+        for given in _rows(models, batches):
+            first = next(iter(given.values()))
+            said = []
+            for name, batch in given.items():
+                with autocast(batch.inputs.device, precision):
+                    said.append(models[name](batch.inputs).float())
+                alone[name].add(said[-1], labels_of(batch))
+                strangers.add(_differs(first, batch))
+            _check_classes(models, said)
+            logits = torch.stack(said)
+            together.add(combine(logits, average), labels_of(first))
+            shared.add(_agree(logits.argmax(dim=-1), labels_of(first)))
+    if strangers.over_ranks().item():
+        raise SitusError("the models of an ensemble were given different samples or labels: their data differs")
+    result = together.result()
+    *same, any_right = (shared.over_ranks() / result.count).tolist()
+    pairs = tuple(zip(*[iter(same)] * len(models), strict=True))
+    return Ensemble({name: tally.result() for name, tally in alone.items()}, result, pairs, any_right, average)
+
+
+def _agree(answers: Tensor, labels: Tensor) -> Tensor:
+    """answers: [M, B] -> [M * M + 1] float64: samples on which two models agree, and those that any has right."""
+    same = (answers[:, None] == answers[None]).sum(dim=-1)
+    return torch.cat([same.flatten(), (answers == hard(labels)).any(dim=0).sum()[None]]).double()
+
+
+def _rows(models: Iterable[str], batches: Mapping[str, Iterable[Batch]]) -> Iterator[dict[str, Batch]]:
+    """One batch a model at a time, by the model's name."""
+    # Not by what a strict `zip` raises: a source's own error is a `ValueError` too, and says more.
+    for row in zip_longest(*(batches[name] for name in models)):
+        if any(batch is None for batch in row):
+            raise SitusError("the models of an ensemble were given different numbers of batches: their data differs")
+        yield dict(zip(models, row, strict=True))
+
+
+def _differs(one: Batch, two: Batch) -> Tensor:
+    """How many samples differ in id or label, on the device: nothing waits for it until the end."""
+    if one.ids.shape != two.ids.shape:
+        raise SitusError("the models of an ensemble were given batches of different sizes: their data differs")
+    labels = (labels_of(one) != labels_of(two)).flatten().sum()
+    return (one.ids != two.ids).sum() + labels
+
+
+def _check_classes(models: Mapping[str, Classifier], logits: list[Tensor]) -> None:
+    counts = {name: each.shape[-1] for name, each in zip(models, logits, strict=True)}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
+        raise SitusError(f"the models of an ensemble must have the same classes: {listed}")

@@ -1,0 +1,239 @@
+"""Weighted nearest neighbours on frozen features: how good a representation is before anything is trained on it.
+
+Cosine similarity, the k nearest of the training set, each with the weight exp(similarity / τ); layer by layer, to see
+where in the depth a representation separates the classes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Unpack
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.backbones.base import Backbone
+from situs.errors import SitusError
+from situs.limits import check_value
+from situs.measure.accuracy import hard, labels_of
+from situs.measure.by_class import ByClass, by_class
+from situs.measure.features import Pool, layer_features
+from situs.methods.base import Batch
+from situs.models.data import AnyData, AnyModel, Chosen, check_labels, load_bank, made_with, opened
+from situs.models.inference import evaluating
+from situs.results import Result, Summary, Table, percent
+from situs.train.step import autocast
+
+AT_ONCE = 1 << 25
+"""Similarities held at a time: 128 MiB in float32."""
+
+NEIGHBOURS = 20
+"""That decide where nothing is said and classes have as many."""
+
+POOLS = {"cls": "CLS token", "mean": "mean of the patches"}
+
+
+@dataclass(frozen=True)
+class LayerAccuracy:
+    """layer: blocks that the features have passed, the last of them `depth`. pool: mean of the patches, or CLS.
+    balanced: the mean over the classes' own accuracies."""
+
+    layer: int
+    pool: Pool
+    accuracy: float
+    balanced: float
+
+
+@dataclass(frozen=True)
+class LayerKnn(Result):
+    """rows: for each pool, layer by layer. bank, count: training and test samples. why_last: why only the last layer.
+
+    k, temperature: of the neighbours and their weights. answers: [C, C] counts by (true, named), after the last block
+    by the better pool. classes: names.
+    """
+
+    file: ClassVar[str] = "knn"
+    rows: tuple[LayerAccuracy, ...]
+    bank: int
+    count: int
+    why_last: str | None
+    k: int
+    temperature: float | None
+    answers: Tensor
+    classes: Sequence[str]
+
+    @property
+    def majority(self) -> float:
+        """The share of the largest class."""
+        return ByClass.of(self.answers).majority
+
+    def summary(self) -> Summary:
+        """The end of the model and its best layer; a row a layer, two columns a pool."""
+        last = max(row.layer for row in self.rows)
+        ends = {row.pool: row.accuracy for row in self.rows if row.layer == last}
+        samples = self.provenance.counted(self.count)
+        shares = " and ".join(f"{percent(share, 2)} by the {POOLS[pool]}" for pool, share in ends.items())
+        text = f"After the last block the neighbours name the right class of {shares}."
+        text += f" {ByClass.of(self.answers).words(self.classes, samples)}"
+        best = max(self.rows, key=lambda row: row.accuracy)
+        if best.accuracy > max(ends.values()):
+            text += f" The best is block {best.layer}'s {POOLS[best.pool]}: {percent(best.accuracy, 2)}."
+        cells = {(row.layer, row.pool): [f"{100 * row.accuracy:.2f}", f"{100 * row.balanced:.2f}"] for row in self.rows}
+        layers = sorted({row.layer for row in self.rows})
+        rows = [[layer, *itertools.chain(*(cells[layer, pool] for pool in ends))] for layer in layers]
+        title = self.provenance.title(f"{samples}, k = {self.k} of {self.bank:,}")
+        header = ["after block", *itertools.chain(*((f"{POOLS[pool]}, %", "balanced, %") for pool in ends))]
+        return Summary(text, (Table(title, header, rows),))
+
+    def numbers(self) -> dict[str, Any]:
+        """Every layer, and how the neighbours were counted."""
+        return {
+            "k": self.k,
+            "temperature": self.temperature,
+            "rows": [asdict(row) for row in self.rows],
+            "bank": self.bank,
+            "count": self.count,
+            "why_last": self.why_last,
+            **ByClass.of(self.answers).numbers(),
+            "classes": by_class(self.answers, self.classes),
+        }
+
+
+def evaluate_knn(
+    model: AnyModel,
+    data: AnyData = None,
+    *,
+    k: int | None = None,
+    temperature: float | None = 0.07,
+    train_count: int | None = 10_000,
+    precision: str = "fp32",
+    seed: int = 0,
+    **chosen: Unpack[Chosen],
+) -> LayerKnn:
+    """Nearest neighbours on the frozen features of each layer, the training split as bank.
+
+    model: whatever `open_model` takes. data: a path; None for the samples that a run was trained on. k: by default 20,
+    or as many as a class has in the bank, where that is fewer. temperature: τ; None counts every neighbour as one.
+    train_count: at most so many samples as the bank. chosen: see `load_set`.
+    """
+    model = opened(model, seed)
+    bank, test = load_bank(model, data, train_count=train_count, **chosen)
+    told = {"k": k, "temperature": temperature, "precision": precision, "positions": model.positions}
+    found = knn_by_layer(model.backbone, bank, test, check_labels(test), **told)
+    made = made_with(model, test, seed, precision, beside=[bank], more={"bank_data": bank.source.name})
+    return replace(found, provenance=made)
+
+
+def knn_by_layer(
+    backbone: Backbone,
+    bank: Iterable[Batch],
+    test: Iterable[Batch],
+    classes: Sequence[str] = (),
+    *,
+    k: int | None = None,
+    temperature: float | None = 0.07,
+    precision: str = "fp32",
+    positions: bool = True,
+) -> LayerKnn:
+    """The accuracy of the k nearest of `bank` on `test`, for each layer and pool; features through the final norm.
+
+    classes: their names; by default their numbers. k: as of `evaluate_knn`. positions: whether the backbone's own take
+    part.
+    """
+    backbone.require("tokens")
+    pools: tuple[Pool, ...] = ("cls", "mean") if backbone.num_prefix else ("mean",)
+    with evaluating(backbone):
+        train, train_labels = _features(backbone, bank, pools, positions, precision)
+        held, labels = _features(backbone, test, pools, positions, precision)
+    classes = classes or [str(number) for number in range(int(torch.cat([train_labels, labels]).max()) + 1)]
+    layers, count = train.shape[1], len(classes)
+    k = min(NEIGHBOURS, max(1, len(train_labels) // count)) if k is None else k
+    rows, ends = [], []
+    for p, pool in enumerate(pools):
+        for layer in range(layers):
+            told = {"classes": count, "k": k, "temperature": temperature}
+            named = knn_scores(train[p, layer], train_labels, held[p, layer], **told).argmax(dim=-1)
+            answers = torch.bincount(labels * count + named, minlength=count**2).view(count, count).cpu()
+            share = int(answers.diagonal().sum()) / len(labels)
+            rows.append(LayerAccuracy(backbone.depth - layers + 1 + layer, pool, share, ByClass.of(answers).balanced))
+            if layer == layers - 1:
+                ends.append((share, answers))
+    why = backbone.refusals.get("depths")
+    why = None if why is None else f"{backbone.name} has its last layer alone: {why}"
+    best = max(ends, key=lambda end: end[0])[1]
+    return LayerKnn(tuple(rows), len(train_labels), len(labels), why, k, temperature, best, classes)
+
+
+def _features(
+    backbone: Backbone, batches: Iterable[Batch], pools: tuple[Pool, ...], positions: bool, precision: str
+) -> tuple[Tensor, Tensor]:
+    """Features [pools, layers, n, D] and labels [n]."""
+    parts, labels = [], []
+    for batch in batches:
+        labels.append(hard(labels_of(batch)))
+        with autocast(batch.inputs.device, precision):
+            parts.append(layer_features(backbone, batch.inputs, pools, positions=positions).float())
+    if not parts:
+        raise SitusError("there are no samples to take features of", field="data")
+    return torch.cat(parts, dim=2), torch.cat(labels)
+
+
+@torch.no_grad()
+def knn_scores(
+    train_features: Tensor,
+    train_labels: Tensor,
+    test_features: Tensor,
+    *,
+    classes: int,
+    k: int = 20,
+    temperature: float | None = 0.07,
+) -> Tensor:
+    """The weight of each class among the neighbours, [m, classes]; no host sync.
+
+    train_features: [n, D]. train_labels: [n] in range(classes). test_features: [m, D]. temperature: τ; None counts
+    every neighbour as one.
+    """
+    _check(train_features, train_labels, test_features, k, temperature)
+    bank = F.normalize(train_features.float(), dim=-1).T
+    rows = max(1, AT_ONCE // bank.shape[1])
+    scores = []
+    for part in F.normalize(test_features.float(), dim=-1).split(rows):
+        near = (part @ bank).topk(k, dim=-1)
+        # Over the nearest's own weight: a common factor moves no class, and a small τ cannot overflow.
+        weight = torch.ones_like(near.values)
+        if temperature is not None:
+            weight = ((near.values - near.values[:, :1]) / temperature).exp()
+        empty = weight.new_zeros(part.shape[0], classes)
+        scores.append(empty.scatter_add(1, train_labels[near.indices], weight))
+    return torch.cat(scores)
+
+
+def knn_accuracy(
+    train_features: Tensor,
+    train_labels: Tensor,
+    test_features: Tensor,
+    test_labels: Tensor,
+    k: int = 20,
+    temperature: float | None = 0.07,
+) -> float:
+    """The share of test samples [m, D] whose class the k nearest training samples [n, D] guess right."""
+    if not len(test_features):
+        raise SitusError("kNN needs at least one test sample")
+    classes = int(train_labels.max()) + 1 if len(train_labels) else 0
+    scores = knn_scores(train_features, train_labels, test_features, classes=classes, k=k, temperature=temperature)
+    return float((scores.argmax(dim=-1) == test_labels).double().mean())
+
+
+def _check(train: Tensor, labels: Tensor, test: Tensor, k: int, temperature: float | None) -> None:
+    if train.dim() != 2 or test.dim() != 2 or train.shape[1] != test.shape[1] or labels.shape != train.shape[:1]:
+        raise SitusError(
+            f"kNN needs features [n, D] and [m, D] with labels [n], not {list(train.shape)}, {list(test.shape)} and "
+            f"{list(labels.shape)}"
+        )
+    if not (1 <= k <= train.shape[0]):
+        raise SitusError(field="k", value=k, allowed=f"in [1, {train.shape[0]}], the number of training samples")
+    if temperature is not None:
+        check_value("temperature", temperature, "> 0")

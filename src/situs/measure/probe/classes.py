@@ -1,0 +1,152 @@
+"""Linear probes of frozen models: places (`probe_position`), masks (`probe_segments`), or classes from one vector a
+sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Unpack
+
+from situs.backbones.base import Backbone
+from situs.data.open import addressed
+from situs.errors import SitusError
+from situs.measure.accuracy import hard
+from situs.measure.by_class import ByClass
+from situs.measure.features import Pool, extract
+from situs.measure.probe.linear import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
+from situs.measure.probe.position import RATIO, PositionProbes, follow, probe_position
+from situs.measure.probe.segments import SegmentProbes, probe_segments
+from situs.methods.base import Batch
+from situs.models.data import AnyData, AnyModel, Chosen, check_labels, load_bank, made_with, opened
+from situs.progress import tracked
+from situs.results import Cell, Provenance, Summary, Table, percent
+
+
+@dataclass(frozen=True)
+class ClassProbe(Probe):
+    """pool: what a sample's vector is."""
+
+    pool: Pool
+
+    def numbers(self) -> dict[str, Any]:
+        """What was read off, and how it was fitted."""
+        found = self.score
+        read = {"pool": self.pool, "accuracy": found.accuracy, "loss": found.loss, "count": found.count}
+        return {**read, **ByClass.of(found.answers).numbers(), **super().numbers()}
+
+
+@dataclass(frozen=True)
+class ClassProbes(Probes[ClassProbe]):
+    """Classes read off frozen features. classes: their names."""
+
+    file: ClassVar[str] = "probe-class"
+    classes: Sequence[str] = field(kw_only=True)
+
+    def summary(self) -> Summary:
+        """What is recognised of each model; a row a model."""
+        (name, first), *rest = self.probes.items()
+        things = self.provenance.things
+        words = {"mean": "the mean of its patches", "cls": "its CLS token"}[first.pool]
+        samples, rows_of = self.provenance.counted(first.score.count), ByClass.of
+        text = (
+            f"A linear classifier on {words} recognises {percent(first.score.accuracy, 2)} of {samples} in {name}. "
+            f"{rows_of(first.score.answers).words(self.classes, samples)}"
+        )
+        text += "".join(f" In {other} it is {percent(probe.score.accuracy, 2)}." for other, probe in rest)
+        header = ["model", "pool", "top-1, %", "balanced, %", "largest class, %", "loss", things,
+                  f"{things} fitted to", "weight decay"]  # fmt: skip
+        rows: list[list[Cell]] = [
+            [name, probe.pool, f"{100 * probe.score.accuracy:.2f}",
+             f"{100 * rows_of(probe.score.answers).balanced:.2f}",
+             f"{100 * rows_of(probe.score.answers).majority:.2f}", probe.score.loss, probe.score.count,
+             probe.train_count, f"{probe.fitted.weight_decay:g}"]
+            for name, probe in self.probes.items()
+        ]  # fmt: skip
+        return Summary(text, (Table(self.data, header, rows),))
+
+
+def evaluate_probe(
+    model: AnyModel,
+    data: AnyData = None,
+    *,
+    kind: Literal["position", "class", "segments"] = "position",
+    after: AnyModel | None = None,
+    train_count: int = 2000,
+    ratio: float = RATIO,
+    pool: Pool = "mean",
+    weight_decays: Sequence[float] = WEIGHT_DECAYS,
+    precision: str = "fp32",
+    seed: int = 0,
+    **chosen: Unpack[Chosen],
+) -> ClassProbes | PositionProbes | SegmentProbes:
+    """What a linear classifier reads off frozen features: the place of patches without a position, the class, or masks.
+
+    model, after: whatever `open_model` takes; the second stands beside the first, on the same samples. data: a path;
+    None for the samples that a run was trained on. train_count: at most so many of the training split to fit to.
+    ratio: share of the patches whose position is taken away. pool: what a sample's vector is. chosen: see
+    `load_set`; among them masks, how masks are read.
+    """
+    if kind not in ("position", "class", "segments"):
+        raise SitusError(field="kind", value=kind, allowed="position, class or segments")
+    first = opened(model, seed).holding_out(chosen.pop("held_out", None))
+    models = {first.name: first}
+    if after is not None:
+        second = opened(after, seed).holding_out(first.data.held_out)
+        models[second.name if second.name not in models else f"{second.name} (after)"] = second
+    unknown = follow(models) if kind == "position" else {}
+    grids = {each.backbone.out_grid for each in models.values()}
+    if kind == "position" and len(grids) > 1:
+        said = " and ".join(map(str, sorted(grids)))
+        raise SitusError(f"the two models have grids of {said} places", field="after")
+    shared = {"seed": seed, "precision": precision, "weight_decays": tuple(weight_decays)}
+    probes: dict[str, Any] = {}
+    made, classes = {}, ()
+    for name, each in tracked([*models.items()], "models"):
+        target = "mask" if kind == "segments" else "class"
+        source = addressed(data) or first.data.path or None
+        train, test = load_bank(each, source, train_count=train_count, target=target, **chosen)
+        told = {**shared, "positions": each.positions}
+        if kind == "class":
+            classes = check_labels(test)
+            probes[name] = probe_class(each.backbone, train, test, len(classes), pool=pool, **told)
+        elif kind == "segments":
+            classes = check_labels(test)
+            probes[name] = probe_segments(each.backbone, train, test, len(classes), **told)
+        else:
+            probes[name] = probe_position(each.backbone, train, test, unknown[name], ratio=ratio, **told)
+        more = {"fitted_to": train.source.name}
+        made[name] = made_with(each, test, seed, precision, beside=[train], more=more)
+    provenance = Provenance.joint(made.values())
+    if kind == "class":
+        return ClassProbes(probes, made, classes=classes, provenance=provenance)
+    if kind == "segments":
+        return SegmentProbes(probes, made, classes=classes, provenance=provenance)
+    return PositionProbes(probes, made, grid=grids.pop(), ratio=ratio, provenance=provenance)
+
+
+def probe_class(
+    backbone: Backbone,
+    train: Iterable[Batch],
+    test: Iterable[Batch],
+    classes: int,
+    *,
+    pool: Pool = "mean",
+    seed: int = 0,
+    precision: str = "fp32",
+    positions: bool = True,
+    weight_decays: Sequence[float] = WEIGHT_DECAYS,
+) -> ClassProbe:
+    """Fits to the pooled features of `train` and scores on those of `test`.
+
+    pool: the mean of the patches or CLS. positions: whether the backbone's own take part.
+    """
+    backbone.require("tokens")
+    sets = []
+    for batches in (train, test):
+        found = extract(backbone, batches, pool, positions=positions, precision=precision)
+        if found.labels is None:
+            raise SitusError("a classification probe needs labels, and the data has none", field="data")
+        sets.append((found.features, hard(found.labels)))
+    (inputs, labels), held = sets
+    fitted = fit_probe(inputs, labels, classes, weight_decays=weight_decays, seed=seed)
+    return ClassProbe(score(fitted.linear, [held], classes), fitted, len(labels), pool)

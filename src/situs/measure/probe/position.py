@@ -1,0 +1,192 @@
+"""The frozen linear position probe (DropPos, Table 7): from the final features of patches without a place to the place.
+
+Every patch is seen; three quarters of them lose their position, and a linear classifier is asked which of the N places
+each of those came from. It is fitted to the training split and scored on another; the backbone stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from situs.backbones.base import Backbone
+from situs.core.masking import count_of
+from situs.core.permutation import random_permutation
+from situs.core.position import coordinates, distances
+from situs.core.random import uniform
+from situs.core.tokens import mask_of, take
+from situs.errors import SitusError, counted
+from situs.limits import check_value
+from situs.measure.probe.linear import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
+from situs.methods.base import Batch, UnknownPosition
+from situs.models import Model
+from situs.models.inference import evaluating
+from situs.results import Cell, Summary, Table, percent
+from situs.train.step import autocast
+
+RATIO = 0.75
+
+
+@dataclass(frozen=True)
+class PositionProbe(Probe):
+    """score: over the test split's dropped patches, classes are places. distance: mean error in patches.
+
+    guess: what always naming the middle-most place would score as a distance, for scale. unknown: what a patch gets
+    that lost its position, in words.
+    """
+
+    distance: float
+    guess: float
+    unknown: str
+
+    def numbers(self) -> dict[str, Any]:
+        """What was read off, and how it was fitted."""
+        return {
+            "accuracy": self.score.accuracy,
+            "distance": self.distance,
+            "constant_guess_distance": self.guess,
+            "patches": self.score.count,
+            "unknown": self.unknown,
+            **super().numbers(),
+        }
+
+
+@dataclass(frozen=True)
+class PositionProbes(Probes[PositionProbe]):
+    """Places read off frozen features; the second model is the first one fine-tuned. ratio: share that is dropped."""
+
+    file: ClassVar[str] = "probe-position"
+    grid: tuple[int, ...] = field(kw_only=True)
+    ratio: float = RATIO
+
+    def summary(self) -> Summary:
+        """How often the place is named, and how far off; a row a model."""
+        names, found = list(self.probes), list(self.probes.values())
+        first, last = found[0], found[-1]
+        said = (
+            f"A linear classifier names the place of {percent(first.score.accuracy, 2)} of the patches whose position "
+            f"was taken away (chance {percent(1 / len(first.score.counts), 2)}), and is {first.distance:.2f} patches "
+            "off on average."
+        )
+        if len(found) > 1:
+            said += f" In {names[-1]} it is {percent(last.score.accuracy, 2)} and {last.distance:.2f} patches."
+        asked = ["patches asked", f"{self.provenance.things} fitted to"]
+        header = ["model", "accuracy, %", "mean error, patches", "error of one guess", *asked]
+        rows: list[list[Cell]] = [
+            [name, f"{100 * probe.score.accuracy:.2f}", probe.distance, probe.guess, probe.score.count,
+             probe.train_count]
+            for name, probe in self.probes.items()
+        ]  # fmt: skip
+        return Summary(said, (Table(self.data, header, rows),))
+
+    def numbers(self) -> dict[str, Any]:
+        """The share, and every model."""
+        return {"ratio": self.ratio, **super().numbers()}
+
+
+def unknown_position_of(model: Model) -> UnknownPosition:
+    """What a token whose place is dropped gets: a run's own vector where it learned one."""
+    learned = None if model.method is None else model.method.unknown_position()
+    if learned is not None:
+        return learned
+    model.backbone.require("tokens")
+    if not model.positions or not model.backbone.positions().kinds:
+        return UnknownPosition(None, "nothing: this model was given no positions, so no patch knows its place", False)
+    return UnknownPosition(
+        None, "a zero vector (and no rotation or bias), since this model never learned an unknown place"
+    )
+
+
+def follow(models: Mapping[str, Model]) -> dict[str, UnknownPosition]:
+    """Each model's own, by its name; one that never learned a vector takes the first's, so that the two compare."""
+    found = {name: unknown_position_of(model) for name, model in models.items()}
+    (first, lent), *_ = found.items()
+    if lent.vector is None:
+        return found
+    shared = UnknownPosition(lent.vector, f"the vector for unknown places that {first} learned, having none of its own")
+    zero = {name: each for name, each in found.items() if each.vector is None and each.sighted}
+    fits = {name for name in zero if models[name].backbone.dim == lent.vector.shape[0]}
+    return {name: shared if name in fits else each for name, each in found.items()}
+
+
+def dropped_features(
+    backbone: Backbone,
+    batch: Batch,
+    unknown: UnknownPosition,
+    *,
+    ratio: float = RATIO,
+    seed: int = 0,
+    stream: str = "probe.position",
+    positions: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Final features [B, K, D] of the int(ratio · N) patches whose place is dropped, and their places [B, K].
+
+    On a hierarchical model a patch is what stands behind one output token, and loses its place as a whole.
+    """
+    count = backbone.out_grid[0] * backbone.out_grid[1]
+    order = random_permutation(uniform(seed, 0, batch.ids, stream, (count,)))
+    places = order[:, : count_of(ratio, count)]
+    known = None
+    if positions:
+        mask = mask_of(places, count)
+        known = backbone.positions().forget(mask[:, _behind(backbone, mask.device)], unknown.vector)
+    features = backbone.encode(backbone.embed(batch.inputs), known)
+    return take(features.patches, places), places
+
+
+def probe_position(
+    backbone: Backbone,
+    train: Iterable[Batch],
+    test: Iterable[Batch],
+    unknown: UnknownPosition,
+    *,
+    ratio: float = RATIO,
+    seed: int = 0,
+    precision: str = "fp32",
+    positions: bool = True,
+    weight_decays: Sequence[float] = WEIGHT_DECAYS,
+) -> PositionProbe:
+    """Fits to `train`, whose features are kept on the device, and scores on `test`, batch by batch.
+
+    unknown: what a patch gets that loses its place. positions: whether the backbone's own take part.
+    """
+    backbone.require("tokens")
+    grid, count = backbone.out_grid, math.prod(backbone.out_grid)
+    check_value("ratio", ratio, "(0, 1]")
+    if not count_of(ratio, count):
+        raise SitusError(f"ratio={ratio}: must drop at least one of {counted(count, 'places')}", field="ratio")
+
+    def features(batches: Iterable[Batch], split: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for batch in batches:
+            stream = f"probe.position/{split}"
+            with torch.no_grad(), autocast(batch.inputs.device, precision):
+                found, places = dropped_features(
+                    backbone, batch, unknown, ratio=ratio, seed=seed, stream=stream, positions=positions
+                )
+            ids = batch.ids[:, None].expand_as(places)
+            yield found.flatten(0, 1).float(), places.flatten(), ids.flatten()
+
+    with evaluating(backbone):
+        parts = list(features(train, "train"))
+        if not parts:
+            raise SitusError("there are no samples to fit the probe to", field="data")
+        inputs, places, groups = (torch.cat(each) for each in zip(*parts, strict=True))
+        fitted = fit_probe(inputs, places, count, groups=groups, weight_decays=weight_decays, seed=seed)
+        found = score(fitted.linear, ((part, truth) for part, truth, _ in features(test, "test")), count)
+    apart = distances(grid)
+    off = float((found.answers.double() * apart).sum() / found.count)
+    guess = float((found.counts.double() @ apart).min() / found.count)  # the one place that does best if always named
+    return PositionProbe(found, fitted, len(groups.unique()), off, guess, unknown.words)
+
+
+def _behind(backbone: Backbone, device: torch.device) -> Tensor:
+    """For each token of the grid the output token it ends up in, [N]."""
+    rows, columns = coordinates(backbone.grid, device).unbind(-1)
+    (height, width), (high, wide) = backbone.grid, backbone.out_grid
+    # Merges halve a side and round up, so that a whole number of tokens lies behind each but the last.
+    return rows // -(-height // high) * wide + columns // -(-width // wide)

@@ -1,0 +1,214 @@
+"""What one linear layer reads of the class of each pixel off frozen patch features; its logits are upsampled.
+
+The layer is fitted by full-batch L-BFGS, as the other probes are: the mean cross entropy at 4 × 4 places of each patch,
+logits between the patches' centres bilinear, on the centre crop of each training sample. It is scored at the masks' own
+size, by windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.backbones.base import Backbone
+from situs.data.batch import VOID
+from situs.errors import SitusError, counted
+from situs.measure.probe.linear import (
+    AT_ONCE,
+    WEIGHT_DECAYS,
+    Linear,
+    Probe,
+    Probes,
+    Score,
+    choose_decay,
+    minimise,
+)
+from situs.measure.segments.measure import by_class, measure, seeing
+from situs.measure.segments.scores import SegmentScores
+from situs.measure.segments.windows import Inference
+from situs.methods.base import Batch
+from situs.methods.upernet import resize
+from situs.models.inference import evaluating
+from situs.results import Cell, Summary, Table, percent
+from situs.train.step import autocast
+
+PLACES = 4
+"""Places along a patch's side at which the layer is fitted."""
+
+
+@dataclass(frozen=True)
+class SegmentProbe(Probe):
+    """score: over the pixels of the test split."""
+
+    @property
+    def scores(self) -> SegmentScores:
+        """Intersection over union."""
+        return SegmentScores(self.score.answers, self.score.loss)
+
+    def numbers(self) -> dict[str, Any]:
+        """What was read off, and how it was fitted."""
+        found = self.scores
+        means = {"miou": found.miou, "accuracy": found.accuracy, "class_accuracy": found.class_accuracy}
+        return {**means, "loss": found.loss, "count": self.score.count, **super().numbers()}
+
+
+@dataclass(frozen=True)
+class SegmentProbes(Probes[SegmentProbe]):
+    """Masks read off frozen features. classes: their names."""
+
+    file: ClassVar[str] = "probe-segments"
+    classes: Sequence[str] = field(kw_only=True)
+
+    def summary(self) -> Summary:
+        """What is read of each model; a row a model."""
+        (name, first), *rest = self.probes.items()
+        said = (
+            f"One linear layer on its patches reads {percent(first.scores.miou, 2)} mIoU off {name}, of "
+            f"{self.provenance.counted(first.score.count)} and {counted(len(self.classes), 'classes')}."
+        )
+        said += "".join(f" In {other} it is {percent(probe.scores.miou, 2)}." for other, probe in rest)
+        things = self.provenance.things
+        header = ["model", "mIoU, %", "pixel accuracy, %", "loss", things, f"{things} fitted to", "weight decay"]
+        rows: list[list[Cell]] = [
+            [name, f"{100 * probe.scores.miou:.2f}", f"{100 * probe.scores.accuracy:.2f}", probe.score.loss,
+             probe.score.count, probe.train_count, f"{probe.fitted.weight_decay:g}"]
+            for name, probe in self.probes.items()
+        ]  # fmt: skip
+        return Summary(said, (Table(self.data, header, rows),))
+
+    def numbers(self) -> dict[str, Any]:
+        """Every model's, and under each its classes."""
+        found = super().numbers()
+        for name, probe in self.probes.items():
+            found["models"][name]["classes"] = by_class(probe.scores, self.classes)
+        return found
+
+
+def probe_segments(
+    backbone: Backbone,
+    train: Iterable[Batch],
+    test: Iterable[Batch],
+    classes: int,
+    *,
+    seed: int = 0,
+    precision: str = "fp32",
+    positions: bool = True,
+    weight_decays: Sequence[float] = WEIGHT_DECAYS,
+) -> SegmentProbe:
+    """Fits to the patch features of `train`, kept on the device, and scores on `test`.
+
+    positions: whether the backbone's own take part.
+    """
+    backbone.require("tokens")
+    places = [PLACES * side for side in backbone.out_grid]
+
+    def patches(inputs: Tensor) -> Tensor:
+        with torch.no_grad(), autocast(inputs.device, precision):
+            return backbone.encode(backbone.embed(inputs), backbone.positions() if positions else None).patches.float()
+
+    with evaluating(backbone):
+        parts = []
+        for batch in train:
+            inputs, masks = _centres(batch, backbone.input.shape or (0, 0), places)
+            parts.append((patches(inputs), masks))
+        if not parts:
+            raise SitusError("there are no samples to fit the probe to", field="data")
+        features, masks = (torch.cat(each) for each in zip(*parts, strict=True))
+
+        def fit(rows: Tensor, decay: float, start: Linear | None) -> Linear:
+            return fit_patches(features[rows], masks[rows], classes, decay, backbone.out_grid, start=start)
+
+        def judge(rows: Tensor, linear: Linear) -> tuple[float, float]:
+            return _judged(linear, features[rows], masks[rows], backbone.out_grid)
+
+        groups = torch.arange(len(features), device=features.device)
+        fitted = choose_decay(groups, fit, judge, weight_decays, seed)
+
+        def predict(inputs: Tensor) -> Tensor:
+            return resize(grid_logits(fitted.linear, patches(inputs), backbone.out_grid), inputs.shape[2:])
+
+        found = measure(seeing(_Held(backbone), predict, Inference(), precision), test, classes)
+    scores = found.scores
+    score = Score(scores.accuracy, scores.loss, len(found.rows), scores.answers)
+    return SegmentProbe(score, fitted, len(features))
+
+
+@dataclass(frozen=True)
+class _Held:
+    backbone: Backbone
+
+
+def grid_logits(linear: Linear, features: Tensor, grid: Sequence[int]) -> Tensor:
+    """Patch features [B, N, D] -> logits [B, K, *grid]."""
+    return linear(features).transpose(1, 2).unflatten(2, tuple(grid))
+
+
+def _centres(batch: Batch, size: Sequence[int], places: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The centre crops of a batch's samples [B, C, *size], and their classes at some places of them, [B, *places]."""
+    inputs, masks = [], []
+    sides, whole = batch.targets["sides"].tolist(), batch.targets["whole"].tolist()
+    for number, (side, own) in enumerate(zip(sides, whole, strict=True)):
+        first = [(have - want) // 2 for have, want in zip(side, size, strict=True)]
+        inputs.append(batch.inputs[number, :, first[0] : first[0] + size[0], first[1] : first[1] + size[1]])
+        rows, columns = (
+            ((start + (torch.arange(count, device=batch.inputs.device) + 0.5) * (want / count)) * (full / have)).long()
+            for start, count, want, full, have in zip(first, places, size, own, side, strict=True)
+        )
+        masks.append(batch.targets["mask"][number][rows[:, None], columns])
+    return torch.stack(inputs), torch.stack(masks)
+
+
+def fit_patches(
+    features: Tensor,
+    masks: Tensor,
+    classes: int,
+    weight_decay: float,
+    grid: Sequence[int],
+    *,
+    start: Linear | None = None,
+) -> Linear:
+    """The minimum of mean cross entropy + weight_decay / 2 · ‖W‖² on standardised features; the bias is free.
+
+    features: [n, N, D] on `grid`. masks: [n, h, w] classes or VOID, to whose size logits are brought.
+    """
+    known, rows = int((masks != VOID).sum()), _rows(masks, classes)
+
+    @torch.enable_grad()
+    def slope_of(linear: Linear) -> Tensor:
+        linear.weight.grad = linear.bias.grad = None
+        total = weight_decay / 2 * linear.weight.square().sum()
+        total.backward()
+        total = total.detach()
+        for part, truth in zip(features.split(rows), masks.split(rows), strict=True):
+            loss = _loss(linear, part, truth, grid) / known
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    return minimise(features, classes, start, slope_of)
+
+
+def _loss(linear: Linear, features: Tensor, masks: Tensor, grid: Sequence[int]) -> Tensor:
+    """The sum over all places that have a class."""
+    logits = resize(grid_logits(linear, features, grid), masks.shape[1:])
+    flat, truth = logits.permute(0, 2, 3, 1).flatten(0, 2), masks.flatten().long()
+    return F.cross_entropy(flat, truth, ignore_index=VOID, reduction="sum")
+
+
+def _judged(linear: Linear, features: Tensor, masks: Tensor, grid: Sequence[int]) -> tuple[float, float]:
+    """Accuracy and mean cross entropy."""
+    known, right, loss = int((masks != VOID).sum()), 0, 0.0
+    for part, truth in zip(features.split(_rows(masks, 1)), masks.split(_rows(masks, 1)), strict=True):
+        said = resize(grid_logits(linear, part, grid), truth.shape[1:]).argmax(dim=1)
+        right += int((said == truth).sum())
+        loss += float(_loss(linear, part, truth, grid))
+    return right / known, loss / known
+
+
+def _rows(masks: Tensor, classes: int) -> int:
+    return max(1, AT_ONCE // (classes * masks.shape[1] * masks.shape[2]))

@@ -1,0 +1,300 @@
+"""What robustness is measured by: mCE raw and over AlexNet's, AURRA, AUPR.
+
+Errors and accuracies are shares in [0, 1]. Two numbers go by the name mCE in the literature, and they must not be
+mixed: the mean error over corruptions as it is (*raw*), and the same with each corruption's error divided by that of
+AlexNet (*AlexNet-normalised*, the definition of Hendrycks and Dietterich, which may pass 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from statistics import mean
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from situs.errors import SitusError, counted
+from situs.measure.accuracy import Accuracy
+from situs.measure.corruptions import CORRUPTIONS
+from situs.measure.corruptions.severity import SEVERITIES
+from situs.results import Cell, Result, Summary, Table, percent
+
+ALEXNET = {
+    "gaussian_noise": 0.886,
+    "shot_noise": 0.894,
+    "impulse_noise": 0.923,
+    "defocus_blur": 0.820,
+    "glass_blur": 0.826,
+    "motion_blur": 0.786,
+    "zoom_blur": 0.798,
+    "snow": 0.867,
+    "frost": 0.827,
+    "fog": 0.819,
+    "brightness": 0.565,
+    "contrast": 0.853,
+    "elastic_transform": 0.646,
+    "pixelate": 0.718,
+    "jpeg_compression": 0.607,
+}
+"""AlexNet's top-1 error on each corruption of ImageNet-C, the mean over its five severities."""
+
+IMAGENET_CLASSES, IMAGENET_SIDE, IMAGENET_COUNT = 1000, 224, 50_000
+
+Cells = Mapping[str, Mapping[int, Accuracy]]
+"""corruption -> severity -> accuracy."""
+
+
+@dataclass(frozen=True)
+class CorruptionScores:
+    """The figures of a grid of corruptions × severities.
+
+    errors: the mean error over severities of each corruption. raw: their mean. normalised: the mean of errors over
+    AlexNet's; None unless all five severities were measured, because AlexNet's are means over five.
+    """
+
+    errors: dict[str, float]
+    raw: float
+    normalised: float | None
+
+
+def score(cells: Cells) -> CorruptionScores:
+    """The figures of `cells`; every corruption must have the same severities."""
+    if not cells:
+        raise SitusError("there are no corruptions to average over", field="corruptions")
+    levels = {tuple(sorted(row)) for row in cells.values()}
+    if len(levels) > 1:
+        raise SitusError("corruptions measured at different severities have no common mean", field="severities")
+    errors = {name: 1.0 - mean(cell.top1 for cell in row.values()) for name, row in cells.items()}
+    return CorruptionScores(errors, mean(errors.values()), normalised_mce(errors) if levels == {SEVERITIES} else None)
+
+
+def normalised_mce(errors: Mapping[str, float]) -> float:
+    """The mean over corruptions of the error over AlexNet's: 1 is as bad as AlexNet."""
+    return mean(error / ALEXNET[name] for name, error in errors.items())
+
+
+def response_curve(confidence: Tensor, correct: Tensor) -> Tensor:
+    """Accuracy among the k most confident answers, k = 1 … n: [n] float64. confidence, correct: [n].
+
+    Answers of equal confidence count as in a random order: each as their mean. Their order in the file, which a plain
+    sort would follow, says nothing about the model.
+    """
+    if confidence.numel() == 0:
+        raise SitusError("there are no answers to rank")
+    values, order = confidence.double().sort(descending=True)
+    hits = correct.double()[order]
+    _, group, counts = torch.unique_consecutive(values, return_inverse=True, return_counts=True)
+    sums = torch.zeros_like(counts, dtype=torch.float64).scatter_add_(0, group, hits)
+    shared = (sums / counts)[group]
+    return shared.cumsum(0) / torch.arange(1, len(hits) + 1, device=hits.device)
+
+
+def aurra(confidence: Tensor, correct: Tensor) -> float:
+    """Area under the response rate accuracy curve: how well confidence tells right answers from wrong ones.
+
+    The mean of `response_curve`: 1 only if all are right; a model whose confidence says nothing gets its accuracy.
+    """
+    return float(response_curve(confidence, correct).mean())
+
+
+def aupr(anomalous: Tensor, normal: Tensor) -> float:
+    """Area under the precision-recall curve of finding anomalies (the positives), as average precision.
+
+    anomalous, normal: [n] and [m] anomaly scores (−confidence). Chance is n / (n + m).
+    """
+    from sklearn.metrics import average_precision_score
+
+    if anomalous.numel() == 0 or normal.numel() == 0:
+        raise SitusError("AUPR needs anomalies and normal images")
+    scores = torch.cat([anomalous.double(), normal.double()]).cpu().numpy()
+    truth = np.concatenate([np.ones(len(anomalous)), np.zeros(len(normal))])
+    return float(average_precision_score(truth, scores))
+
+
+@dataclass(frozen=True)
+class Natural:
+    """ImageNet-A: accuracy and AURRA among the set's own classes. curve: accuracy at 1 %, 2 % … 100 % answered."""
+
+    name: str
+    accuracy: float
+    aurra: float
+    count: int
+    classes: int
+    curve: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Anomalies:
+    """ImageNet-O: AUPR of telling it from images of the classifier's own classes. classes: in the softmax."""
+
+    name: str
+    normal_name: str
+    aupr: float
+    anomalies: int
+    normal: int
+    classes: int
+
+    @property
+    def chance(self) -> float:
+        """What a score that says nothing gets: the anomalies' share."""
+        return self.anomalies / (self.anomalies + self.normal)
+
+
+@dataclass(frozen=True)
+class Robustness(Result):
+    """What was found. data: the name of the clean set. given: that of the corrupted set where it was not made here.
+
+    pictures: [corruptions, columns, C, H, W] in [0, 1], one image a severity; the clean image first where it is known.
+    outputs: the classifier's. skipped: sentences on images that could not be read. side: of the images, in pixels.
+    """
+
+    file: ClassVar[str] = "robustness"
+    data: str | None
+    given: str | None
+    clean: Accuracy | None
+    cells: Cells
+    pictures: Tensor | None
+    natural: Natural | None
+    anomalies: Anomalies | None
+    outputs: int
+    skipped: tuple[str, ...]
+    side: int
+
+    @property
+    def scores(self) -> CorruptionScores:
+        """The figures of the corruptions, where there are any."""
+        return score(self.cells)
+
+    @property
+    def count(self) -> int:
+        """Images of a cell."""
+        return next(iter(next(iter(self.cells.values())).values())).count
+
+    @property
+    def caveat(self) -> str | None:
+        """Why the mCE is not a published model's neighbour, in one sentence; None where it is."""
+        reasons = []
+        if self.outputs != IMAGENET_CLASSES or self.side != IMAGENET_SIDE:
+            reasons.append(
+                f"AlexNet's errors are for ImageNet at 224 pixels, this is {self.outputs} classes at {self.side}"
+            )
+        if self.given is None:
+            reasons.append("the corrupted images were made here and frost is drawn")
+        if len(self.cells) < len(CORRUPTIONS):
+            reasons.append(f"it is over {len(self.cells)} of the 15 corruptions")
+        if self.count < IMAGENET_COUNT:
+            reasons.append(f"it is over {self.count:,} of the 50,000 images")
+        return "; ".join(reasons) or None
+
+    def summary(self) -> Summary:
+        """What corruption does, what hurts most; a row a corruption where there are any, then a row a measure."""
+        tables = [Table(f"{self.given or self.data}, corrupted", *self._corrupted())] if self.cells else []
+        tables.append(Table(self.provenance.name, (), self._measures()))
+        return Summary(self._verdict(), tuple(tables), self.skipped)
+
+    def _verdict(self) -> str:
+        said = []
+        if self.cells:
+            scores = self.scores
+            ranked = sorted(scores.errors, key=scores.errors.__getitem__)
+            best, worst = ranked[0], ranked[-1]
+            beside = "" if self.clean is None else f" instead of {percent(self.clean.top1)} on clean ones"
+            said.append(
+                f"It answers {percent(1 - scores.raw)} of corrupted images rightly{beside}: a raw mCE of "
+                f"{percent(scores.raw)}."
+            )
+            if worst != best:
+                name = spoken(worst)
+                said.append(
+                    f"{name[0].upper()}{name[1:]} hurts most ({percent(1 - scores.errors[worst])} right), "
+                    f"{spoken(best)} least ({percent(1 - scores.errors[best])})."
+                )
+        if (natural := self.natural) is not None:
+            aurra = percent(natural.aurra)
+            said.append(f"On {natural.name} it is right on {percent(natural.accuracy)} (AURRA {aurra}).")
+        if (strange := self.anomalies) is not None:
+            chance = percent(strange.chance)
+            said.append(
+                f"It tells {strange.name} apart with an AUPR of {percent(strange.aupr)}, chance being {chance}."
+            )
+        return " ".join(said)
+
+    def _corrupted(self) -> tuple[list[str], list[list[Cell]]]:
+        """Header, and a row a corruption: accuracy at each severity, mean error, error over AlexNet's."""
+        scores, severities = self.scores, list(next(iter(self.cells.values())))
+        normal = scores.normalised is not None
+        rows: list[list[Cell]] = []
+        if self.clean is not None:
+            blank: list[Cell] = [None] * len(severities)
+            rows.append(["clean", *blank, points(1 - self.clean.top1), *([None] if normal else [])])
+        for name, row in self.cells.items():
+            error = scores.errors[name]
+            over = [points(error / ALEXNET[name])] if normal else []
+            rows.append([spoken(name), *(points(cell.top1) for cell in row.values()), points(error), *over])
+        return ["top-1 at severity", *map(str, severities), "mean error", *(["error / AlexNet's"] * normal)], rows
+
+    def _measures(self) -> list[tuple[str, str, str]]:
+        """(measure, value, what to know of it)."""
+        rows: list[tuple[str, str, str]] = []
+        if self.clean is not None:
+            rows.append(
+                ("top-1, clean", percent(self.clean.top1), f"{self.data}, {counted(self.clean.count, 'images')}")
+            )
+        if self.cells:
+            scores = self.scores
+            several = f"{len(self.cells)} corruptions, {counted(self.count, 'images')} each"
+            rows.append(("mCE, raw", percent(scores.raw), f"mean error over {several}"))
+            if scores.normalised is None:
+                rows.append(("mCE, AlexNet-normalised", "–", "needs all five severities, as AlexNet's errors do"))
+            else:
+                note = self.caveat or "as published models are compared"
+                rows.append(("mCE, AlexNet-normalised", percent(scores.normalised), note))
+        if (natural := self.natural) is not None:
+            kind = f"{natural.name}, {counted(natural.count, 'images')}, among its {natural.classes} classes"
+            rows.append(("ImageNet-A, top-1", percent(natural.accuracy), kind))
+            rows.append(
+                ("ImageNet-A, AURRA", percent(natural.aurra), "accuracy over response rates, most confident first")
+            )
+        if (strange := self.anomalies) is not None:
+            kind = f"{strange.anomalies:,} anomalies against {strange.normal:,} of {strange.normal_name}"
+            rows.append(("ImageNet-O, AUPR", percent(strange.aupr), f"{kind}; chance {percent(strange.chance)}"))
+        return rows
+
+    def numbers(self) -> dict[str, Any]:
+        """Every number, without pictures."""
+        result: dict[str, Any] = {"outputs": self.outputs, "skipped": list(self.skipped)}
+        if self.cells:
+            scores = self.scores
+            result |= {
+                "images": "made here" if self.given is None else self.given,
+                "clean": None if self.clean is None else asdict(self.clean),
+                "corruptions": {
+                    name: {
+                        "severities": {str(severity): asdict(cell) for severity, cell in row.items()},
+                        "error": scores.errors[name],
+                        "alexnet_error": ALEXNET[name],
+                    }
+                    for name, row in self.cells.items()
+                },
+                "mce_raw": scores.raw,
+                "mce_alexnet_normalised": scores.normalised,
+                "mce_note": self.caveat,
+            }
+        if self.natural is not None:
+            result["imagenet_a"] = asdict(self.natural)
+        if self.anomalies is not None:
+            result["imagenet_o"] = {**asdict(self.anomalies), "chance": self.anomalies.chance}
+        return result
+
+
+def spoken(name: str) -> str:
+    """A corruption's name in words."""
+    return name.replace("_", " ").replace("jpeg", "JPEG").replace("gaussian", "Gaussian")
+
+
+def points(share: float) -> str:
+    """A share in percent, as tables hold it."""
+    return f"{100 * share:.1f}"

@@ -1,0 +1,334 @@
+"""Measuring robustness: a classifier on corrupted images made here or given, on ImageNet-A and on ImageNet-O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from situs import __version__
+from situs.data.augment.recipes import denormalise, normalise
+from situs.data.loader import Loader, make_loader
+from situs.data.open import addressed
+from situs.data.sources.base import Source
+from situs.data.sources.subset import Rows, Subset
+from situs.errors import SitusError
+from situs.limits import check_value
+from situs.measure.accuracy import Accuracy, Classifier, Tally, labels_of, measure_accuracy
+from situs.measure.corruptions import corrupt, find_corruptions, find_severities
+from situs.measure.corruptions.severity import SEVERITIES
+from situs.measure.robustness.measures import Anomalies, Cells, Natural, Robustness, aupr, aurra, response_curve
+from situs.measure.robustness.sets import (
+    class_numbers,
+    match_classes,
+    open_corrupted,
+    open_folder,
+    open_normal,
+    read_class_list,
+    row_numbers,
+)
+from situs.methods.base import Batch
+from situs.models import Model
+from situs.models.data import AnyData, AnyModel, Chosen, load_set, opened
+from situs.models.inference import evaluating
+from situs.models.model import check_classifier
+from situs.results import Provenance
+from situs.train.step import autocast
+
+Progress = Callable[[int, int, str], None]
+"""(steps done, steps in all, what is measured)."""
+
+
+@dataclass(frozen=True)
+class PublishedSets:
+    """Sets that others have made, each where it is to be measured on.
+
+    imagenet_c: corrupted images, FOLDER/CORRUPTION/SEVERITY/CLASS/IMAGE or arrays as in CIFAR-C. imagenet_a and
+    imagenet_o: FOLDER/CLASS/IMAGE. in_distribution: images of the classifier's own classes beside ImageNet-O, else the
+    clean ones.
+    class_list: a file with the names of the outputs in their order, where the model does not know them.
+    """
+
+    imagenet_c: Path | None = None
+    imagenet_a: Path | None = None
+    imagenet_o: Path | None = None
+    in_distribution: str | None = None
+    class_list: Path | None = None
+
+
+def evaluate_robustness(
+    model: AnyModel,
+    data: AnyData = None,
+    *,
+    corruptions: Sequence[str] = ("all",),
+    severities: Sequence[int] = SEVERITIES,
+    sets: PublishedSets | None = None,
+    precision: str = "fp32",
+    seed: int = 0,
+    progress: Progress | None = None,
+    **images: Unpack[Chosen],
+) -> Robustness:
+    """How robust a classifier is: corrupted (mCE), adversarial (ImageNet-A) and unknown images (ImageNet-O).
+
+    model: whatever `open_model` takes. data: the clean images, a path or a source; None for those of a run.
+    corruptions: all, none, a kind (noise, blur, weather, digital) or names. sets: published. images: see `load_set`.
+    """
+    sets, data = sets or PublishedSets(), addressed(data)
+    chosen, levels = find_corruptions(corruptions), find_severities(severities)
+    names = None if sets.class_list is None else read_class_list(sets.class_list)
+    model = opened(model, seed)
+    check_classifier(model)
+    if not model.data.modality.pixels:
+        said = "and the corruptions are of images; accuracy can be measured with background noise"
+        raise SitusError(f"{model.name}: takes {model.data.modality.things}, {said}", field="model")
+    if (count := images.get("count")) is not None:
+        check_value("count", count, ">= 1")
+    if not chosen and sets.imagenet_a is None and sets.imagenet_o is None:
+        raise SitusError("there is nothing to measure: corruptions, ImageNet-A or ImageNet-O", field="corruptions")
+    model = model.holding_out(images.pop("held_out", None))
+    run = _Run(model, names or model.classes, images, precision, seed, progress or (lambda *_: None))
+    natural = None if sets.imagenet_a is None else run.natural(sets.imagenet_a)
+    anomalies = None if sets.imagenet_o is None else run.anomalies(sets.imagenet_o, sets.in_distribution or data)
+    clean, cells, pictures, loader = None, {}, None, None
+    # Corrupted files speak for themselves; the clean set stands beside them where it is known.
+    if chosen and (sets.imagenet_c is None or data is not None or model.data.path):
+        loader = load_set(model, data, **images)
+    if chosen and sets.imagenet_c is not None:
+        clean = None if loader is None else run.clean(loader)
+        cells, pictures = run.given(sets.imagenet_c, chosen, levels)
+    elif loader is not None:
+        clean, cells, pictures = run.generated(loader, chosen, levels)
+    name = None if loader is None else loader.source.name
+    size = "x".join(map(str, model.data.size))
+    made = {"img_size": size, "data": name, "seed": seed, "precision": precision, "situs": __version__}
+    return Robustness(
+        data=name,
+        given=None if sets.imagenet_c is None or not chosen else sets.imagenet_c.resolve().name,
+        clean=clean,
+        cells=cells,
+        pictures=pictures,
+        natural=natural,
+        anomalies=anomalies,
+        outputs=run.outputs,
+        skipped=tuple(run.skipped),
+        side=min(model.data.size),
+        provenance=Provenance({"name": model.name, **model.facts, **made}, (model.origin,)),
+    )
+
+
+def corrupted_accuracy(
+    model: Classifier,
+    loader: Loader,
+    corruptions: tuple[str, ...],
+    severities: tuple[int, ...] = SEVERITIES,
+    *,
+    index: Tensor | None = None,
+    seed: int = 0,
+    precision: str = "fp32",
+    progress: Progress | None = None,
+) -> tuple[Accuracy, dict[str, dict[int, Accuracy]]]:
+    """The accuracy on the loader's images, and on each of its corruptions, made as they are needed.
+
+    Images are corrupted as the model sees them, cropped and resized, before they are normalised. index: [classes], the
+    output that each label means; by default the label itself.
+    """
+    tell = progress or (lambda *_: None)
+    plain, tallies = Tally(), {(name, severity): Tally() for name in corruptions for severity in severities}
+    steps, done = loader.steps_per_epoch * len(tallies), 0
+    with evaluating(model):
+        for batch in relabelled(loader, index):
+            labels, ids = labels_of(batch), _rows_of(batch, loader)
+            images = seen(batch.inputs, loader)
+            plain.add(_logits(model, batch.inputs, precision), labels)
+            for (name, severity), tally in tallies.items():
+                tell(done, steps, f"{name} {severity}")
+                changed = normalise(corrupt(images, name, severity, ids, seed=seed), loader.mean, loader.std)
+                tally.add(_logits(model, changed, precision), labels)
+                done += 1
+    tell(steps, steps, "corruptions")
+    found = {name: {severity: tallies[name, severity].result() for severity in severities} for name in corruptions}
+    return plain.result(), found
+
+
+def answers(
+    model: Classifier, loader: Loader, outputs: Tensor, precision: str = "fp32"
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of every image, among the `outputs` [k] alone: confidence (largest softmax), answer in 0 … k − 1, and label.
+
+    [n] each; no labels where the set has none.
+    """
+    confidence, answer, labels = [], [], []
+    with evaluating(model):
+        for batch in loader:
+            best = _logits(model, batch.inputs, precision).float()[:, outputs].softmax(dim=-1).max(dim=-1)
+            confidence.append(best.values)
+            answer.append(best.indices)
+            labels += [batch.targets["label"]] if "label" in batch.targets else []
+    if not confidence:
+        raise SitusError(f"{loader.source.name}: none of its images can be read")
+    return torch.cat(confidence), torch.cat(answer), torch.cat(labels) if labels else None
+
+
+def seen(images: Tensor, loader: Loader) -> Tensor:
+    """Normalised images as they were before, on 256 levels in [0, 1]."""
+    return (denormalise(images, loader.mean, loader.std) * 255.0).round() / 255.0
+
+
+def relabelled(loader: Loader, index: Tensor | None) -> Iterator[Batch]:
+    """The loader's batches with the output that each label means; index: [classes], None for the label itself."""
+    for batch in loader:
+        yield batch if index is None else batch._replace(targets={"label": index[labels_of(batch)]})
+
+
+def _rows_of(batch: Batch, loader: Loader) -> Tensor:
+    """The images' numbers in their whole set, so that one is corrupted alike in a part of it."""
+    rows = row_numbers(loader.source)
+    return batch.ids if rows is None else rows.to(loader.device)[batch.ids]
+
+
+def _logits(model: Classifier, images: Tensor, precision: str) -> Tensor:
+    with autocast(images.device, precision):
+        return model(images)
+
+
+class _Run:
+    """A model and the sets as it sees them. names: of its outputs. images: which of them, as `load_set` takes it."""
+
+    def __init__(
+        self,
+        model: Model,
+        names: Sequence[str] | None,
+        images: Chosen,
+        precision: str,
+        seed: int,
+        tell: Progress,
+    ) -> None:
+        self.model, self.names, self.images = model, names, images
+        self.precision, self.seed, self.tell = precision, seed, tell
+        self.backbone, self.device = model.backbone, model.device
+        self.skipped: list[str] = []
+        with evaluating(self.backbone):
+            blank = torch.zeros(1, model.data.channels, *model.data.size, device=self.device)
+            self.outputs = self.backbone(blank).shape[-1]
+
+    def wrap(self, source: Source, **data: Any) -> Loader:
+        """A source that is open already, prepared as the model wants it."""
+        count = self.images.get("count")
+        if count is not None and len(source) > count:
+            source = Subset(source, count)
+        config = replace(self.model.data, batch=self.images.get("batch", 256), **data)
+        return make_loader(config, None, self.device, source=source)
+
+    def index(self, loader: Loader, what: str) -> Tensor:
+        """The output that each class of the loader means."""
+        return torch.tensor(match_classes(loader.classes, self.names, self.outputs, what), device=self.device)
+
+    def note(self, *loaders: Loader) -> None:
+        """Keeps what could not be read."""
+        said = [text for loader in loaders for text in loader.source.left_out()]
+        self.skipped += [text for text in said if text not in self.skipped]
+
+    def clean(self, loader: Loader) -> Accuracy:
+        """The accuracy on the images as they are."""
+        self.tell(0, 1, "clean images")
+        index = self.index(loader, loader.source.name)
+        found = measure_accuracy(self.backbone, relabelled(loader, index), precision=self.precision)
+        self.note(loader)
+        return found
+
+    def generated(
+        self, loader: Loader, corruptions: tuple[str, ...], severities: tuple[int, ...]
+    ) -> tuple[Accuracy, Cells, Tensor]:
+        """Corruptions made of the clean images, and the first image clean and corrupted."""
+        clean, cells = corrupted_accuracy(
+            self.backbone,
+            loader,
+            corruptions,
+            severities,
+            index=self.index(loader, loader.source.name),
+            seed=self.seed,
+            precision=self.precision,
+            progress=self.tell,
+        )
+        self.note(loader)
+        first = next(iter(loader)).part(slice(0, 1))
+        ids, image = _rows_of(first, loader), seen(first.inputs, loader)
+        strips = [
+            torch.cat([image, *(corrupt(image, name, level, ids, seed=self.seed) for level in severities)])
+            for name in corruptions
+        ]
+        return clean, cells, torch.stack(strips).cpu()
+
+    def given(self, root: Path, corruptions: tuple[str, ...], severities: tuple[int, ...]) -> tuple[Cells, Tensor]:
+        """The published files, one folder after the other."""
+        cells: dict[str, dict[int, Accuracy]] = {name: {} for name in corruptions}
+        strips: list[Tensor] = []
+        places = [(name, severity) for name in corruptions for severity in severities]
+        for done, (name, severity) in enumerate(places):
+            self.tell(done, len(places), f"{name} {severity}")
+            source, numbered = open_corrupted(root, name, severity, self.model.data.channels)
+            # Their publishers have cropped them already.
+            loader, what = self.wrap(source, crop_share=1.0), f"{root.name}/{name}/{severity}"
+            last = len(loader.classes or ()) - 1
+            if numbered and last >= self.outputs:
+                said = f"{what}: its labels go up to {last}, the outputs to {self.outputs - 1}"
+                raise SitusError(said, field="imagenet_c")
+            batches = relabelled(loader, None if numbered else self.index(loader, what))
+            cells[name][severity] = measure_accuracy(self.backbone, batches, precision=self.precision)
+            strips.append(seen(next(iter(loader)).inputs[:1], loader).cpu())
+            self.note(loader)
+        self.tell(len(places), len(places), "corruptions")
+        return cells, torch.cat(strips).unflatten(0, (len(cells), -1))
+
+    def natural(self, root: Path) -> Natural:
+        """ImageNet-A: among its own classes, how often right, and whether confidence knows it."""
+        self.tell(0, 1, "ImageNet-A")
+        loader = self.wrap(open_folder(root, self.model.data.channels, "imagenet_a"))
+        outputs = self.index(loader, root.name)
+        confidence, answer, truth = answers(self.backbone, loader, outputs, self.precision)
+        assert truth is not None  # it has classes
+        self.note(loader)
+        correct = answer == truth
+        curve = response_curve(confidence, correct)
+        shown = [curve[max(0, round(len(curve) * share / 100) - 1)] for share in range(1, 101)]
+        return Natural(
+            loader.source.name,
+            float(correct.double().mean()),
+            aurra(confidence, correct),
+            len(correct),
+            len(outputs),
+            tuple(torch.stack(shown).tolist()),
+        )
+
+    def anomalies(self, root: Path, beside: AnyData) -> Anomalies:
+        """ImageNet-O against the images of the same classes from the classifier's own distribution."""
+        self.tell(0, 1, "ImageNet-O")
+        strange = self.wrap(open_folder(root, self.model.data.channels, "imagenet_o"))
+        # Without folders of classes there is nothing to restrict the softmax to.
+        outputs = torch.arange(self.outputs) if strange.classes is None else self.index(strange, root.name).cpu()
+        normal = self._normal(beside, set(outputs.tolist()))
+        anomalous, usual = (
+            -answers(self.backbone, each, outputs.to(self.device), self.precision)[0] for each in (strange, normal)
+        )
+        self.note(strange, normal)
+        names = strange.source.name, normal.source.name
+        return Anomalies(*names, aupr(anomalous, usual), len(anomalous), len(usual), len(outputs))
+
+    def _normal(self, beside: AnyData, outputs: set[int]) -> Loader:
+        """The images of the in-distribution set whose class is among the outputs."""
+        data, field = self.model.data, "in_distribution"
+        if beside is None and not data.path:
+            raise SitusError("ImageNet-O needs images of the classifier's own classes beside it", field=field)
+        source = beside
+        if not isinstance(source, Source):
+            source = open_normal(str(beside or data.path), self.images.get("split"), data.channels, data.held_out)
+        meant = match_classes(source.classes, self.names, self.outputs, source.name)
+        labels = class_numbers(source)
+        rows = [row for row, label in enumerate(labels) if label is not None and meant[label] in outputs]
+        if not rows:
+            raise SitusError(f"{source.name}: has no image of ImageNet-O's classes", field=field)
+        return self.wrap(Rows(source, rows))

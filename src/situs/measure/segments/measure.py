@@ -1,0 +1,221 @@
+"""mIoU of a segmentation over a whole split: per class, by sample, and which classes are taken for which."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.data.batch import VOID
+from situs.data.loader import Loader
+from situs.data.masks import names_beside
+from situs.data.sampler import sample_of
+from situs.data.sources.remote import is_remote
+from situs.errors import SitusError, counted
+from situs.limits import check_value
+from situs.measure.segments.scores import SegmentScores, class_iou, count_answers
+from situs.measure.segments.windows import Inference, Predict, segment
+from situs.methods.base import Batch
+from situs.methods.segmentation import Segmentation
+from situs.methods.upernet import resize
+from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
+from situs.models.inference import Total, evaluating, rows_of_ranks
+from situs.models.model import Model
+from situs.results import Result, Summary, Table, percent
+from situs.train.export import PARTS
+from situs.train.step import autocast
+
+PICTURES = 8
+"""How many of the worst are kept to be looked at."""
+
+
+class Segmented(NamedTuple):
+    """One sample: its number in its set; its logits [K, h, w], and the classes [h, w] of its mask, at its own size."""
+
+    row: Tensor
+    logits: Tensor
+    truth: Tensor
+
+
+class Shown(NamedTuple):
+    """One sample to look at. picture: [C, H, W] in [0, 1]. truth, said: [h, w] classes or VOID. iou: their mean."""
+
+    name: str
+    iou: float
+    picture: Tensor
+    truth: Tensor
+    said: Tensor
+
+
+class Measured(NamedTuple):
+    """rows: [n] the samples' numbers. ious: [n] each sample's mean over the classes there or said."""
+
+    scores: SegmentScores
+    rows: Tensor
+    ious: Tensor
+
+
+@dataclass(frozen=True)
+class Segments(Result):
+    """What a segmentation came to. classes: names. worst: the samples with the lowest IoU, first the lowest."""
+
+    file: ClassVar[str] = "segments"
+    scores: SegmentScores
+    classes: Sequence[str]
+    count: int
+    worst: Sequence[Shown]
+    how: Inference
+
+    def summary(self) -> Summary:
+        """mIoU, beside that of always saying the most frequent class."""
+        found, name = self.scores, self.provenance.name
+        plain = percent(always_most(found.answers), 2)
+        said = (
+            f"{name} reaches {percent(found.miou, 2)} mIoU on {self.provenance.counted(self.count)} of "
+            f"{counted(len(self.classes), 'classes')} (always the most frequent class: {plain})."
+        )
+        header = ["", "mIoU", "pixel accuracy", "class accuracy", "loss"]
+        row = [name, *(percent(each, 2) for each in (found.miou, found.accuracy, found.class_accuracy)), found.loss]
+        title = self.provenance.title(f"{self.provenance.counted(self.count)}, {self.how.mode}")
+        return Summary(said, (Table(title, header, [row]),))
+
+    def numbers(self) -> dict[str, Any]:
+        """The means, a row a class, and the worst samples."""
+        found = self.scores
+        means = {"miou": found.miou, "accuracy": found.accuracy, "class_accuracy": found.class_accuracy}
+        worst = [{"name": each.name, "iou": each.iou} for each in self.worst]
+        own = {"loss": found.loss, "count": self.count, "mode": self.how.mode, "overlap": self.how.overlap}
+        return {**means, **own, "classes": by_class(found, self.classes), "worst": worst}
+
+
+def by_class(found: SegmentScores, classes: Sequence[str]) -> list[dict[str, Any]]:
+    """A row a class: its pixels, its IoU (None where it is neither there nor said), what it is taken for most often."""
+    most, which = found.answers.clone().fill_diagonal_(0).max(dim=1)
+    rows = zip(classes, found.answers.sum(1).tolist(), found.iou.tolist(), most.tolist(), which.tolist(), strict=True)
+    return [
+        {
+            "class": name,
+            "pixels": pixels,
+            "iou": None if math.isnan(iou) else iou,
+            "taken_for": classes[said] if often else None,
+        }
+        for name, pixels, iou, often, said in rows
+    ]
+
+
+def always_most(answers: Tensor) -> float:
+    """The mIoU of always saying the most frequent class."""
+    counts = answers.sum(dim=1).double()
+    return float(counts.max() / counts.sum() / (counts > 0).sum())
+
+
+def evaluate_segments(
+    model: AnyModel,
+    data: AnyData = None,
+    *,
+    mode: Literal["slide", "whole"] = "slide",
+    overlap: float = Inference.overlap,
+    pictures: int = PICTURES,
+    precision: str = "fp32",
+    seed: int = 0,
+    **chosen: Unpack[Chosen],
+) -> Segments:
+    """Measures mIoU of a segmentation on a whole split, at the masks' own size.
+
+    model: a run of segmentation, or an export of one. data: a path or a source; None for the samples that a run was
+    trained on. mode, overlap: see `Inference`. pictures: how many of the worst samples are kept to be looked at.
+    precision: fp32, or bf16 for autocast. chosen: see `load_set`. Under torchrun the ranks share the samples.
+    """
+    check_value("pictures", pictures, ">= 0")
+    model = opened(model, seed)
+    method, how = segmentation_of(model), Inference(mode, overlap)
+    loader = load_set(model, data, shared=True, target="mask", **chosen)
+    told = chosen.get("masks")
+    _check_names(model, loader, None if told and told.classes else data)
+    see = seeing(method, method.logits, how, precision)
+    with evaluating(method):
+        found = measure(see, loader, method.classes)
+        order = found.ious.argsort(stable=True)[:pictures]
+        worst = list(_shown(see, loader, found.rows[order].tolist(), found.ious[order].tolist()))
+    made = made_with(model, loader, seed, precision)
+    return Segments(found.scores, model.classes or (), len(found.rows), worst, how, provenance=made)
+
+
+def _check_names(model: Model, loader: Loader, data: AnyData) -> None:
+    """Refuses data of other classes: by their number, or by a list beside data that is not the model's own."""
+    beside: tuple[str, ...] = ()
+    if isinstance(data, (str, Path)) and not is_remote(data) and str(data) != model.samples.path:
+        beside = names_beside(Path(data).expanduser())
+    names = beside or loader.classes or ()
+    known = model.classes or ()
+    if names != known:
+        pair = next((pair for pair in zip(known, names, strict=False) if pair[0] != pair[1]), None)
+        said = f"{pair[0]!r} there is {pair[1]!r} here" if pair else f"there are {len(names)}, not {len(known)}"
+        raise SitusError(f"{loader.source.name}: its classes are not those of {model.name}: {said}", field="data")
+
+
+def segmentation_of(model: Model) -> Segmentation:
+    """The method of a model that was trained to segment; any other is refused."""
+    if model.method is None and model.facts.get("method") == "segmentation":
+        raise SitusError(f"{model.name}: its decoder is gone, the file {PARTS}; export it again", field="model")
+    if not isinstance(model.method, Segmentation):
+        raise SitusError(
+            f"{model.name}: was not trained to segment; fine-tune it with the method segmentation, or probe it",
+            field="model",
+        )
+    return model.method
+
+
+See = Callable[[Batch], Iterator[Segmented]]
+"""What is seen in the samples of a batch, as an evaluation's loader gives it."""
+
+
+def seeing(method: Any, predict: Predict, how: Inference, precision: str = "fp32") -> See:
+    """Segments each sample of a batch in its own shape. method: what holds the backbone."""
+    spec = method.backbone.input
+    window, patch = spec.shape, spec.patch or (1, 1)
+
+    def see(batch: Batch) -> Iterator[Segmented]:
+        targets = batch.targets
+        sides, whole = targets["sides"].tolist(), targets["whole"].tolist()
+        for number, ((high, wide), (tall, long)) in enumerate(zip(sides, whole, strict=True)):
+            picture = batch.inputs[number, :, :high, :wide]
+            with autocast(picture.device, precision):
+                logits = segment(predict, picture, window, patch, how)
+            truth = targets["mask"][number, :tall, :long]
+            yield Segmented(sample_of(batch.ids[number]), resize(logits[None], (tall, long))[0], truth)
+
+    return see
+
+
+def measure(see: See, batches: Iterable[Batch], classes: int) -> Measured:
+    """The scores over all batches, summed over the ranks where there are several; each brings its own part."""
+    answers, losses, rows, ious = Total(), Total(), [], []
+    for batch in batches:
+        for row, logits, truth in see(batch):
+            own = count_answers(truth, logits.argmax(dim=0), classes)
+            answers.add(own)
+            losses.add(F.cross_entropy(logits[None], truth[None].long(), ignore_index=VOID, reduction="sum").double())
+            rows.append(row)
+            ious.append(class_iou(own).nanmean())
+    table = answers.over_ranks().cpu()
+    loss = float(losses.over_ranks()) / int(table.sum())
+    numbers, means = (rows_of_ranks(torch.stack(each)).cpu() for each in (rows, ious))
+    return Measured(SegmentScores(table, loss), numbers, means)
+
+
+def _shown(see: See, loader: Loader, rows: Sequence[int], ious: Sequence[float]) -> Iterator[Shown]:
+    """The samples of these numbers, seen again."""
+    pipeline = loader.pipeline
+    for row, iou in zip(rows, ious, strict=True):
+        values = pipeline.move(pipeline.collate(0, [row], [pipeline.fetch(row, 0, row)]), loader.device)
+        batch = pipeline.finish(values, torch.tensor([row], device=loader.device), {})
+        [(_, logits, truth)] = see(batch)
+        said = logits.argmax(dim=0).to(truth.dtype).cpu()
+        yield Shown(loader.source.key(row), iou, loader.shown(batch.inputs)[0].cpu(), truth.cpu(), said)

@@ -1,0 +1,227 @@
+"""`situs adapt` and `situs.adapt` as a user runs them, on small pictures and a small model."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from memory_kinds import CLASSES, SIDE, pictures, write_folder
+
+import situs
+from situs.errors import SitusError
+from situs.measure.accuracy import Accuracy
+from situs.measure.adapt import bench as benches
+from situs.measure.adapt import run as runs
+from situs.measure.adapt.bench import Bench, head_of
+from situs.measure.adapt.ways import PARTS
+from situs.train.run import load_run
+
+TRAIN, TEST = pictures(24, 0), pictures(12, 1)
+MEMORY = {
+    "train": (TRAIN[0], [CLASSES[each] for each in TRAIN[1]]),
+    "test": (TEST[0], [CLASSES[each] for each in TEST[1]]),
+}
+OPTIONS: dict[str, Any] = {"device": "cpu", "quiet": True, "minutes": 30.0}
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
+    """Trainings of a few updates, whatever the machine does beside."""
+    monkeypatch.setattr(runs, "UPDATES", 3)
+    monkeypatch.setattr(runs, "EPOCHS", 0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a small ViT that was hardly trained."""
+    shape = {"depth": 1, "embed_dim": 16, "num_heads": 2}
+    backbone = {"name": "vit_tiny_patch16_224", "patch_size": 8, "model_args": shape}
+    data, out = {"path": (TRAIN[0], TRAIN[1]), "img_size": SIDE}, tmp_path_factory.mktemp("adapt") / "base"
+    quick: Any = {"steps": 1, "batch": 8, "device": "cpu", "quiet": True}
+    return situs.pretrain(data, out=out, method="supervised", backbone=backbone, **quick)
+
+
+def folder_of(path: Path) -> Path:
+    for split, (pixels, labels) in (("train", TRAIN), ("test", TEST)):
+        order = np.argsort(labels, kind="stable")
+        write_folder(path / split, pixels[order], [labels[at] for at in order])
+    return path
+
+
+@pytest.mark.slow
+def test_the_whole_in_memory_and_from_a_folder_to_the_same_bits(model: Path, tmp_path: Path) -> None:
+    order = np.argsort(TRAIN[1], kind="stable")
+    same = {"train": (TRAIN[0][order], [CLASSES[TRAIN[1][at]] for at in order])}
+    order = np.argsort(TEST[1], kind="stable")
+    same["test"] = (TEST[0][order], [CLASSES[TEST[1][at]] for at in order])
+    found = [
+        situs.adapt(model, data=data, out=tmp_path / name, method="mp3", **OPTIONS)
+        for name, data in (("memory", same), ("files", str(folder_of(tmp_path / "data"))))
+    ]
+    first, second = found
+    assert [each.name for each in first.tried] == [each.name for each in second.tried]
+    every = ["kNN", "class means", "linear probe", *PARTS]
+    assert [each.name for each in first.tried] == [*every[:3], *PARTS, *(f"{way} after mp3" for way in every)]
+    for one, other in zip(first.tried, second.tried, strict=True):
+        assert torch.equal(one.right, other.right)
+    weights = [load_run(tmp_path / name).method.state_dict() for name in ("memory", "files")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert situs.open_model(tmp_path / "files" / "export").backbone.num_classes == 3
+    page = (tmp_path / "files" / "adapt.html").read_text(encoding="utf-8")
+    numbers = json.loads((tmp_path / "files" / "adapt.json").read_text())
+    assert sum(row["chosen"] for row in numbers["tried"]) == 1 and numbers["test"]["count"] == 12
+    assert "all layers after mp3" in page and "frozen start" in page
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[set[bytes], set[bytes] | None]]:
+    """Of every loader: its images, and whether it trains."""
+    seen: list[Any] = []
+    make = benches.make_loader
+
+    def watched(data: Any, augment: Any, device: Any, *, source: Any) -> Any:
+        seen.append(({source.read(at)["image"].numpy().tobytes() for at in range(len(source))}, augment is not None))
+        return make(data, augment, device, source=source)
+
+    monkeypatch.setattr(benches, "make_loader", watched)
+    return seen
+
+
+def test_test_images_are_looked_at_last_and_folds_are_apart(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = recorded(monkeypatch)
+    situs.adapt(model, data=MEMORY, out=tmp_path / "out", **OPTIONS)
+    test = {image.transpose(2, 0, 1).tobytes() for image in TEST[0]}
+    train = {image.transpose(2, 0, 1).tobytes() for image in TRAIN[0]}
+    at = next(number for number, (images, _) in enumerate(seen) if images & test)
+    assert all(images == test or images <= train for images, _ in seen)
+    assert not any(images & test for images, training in seen if training)
+    trainings = [images for images, training in seen[:at] if training]
+    pairs = [(seen[n][0], seen[n + 1][0]) for n in range(at - 1) if not seen[n][1] and seen[n + 1][1]]
+    folds = [pair for pair in pairs if len(pair[0]) < len(train)]
+    assert len(folds) == 5 * len(PARTS)  # each way on each of the folds
+    assert all(not judged & learned and judged | learned == train for judged, learned in folds)
+    assert len(trainings) >= len(folds)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Of the ways that train, this one names every image of the folds right; all others none."""
+    frozen, trained = Bench.frozen, Bench.trained
+
+    def none_right(*given: Any) -> Any:
+        return [each._replace(right=each.right * 0) for each in frozen(*given)]
+
+    def planted(self: Bench, name: Any, *given: Any, **more: Any) -> Any:
+        row = trained(self, name, *given, **more)
+        return row._replace(right=row.right * 0 + (name == way))
+
+    monkeypatch.setattr(Bench, "frozen", none_right)
+    monkeypatch.setattr(Bench, "trained", planted)
+
+
+@pytest.mark.parametrize(
+    ("way", "parts"),
+    [
+        ("all layers", "all"),
+        pytest.param("LoRA", "lora", marks=pytest.mark.slow),
+        pytest.param("none", "head", marks=pytest.mark.slow),
+    ],
+)
+def test_the_best_on_the_folds_is_fitted_to_all_and_written(
+    way: str, parts: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, way)
+    result = situs.adapt(model, data=MEMORY, out=tmp_path / "out", **OPTIONS)
+    assert result.chosen.way == ("class means" if way == "none" else way)
+    loaded = load_run(tmp_path / "out")
+    assert loaded.config.tuning.parts == parts and loaded.classes == CLASSES
+    start = load_run(model).method.state_dict()
+    name = "backbone.model.blocks.0.attn.qkv.weight"
+    moved = not torch.equal(loaded.method.state_dict()[name], start[name])
+    assert moved == (way != "none")
+    assert loaded.checkpoint.step == result.chosen.updates
+    again: Any = situs.evaluate_accuracy(tmp_path / "out", MEMORY)  # what was judged, by the verb that judges any run
+    assert result.test is not None and again.accuracy.top1 == result.test.top1 and again.accuracy.count == 12
+
+
+def test_one_label_a_class_takes_class_means_by_a_fixed_rule(model: Path, tmp_path: Path) -> None:
+    data = {"train": (TRAIN[0][:3], MEMORY["train"][1][:3]), "test": MEMORY["test"]}
+    result = situs.adapt(model, data=data, out=tmp_path / "out", **OPTIONS)
+    assert [each.way for each in result.tried] == ["class means"] and "fixed rule" in result.summary().sentence
+    # by hand: the nearest of three images by the cosine of what the classifier is fed
+    loaded = load_run(tmp_path / "out")
+    head, inputs = head_of(loaded.method.backbone, 3), list[torch.Tensor]()
+    head.register_forward_pre_hook(lambda _, given: inputs.append(given[0].double()))
+    mean, std = (torch.tensor(each)[:, None, None] for each in loaded.config.data.normalisation)
+    for pixels in (TRAIN[0][:3], TEST[0]):
+        loaded.method.backbone((torch.tensor(pixels).permute(0, 3, 1, 2) / 255 - mean) / std)
+    bank, test = (each / each.norm(dim=1, keepdim=True) for each in inputs)
+    named = (test @ bank.T).argmax(dim=1)
+    hits = (named == torch.tensor(TEST[1])).double().mean()
+    assert result.test is not None and result.test.top1 == pytest.approx(float(hits))
+
+
+def test_worse_than_the_start_is_said() -> None:
+    def accuracy(top1: float, balanced: float) -> Accuracy:
+        return Accuracy(top1, 1.0, 37, 1.0, balanced, 0.4, 3)
+
+    assert (
+        runs.worse(accuracy(0.9, 0.9), accuracy(0.8, 0.8)) == runs.worse(accuracy(0.8, 0.8), accuracy(0.8, 0.8)) == []
+    )
+    told = runs.worse(accuracy(0.7, 0.9), accuracy(0.8, 0.8))
+    assert told == ["On the test images it is worse than the frozen start: top-1 70.00 % against 80.00 %, of 37."]
+    assert "balanced accuracy 70.00 % against 80.00 %" in runs.worse(accuracy(0.9, 0.7), accuracy(0.8, 0.8))[0]
+
+
+def test_ctrl_c_chooses_among_what_was_measured(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, done = Bench.trained, list[str]()
+
+    def stopped(self: Bench, name: Any, *given: Any, **more: Any) -> Any:
+        if done:
+            raise KeyboardInterrupt
+        done.append(name)
+        return trained(self, name, *given, **more)
+
+    monkeypatch.setattr(Bench, "trained", stopped)
+    result = situs.adapt(model, data=MEMORY, out=tmp_path / "out", **OPTIONS)
+    assert [each.way for each in result.tried] == ["kNN", "class means", "linear probe", "LoRA"]
+    assert "interrupted before the end of all layers, head" in result.summary().sentence
+    assert load_run(tmp_path / "out").classes == CLASSES
+
+
+ONE = (TRAIN[0], ["cat"] * 24)
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "minutes": ({"minutes": 0.0}, "minutes=0.0: must be > 0"),
+    "method": ({"method": "mjp"}, "method='mjp': must be one of droppos, mp3, mae, none"),
+    "no labels": ({"data": TRAIN[0]}, "has no labels"),
+    "one class": ({"data": {"train": ONE, "test": (TEST[0], ["cat"] * 12)}}, "of one class"),
+    "no image": (
+        {"data": {"train": (TRAIN[0][:20], [0, 2] * 10), "test": TEST}},
+        "no training image of 1 class",
+    ),
+    "unlabelled": ({"unlabelled": TRAIN[0]}, "unlabelled: is for a method of pretraining"),
+    "empty": ({"unlabelled": "EMPTY", "method": "mp3"}, "no images"),
+    "text": ({"data": "TEXT"}, "sentences"),
+    "option": ({"epochs": 3}, "epochs"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_mistake_is_one_sentence_and_nothing_is_written(name: str, model: Path, tmp_path: Path) -> None:
+    bad, said = BAD[name]
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "TEXT").mkdir()
+    (tmp_path / "TEXT" / "train.csv").write_text("sentence,label\ngood,1\nbad,0\n")
+    paths = {
+        key: str(tmp_path / value) if isinstance(value, str) and value.isupper() else value
+        for key, value in bad.items()
+    }
+    given: dict[str, Any] = {"data": MEMORY, "out": tmp_path / "out", **OPTIONS, **paths}
+    with pytest.raises(SitusError, match=re.escape(said)) as caught:
+        situs.adapt(model, **given)
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()

@@ -1,0 +1,111 @@
+"""Folds, folded heads, and which way is taken: against exact laws and planted cases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from situs.measure.adapt.ways import Origin, Tried, Way, choose, class_means, fold_in, folds_of, gain, one_label
+from situs.measure.knn import knn_scores
+from situs.measure.probe.linear import fit_linear
+
+GIVEN, AFTER = Origin("", "m"), Origin("mae", "p")
+
+
+def features(classes: int, each: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(classes).repeat_interleave(each)
+    centres = torch.randn(classes, 6, generator=generator, dtype=torch.double)
+    noise = torch.randn(classes * each, 6, generator=generator, dtype=torch.double)
+    return 3 + centres[labels] + 0.3 * noise * torch.arange(1, 7), labels
+
+
+@pytest.mark.parametrize("way", ["class means", "linear probe"])
+def test_the_folded_head_gives_the_classifiers_own_logits(way: str) -> None:
+    inputs, labels = features(4, 9)
+    fitted = class_means(inputs, labels, 4, 20.0) if way == "class means" else fit_linear(inputs, labels, 4, 0.01)
+    head = nn.Linear(6, 4, dtype=torch.double)
+    fold_in(fitted, head)
+    fresh = features(4, 50, seed=1)[0]
+    torch.testing.assert_close(head(fresh), fitted(fresh), rtol=1e-12, atol=1e-12)
+    assert float(fitted(fresh).std()) > 0.1  # and no zeros
+
+
+def test_class_means_name_the_nearest_mean_and_at_one_label_the_nearest_neighbour() -> None:
+    inputs, labels = features(5, 4)
+    fresh = features(5, 30, seed=2)[0]
+    unit = inputs / inputs.norm(dim=1, keepdim=True)
+    means = torch.stack([unit[labels == each].mean(dim=0) for each in range(5)])
+    slow = [int(torch.stack([torch.cosine_similarity(x, m, dim=0) for m in means]).argmax()) for x in fresh]
+    assert class_means(inputs, labels, 5)(fresh).argmax(dim=1).tolist() == slow
+    one, name = inputs[::4], labels[::4]
+    near = knn_scores(one, name, fresh, classes=5, k=1).argmax(dim=1)
+    assert class_means(one, name, 5, 7.0)(fresh).argmax(dim=1).equal(near)
+
+
+@pytest.mark.parametrize("sizes", [(22, 22, 22), (7, 80, 2, 1, 13), (2, 2, 2, 2, 2), (5, 1, 1)])
+def test_folds_are_disjoint_and_stratified(sizes: tuple[int, ...]) -> None:
+    labels = torch.cat([torch.full((size,), at) for at, size in enumerate(sizes)])
+    labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))]
+    folds = folds_of(labels, seed=3)
+    assert folds.equal(folds_of(labels, seed=3)) and not folds.equal(folds_of(labels, seed=4))
+    for at, size in enumerate(sizes):
+        counts = torch.bincount(folds[labels == at].clamp(min=0), minlength=5)
+        if size == 1:
+            assert folds[labels == at].tolist() == [-1]  # trained on in every fold, tested in none
+            continue
+        assert int(counts.max() - counts.min()) <= 1  # as even as whole numbers allow
+        for fold in folds[labels == at].unique().tolist():
+            assert ((folds != fold) & (labels == at)).any()  # what is tested was learned from another image
+    whole = torch.bincount(folds[folds >= 0], minlength=5)
+    assert int(whole.max() - whole.min()) <= 1
+
+
+def tried(way: Way, right: float, origin: Origin = GIVEN, *, count: int = 100, tested: int | None = None) -> Tried:
+    hits = (torch.arange(count) < round(right * count)).double()
+    hits[tested if tested is not None else count :] = torch.nan
+    return Tried(way, origin, hits)
+
+
+LABELS = torch.zeros(100, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("rows", "taken"),
+    [
+        ([tried("class means", 0.5), tried("linear probe", 0.55), tried("all layers", 0.9)], ("all layers", "")),
+        # 4 images more, each of them won: 4 > sqrt(4); 1 more is no more than sqrt(1)
+        ([tried("class means", 0.5), tried("linear probe", 0.54)], ("linear probe", "")),
+        ([tried("class means", 0.5), tried("linear probe", 0.51)], ("class means", "")),
+        ([tried("all layers", 0.5), tried("class means", 0.5)], ("class means", "")),  # whatever the order of trying
+        ([tried("class means", 0.9), tried("head", 0.5), tried("LoRA", 0.8)], ("class means", "")),
+        ([tried("kNN", 1.0), tried("class means", 0.5)], ("class means", "")),  # which no head holds
+        ([tried("linear probe", 0.6, AFTER), tried("class means", 0.5), tried("linear probe", 0.6)],
+         ("linear probe", "")),
+        ([tried("class means", 0.5), tried("class means", 0.7, AFTER)], ("class means", "mae")),
+        # tested on 20 images alone, of which both have all right: the 100 of the other are no advantage
+        ([tried("class means", 0.5), tried("all layers", 0.2, tested=20)], ("class means", "")),
+    ],
+)  # fmt: skip
+def test_a_later_way_is_taken_where_it_is_better_by_more_than_chance(rows: list[Tried], taken: tuple[str, str]) -> None:
+    best = choose(rows, LABELS)
+    assert (best.way, best.origin.name) == taken
+
+
+def test_the_gain_counts_every_class_the_same_and_its_error_is_paired() -> None:
+    labels = torch.tensor([0] * 90 + [1] * 10)
+    old, new = torch.zeros(100).double(), torch.zeros(100).double()
+    old[:45], new[:40], new[90:95] = 1, 1, 1
+    more, error = gain(new, old, labels)
+    assert more == pytest.approx((40 - 45) / 90 / 2 + 5 / 10 / 2)
+    assert error == pytest.approx((5 * (1 / 180) ** 2 + 5 * (1 / 20) ** 2) ** 0.5)
+    torch.manual_seed(0)  # against many draws of images: the error is that of the difference
+    a, b = (torch.rand(20_000) < 0.6).double(), (torch.rand(20_000) < 0.55).double()
+    draws = [gain(a[i : i + 100], b[i : i + 100], LABELS) for i in range(0, 20_000, 100)]
+    spread = torch.tensor([d[0] for d in draws]).std()
+    assert float(spread) == pytest.approx(float(torch.tensor([d[1] for d in draws]).mean()), rel=0.15)
+
+
+def test_the_fixed_rule_is_for_classes_of_one_label() -> None:
+    assert one_label(torch.tensor([0, 1, 2, 2])) and not one_label(torch.tensor([0, 0, 1, 1, 2]))

@@ -1,0 +1,139 @@
+"""The evaluation against plain loops, on a classifier simple enough to follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from builders import small_vit
+from PIL import Image
+from torch import Tensor
+
+from situs.data.config import DataConfig
+from situs.data.loader import Loader, make_loader
+from situs.data.sources.base import TensorSource
+from situs.data.sources.samples import load_samples
+from situs.data.sources.subset import Subset
+from situs.measure.corruptions import corrupt
+from situs.measure.robustness.run import (
+    PublishedSets,
+    answers,
+    corrupted_accuracy,
+    evaluate_robustness,
+    seen,
+)
+from situs.models import Model
+
+MEAN, STD = 0.4, 0.3
+CLASSES = ("a", "b", "c", "d")
+
+
+def by_brightness(images: Tensor) -> Tensor:
+    """Logits of four classes by the mean brightness of normalised images."""
+    bright = (images * STD + MEAN).mean((1, 2, 3))
+    return -40 * (bright[:, None] - torch.tensor([0.1, 0.25, 0.4, 0.6])).abs()
+
+
+@pytest.fixture(scope="module")
+def source() -> TensorSource:
+    images = load_samples("test").images[:40]
+    labels = by_brightness((images.float() / 255 - MEAN) / STD).argmax(1)
+    labels[::7] = (labels[::7] + 1) % 4  # not always right on clean images either
+    return TensorSource(images, labels, CLASSES)
+
+
+def load(source: object, batch: int) -> Loader:
+    config = DataConfig(img_size=28, channels=1, batch=batch, mean=(MEAN,), std=(STD,))
+    return make_loader(config, None, source=source)  # type: ignore[arg-type]
+
+
+def test_images_come_back_from_normalisation_exactly(source: TensorSource) -> None:
+    loader = load(source, 40)
+    batch = next(iter(loader))
+    assert torch.equal((seen(batch.inputs, loader) * 255).round().byte(), source.images)
+
+
+@pytest.mark.parametrize("batch", [40, 7])
+def test_every_cell_is_what_a_plain_loop_counts(source: TensorSource, batch: int) -> None:
+    names = ("shot_noise", "snow", "contrast")
+    told: list[tuple[int, int, str]] = []
+    clean, cells = corrupted_accuracy(
+        by_brightness, load(source, batch), names, (1, 4), seed=3, progress=lambda *step: told.append(step)
+    )
+    labels = source.labels
+    assert labels is not None
+    for name in (None, *names):
+        for severity in (1, 4):
+            right = 0
+            for row in range(40):
+                image = source.images[row : row + 1].float() / 255
+                if name is not None:
+                    image = corrupt(image, name, severity, torch.tensor([row]), seed=3)
+                right += int(by_brightness((image - MEAN) / STD).argmax()) == int(labels[row])
+            found = clean if name is None else cells[name][severity]
+            assert found.top1 == pytest.approx(right / 40) and found.count == 40
+    assert list(cells) == list(names) and all(list(row) == [1, 4] for row in cells.values())
+    steps = -(-40 // batch) * 6
+    assert told[0] == (0, steps, "shot_noise 1") and told[-1][:2] == (steps, steps) and len(told) == steps + 1
+
+
+def test_a_part_is_corrupted_as_in_the_whole(source: TensorSource) -> None:
+    part = Subset(source, 9)
+    rows = torch.tensor(part.rows)
+    assert rows.tolist() != list(range(9))
+    _, cells = corrupted_accuracy(by_brightness, load(part, 4), ("gaussian_noise",), (5,))
+    images = corrupt(source.images[rows].float() / 255, "gaussian_noise", 5, rows)
+    labels = source.labels
+    assert labels is not None
+    right = by_brightness((images - MEAN) / STD).argmax(1) == labels[rows]
+    assert cells["gaussian_noise"][5].top1 == pytest.approx(right.float().mean().item())
+
+
+def test_labels_go_through_the_index_of_classes(source: TensorSource) -> None:
+    swap = torch.tensor([1, 0, 3, 2])
+    straight, _ = corrupted_accuracy(by_brightness, load(source, 40), ())
+    labels = source.labels
+    assert labels is not None
+    renamed = TensorSource(source.images, swap[labels], ("b", "a", "d", "c"))
+    again, _ = corrupted_accuracy(by_brightness, load(renamed, 40), (), index=swap)
+    wrong, _ = corrupted_accuracy(by_brightness, load(renamed, 40), ())
+    assert again.top1 == straight.top1 > wrong.top1
+
+
+def test_what_cannot_be_read_is_owned_up_to_in_every_set(tmp_path: Path) -> None:
+    """One broken file in each: the clean images, ImageNet-C, ImageNet-A, ImageNet-O and what stands beside it."""
+    folders = {name: tmp_path / name for name in ("clean", "c/fog/1", "a", "o", "beside")}
+    chance = np.random.default_rng(0)
+    for name, folder in folders.items():
+        for kind in CLASSES:
+            (folder / kind).mkdir(parents=True)
+            Image.fromarray(chance.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(folder / kind / "0.png")
+        (folder / "a" / f"broken-{name[0]}.png").write_bytes(b"no picture")
+    backbone = small_vit(8, num_classes=4)
+    model = Model("m", backbone, input=DataConfig(img_size=8, workers=0), classes=CLASSES)
+
+    def skipped(*data: Path, **sets: Path) -> str:
+        given = {"sets": PublishedSets(**sets), "severities": [1]} | ({} if data else {"corruptions": ["none"]})
+        return " ".join(evaluate_robustness(model, *map(str, data), **({"corruptions": ["fog"]} | given)).skipped)
+
+    assert "broken-c.png" in skipped(folders["clean"])
+    assert "broken-a.png" in skipped(imagenet_a=folders["a"])
+    strange = skipped(imagenet_o=folders["o"], in_distribution=folders["beside"])
+    assert "broken-o.png" in strange and "broken-b.png" in strange
+    both = skipped(folders["clean"], imagenet_c=tmp_path / "c")
+    assert both.count("broken-c.png") == 2  # the clean set's and the given one's
+
+
+def test_answers_are_among_the_given_outputs_alone(source: TensorSource) -> None:
+    outputs = torch.tensor([3, 0])
+    loader = load(source, 11)
+    confidence, answer, labels = answers(by_brightness, loader, outputs)
+    logits = torch.cat([by_brightness(batch.inputs) for batch in loader])[:, [3, 0]]
+    shares = torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True)
+    torch.testing.assert_close(confidence, shares.max(1).values)
+    assert torch.equal(answer, shares.argmax(1)) and set(answer.tolist()) == {0, 1}
+    assert labels is not None and torch.equal(labels, source.labels)  # type: ignore[arg-type]
+    unlabelled = load(TensorSource(source.images, None, None), 40)
+    assert answers(by_brightness, unlabelled, outputs)[2] is None

@@ -1,0 +1,149 @@
+"""Correlation maps against np.corrcoef over every image and every pair of them."""
+
+from __future__ import annotations
+
+import json
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from builders import small_vit
+from hypothesis import given
+from hypothesis import strategies as st
+
+from situs.backbones.base import Backbone
+from situs.data.batch import Batch
+from situs.errors import SitusError
+from situs.measure.correlation import Correlation, Correlations, correlate, distances, standardised
+from situs.measure.layers import Layer, patch_layers
+from situs.pages import make_page
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    torch.manual_seed(0)
+    found = small_vit((8, 12), width=24, heads=3).double().eval()
+    with torch.no_grad():
+        found.model.pos_embed.normal_(std=0.5)
+    return found
+
+
+def batches(count: int, sizes: tuple[int, ...]) -> list[Batch]:
+    images = torch.randn(count, 3, 8, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ids = torch.arange(count)
+    return [Batch(part, which) for part, which in zip(images.split(sizes), ids.split(sizes), strict=True)]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_every_depth_slowly(backbone: Backbone, told: bool) -> None:
+    sets = batches(5, (2, 2, 1))
+    found = correlate(backbone, sets, positions=told)
+    with torch.no_grad():
+        tokens = backbone.embed(torch.cat([batch.inputs for batch in sets]))
+        layers: list[Layer] = []
+        patch_layers(backbone, tokens, backbone.positions() if told else None, layers.append)
+    assert list(found) == [layer.depth for layer in layers]
+    for layer in layers:
+        features = layer.patches.numpy()
+        within = np.mean([np.corrcoef(image) for image in features], axis=0)
+        pairs = [np.corrcoef(a, b)[:6, 6:] for a, b in permutations(features, 2)]
+        assert len(pairs) == 20
+        result = found[layer.depth]
+        assert (result.grid, result.images) == ((2, 3), 5)
+        np.testing.assert_allclose(result.within, within, atol=1e-12)
+        np.testing.assert_allclose(result.across, np.mean(pairs, axis=0), atol=1e-12)
+
+
+def test_batches_do_not_matter(backbone: Backbone) -> None:
+    one, many = (correlate(backbone, batches(6, sizes))["norm"] for sizes in ((6,), (1, 3, 2)))
+    assert torch.allclose(one.within, many.within, atol=1e-13)
+    assert torch.allclose(one.across, many.across, atol=1e-13)
+
+
+def test_shared_place_counts_with_positions_and_not_without(backbone: Backbone) -> None:
+    """Images of noise have nothing in common but their places."""
+    sets = batches(40, (40,))
+    told, untold = (correlate(backbone, sets, positions=each)["norm"].means for each in (True, False))
+    assert told["position"] > 0.3
+    assert abs(untold["position"]) < 0.05
+
+
+def test_means_by_hand() -> None:
+    within = torch.tensor([[1.0, 0.6, 0.2], [0.6, 1.0, 0.4], [0.2, 0.4, 1.0]], dtype=torch.float64)
+    across = torch.tensor([[0.5, 0.1, 0.0], [0.1, 0.3, 0.2], [0.0, 0.2, 0.1]], dtype=torch.float64)
+    found = Correlation((1, 3), within, across, 4)
+    expected = {"within_near": 0.5, "within": 0.4, "across_same": 0.3, "across": 0.1, "position": 0.2, "image": 0.3}
+    assert found.means == pytest.approx(expected)
+    steps, inside, between = found.by_distance()
+    assert steps == [0, 1, 2]
+    assert inside == pytest.approx([1.0, 0.5, 0.2])
+    assert between == pytest.approx([0.3, 0.15, 0.0])
+
+
+@given(st.integers(2, 8), st.integers(0, 50))
+def test_standardised_rows_multiply_to_pearson(dim: int, seed: int) -> None:
+    rows = torch.randn(3, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 5 + 2
+    z = standardised(rows)
+    np.testing.assert_allclose(z @ z.T, np.corrcoef(rows.numpy()), atol=1e-10)
+    assert not standardised(torch.full((1, dim), 3.0)).any()  # a constant row correlates with nothing
+
+
+def test_distances_by_hand() -> None:
+    assert distances((2, 2)).tolist()[0] == pytest.approx([0, 1, 1, 2**0.5])
+
+
+def test_one_image_is_refused(backbone: Backbone) -> None:
+    for count, sizes in ((1, (1,)), (0, (0,))):
+        with pytest.raises(SitusError, match=r"at least two of them"):
+            correlate(backbone, batches(count, sizes) if count else [])
+
+
+def of_three(place: float, image: float) -> Correlation:
+    """Three places in a row that correlate 0.3 in two images; a shared place and a shared image add so much."""
+    across = torch.full((3, 3), 0.3, dtype=torch.float64)
+    within = (across + image).fill_diagonal_(1.0)
+    return Correlation((1, 3), within, across + place * torch.eye(3, dtype=torch.float64), 4)
+
+
+@pytest.mark.parametrize(
+    ("place", "image", "said"),
+    [
+        (0.005, 0.005, ("this measure finds no position in them", "do not flock together")),
+        (0.02, 0.02, ("they keep their position", "image flock together")),
+        (0.4, 0.0, ("correlates 0.70, 0.40 more than two different places (0.30)", "do not flock together")),
+    ],
+)
+def test_a_gain_of_a_hundredth_is_worth_a_word(place: float, image: float, said: tuple[str, str]) -> None:
+    depths = {"embedding": of_three(0.3, 0.1), "1": of_three(0.1, 0.1), "norm": of_three(place, image)}
+    words = Correlations(depths).summary().sentence
+    assert all(each in words for each in said)
+    assert ("A shared place weighs most after the final norm: 0.40" in words) == (place == 0.4)
+    assert ("A shared place weighs most before the first block: 0.30" in words) == (place < 0.4)
+
+
+def test_a_row_for_every_depth() -> None:
+    depths = {"embedding": of_three(0.3, 0.1), "norm": of_three(0.02, 0.2)}
+    _, header, rows = Correlations(depths).summary().tables[0]
+    assert header == ["after", "near", "1 image", "same place", "2 images", "shared place", "shared image"]
+    assert rows == [
+        ["embedding", "0.400", "0.400", "0.600", "0.300", "0.300", "0.100"],
+        ["norm", "0.500", "0.500", "0.320", "0.300", "0.020", "0.200"],
+    ]
+
+
+def test_page_says_first_what_was_found(backbone: Backbone) -> None:
+    found = correlate(backbone, batches(12, (12,)))
+    page, said = make_page(Correlations(found)), Correlations(found).summary().sentence
+    text = page.render()
+    assert set(page.pictures) == {"maps", "distance", "layers"}
+    assert all(picture.startswith(b"\x89PNG") for picture in page.pictures.values())
+    assert text.index(said[:60]) < text.index("<figure>") < text.index("<table")
+    assert "they keep their position" in said
+    untold = correlate(backbone, batches(60, (60,)), positions=False)
+    last = untold["norm"].means
+    assert ("finds no position" in Correlations(untold).summary().sentence) == (last["position"] < 0.01)
+    numbers = json.loads(json.dumps(Correlations(found).to_json()))
+    assert numbers["images"] == 12
+    assert numbers["depths"]["norm"]["within"] == pytest.approx(found["norm"].means["within"])
+    assert np.array(numbers["across"]).shape == (6, 6)
