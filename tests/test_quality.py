@@ -45,6 +45,7 @@ COVERED = {
     "situs.core.when": "test_droppos",
     "situs.methods.official": "test_mjp",
     "situs.methods.offsets": "test_base_texts",
+    "situs.findings": "test_gate",
     "situs.audit.attacks": "test_attacks",
     "situs.audit.attacks.adaptive.search": "test_solve",
     "situs.audit.attacks.tokens.descent": "test_search",
