@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from situs.data.sources.columns import class_names, is_text
-from situs.data.sources.parquet import LABEL_COLUMNS, open_parquet, reading
+from situs.data.sources.labels import LABEL_COLUMNS, class_names, is_text
+from situs.data.sources.parquet import open_parquet, reading
 from situs.errors import DataError, counted
 
 SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl")
-LABELS = LABEL_COLUMNS
 SENTENCES = ("text", "sentence")
 
 
@@ -35,7 +34,7 @@ class Columns:
     def headed(self) -> bool:
         """Whether its columns have names for sure: the first row of csv and tsv may be data."""
         told = {name.strip().lower() for name in self.names}
-        return self.file.suffix not in (".csv", ".tsv") or not told.isdisjoint((*SENTENCES, *LABELS))
+        return self.file.suffix not in (".csv", ".tsv") or not told.isdisjoint((*SENTENCES, *LABEL_COLUMNS))
 
     def __len__(self) -> int:
         return len(next(iter(self._columns.values()), ()))
@@ -82,7 +81,7 @@ def _read_parquet(file: Path) -> Columns:
         held = opened.read(columns=plain)
         held.validate(full=True)
         columns = {name: held[name].to_pylist() for name in plain}
-        written = {name: class_names(file, schema, name) for name in LABELS if name in plain}
+        written = {name: class_names(file, schema, name) for name in LABEL_COLUMNS if name in plain}
     return Columns(file, columns, written, {name: str(own)[:40] for name, own in held_as.items() if name not in plain})
 
 

@@ -22,12 +22,11 @@ from situs.data.sources.base import (
     Wanted,
     check_state,
     find_shards,
-    number_names,
     split_of,
-    unseen,
 )
 from situs.data.sources.folder import plain
 from situs.data.sources.images import check_bytes
+from situs.data.sources.labels import note_unseen, number_names
 from situs.data.sources.remote import USUAL_BYTES, is_kept, open_shard
 from situs.data.sources.tar_index import open_index
 from situs.errors import BrokenSampleError, DataError, SitusError, counted
@@ -62,7 +61,7 @@ class TarSource(EncodedSource):
         super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, wanted.channels, wanted.strict)
         self.notes = self._index.left_out.notes(self.name)
         if chosen in (None, *SPLITS["train"]):
-            self.notes += unseen(self.name, classes, np.unique(labels))
+            self.notes += note_unseen(self.name, classes, np.unique(labels))
 
     def __len__(self) -> int:
         return len(self._index)
