@@ -218,9 +218,7 @@ class SeriesRows(Recordings):
             return None
         value = self._labels[index]
         if value not in self._number:
-            has = (
-                "no label, others have one" if is_missing(value) else f"the label {value!r}, which training has not"
-            )
+            has = "no label, others have one" if is_missing(value) else f"the label {value!r}, which training has not"
             raise BrokenSampleError(f"{self.where(index)}: the row has {has}")
         return self._number[value]
 
