@@ -60,6 +60,7 @@ COVERED = {
     "situs.audit.defences.together": "test_client",
     "situs.audit.defences.trained": "test_client",
     "situs.audit.reference": "test_watch",
+    "situs.audit.positions": "test_knowledge",
     "situs.audit.tables": "test_settings",
     "situs.audit.text.decoys": "test_rows",
     "situs.audit.text.found": "test_scoring",
