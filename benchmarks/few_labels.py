@@ -94,23 +94,23 @@ def jobs_of(sets: Sequence[str]) -> list[Job]:
     """All of them, the most important first."""
     pairs = [(each, count) for each in sets for count in COUNTS[each]]
     small = [pair for pair in pairs if pair[1] != 500]
-    ways, after = tuple(PARTS), (*PRETRAINED,)
-    jobs = [Job("pretrain", each, start=start) for each in sets for start in after]
-    jobs += [Job("frozen", *pair, 0, start) for start in (DINO, *after, SCRATCH) for pair in pairs]
+    large = [pair for pair in pairs if pair[1] == 500]
+    starts, seeds = (DINO, *PRETRAINED, SCRATCH), (0, 1, 2)
+    jobs = [Job("pretrain", each, start=start) for each in sets for start in PRETRAINED]
+    jobs += [Job("frozen", *pair, seed, start) for seed in seeds for start in starts for pair in pairs]
+    jobs += [Job("way", *pair, 0, start, "all layers") for start in starts for pair in large]
+    jobs += [Job("way", *pair, 0, DINO, way) for pair in large for way in PARTS]
+    jobs += [Job("way", *pair, seed, DINO, way) for seed in seeds for pair in small for way in PARTS]
+    jobs += [Job("way", *pair, 0, SCRATCH, "all layers") for pair in small]
     jobs += [
-        Job("frozen", *pair, seed, start) for seed in (1, 2) for start in (DINO, *after, SCRATCH) for pair in pairs
+        Job("way", *pair, seed, start, way)
+        for way in ("all layers", "LoRA", "head")
+        for seed in seeds
+        for start in PRETRAINED
+        for pair in small
     ]
-    jobs += [Job("way", *pair, 0, DINO, way) for pair in small for way in ways if pair[1] != 1]
-    jobs += [Job("way", "cifar", 500, 0, DINO, way) for way in reversed(ways) if "cifar" in sets]
-    jobs += [Job("way", *pair, 0, start, way) for start in after for pair in small for way in reversed(ways)]
-    jobs += [Job("way", *pair, 0, SCRATCH, "all layers") for pair in pairs]
-    jobs += [Job("way", *pair, seed, DINO, way) for seed in (0, 1, 2) for pair in small for way in ways]
-    jobs += [Job("way", "cifar", 500, 0, start, way) for start in after for way in reversed(ways) if "cifar" in sets]
-    jobs += [
-        Job("way", *pair, seed, start, way) for seed in (1, 2) for start in after for pair in small for way in ways
-    ]
-    jobs += [Job("way", *pair, seed, SCRATCH, "all layers") for seed in (1, 2) for pair in small]
-    jobs += [Job("way", "cifar", 500, seed, DINO, way) for seed in (1, 2) for way in ways if "cifar" in sets]
+    jobs += [Job("way", *pair, seed, SCRATCH, "all layers") for seed in seeds for pair in small]
+    jobs += [Job("way", *pair, seed, DINO, way) for seed in seeds for pair in large for way in ("LoRA", "head")]
     return list(dict.fromkeys(jobs))
 
 

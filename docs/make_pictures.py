@@ -26,7 +26,7 @@ import situs
 from situs.audit import PatchEmbedding, victim_gradients
 from situs.audit.scores.metrics import denormalise, psnr
 from situs.audit.split.order import order_rows, public_side, put_together
-from situs.audit.split.view import streams
+from situs.audit.split.stage import streams
 from situs.backbones import create_backbone
 from situs.core.masking import block_mask, block_noise_shape, jigsaw, random_subset
 from situs.core.permutation import permute_rows, random_permutation

@@ -9,8 +9,7 @@ import torch
 from builders import small_vit
 from torch import Tensor
 
-from situs.audit.split.stage import Stage
-from situs.audit.split.view import Setting, View, counted_words, send
+from situs.audit.split.stage import Setting, Stage, View, counted_words, send
 from situs.backbones import Backbone
 from situs.locks.features import parse_defence
 from situs.models import open_model

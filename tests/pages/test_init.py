@@ -28,8 +28,7 @@ from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import Reading
 from situs.audit.split.result import SettingFound, SplitAudit
-from situs.audit.split.utility import Kept
-from situs.audit.split.view import Setting
+from situs.audit.split.stage import Kept, Setting
 from situs.audit.text.result import Row, TextAudit
 from situs.audit.text.scoring import Read
 from situs.data.check import KINDS, DataCheck

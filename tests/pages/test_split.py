@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from situs.audit.split.attackers import Reading
-from situs.audit.split.found import SettingFound
-from situs.audit.split.result import SplitAudit
-from situs.audit.split.utility import Kept
-from situs.audit.split.view import Setting
+from situs.audit.split.result import SettingFound, SplitAudit
+from situs.audit.split.stage import Kept, Setting
 from situs.locks.features import parse_defence
 from situs.pages import PRIVATE, make_page
 from situs.pages.split import trade_offs

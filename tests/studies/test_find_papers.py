@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from situs.audit.split.found import SCORES
+from situs.audit.split.result import SCORES
 from situs.errors import SitusError
 from situs.measure.robustness.measures import Anomalies, Natural
 from situs.results import finite

@@ -23,7 +23,7 @@ from situs.measure.features import extract
 from situs.measure.knn import knn_accuracy
 from situs.measure.objects.measure import measure as measure_objects
 from situs.measure.perplexity import measure_perplexity
-from situs.measure.position import position_accuracy
+from situs.measure.position.head import position_accuracy
 from situs.measure.probe.head import probe_head
 from situs.measure.segments.measure import measure, seeing
 from situs.measure.segments.windows import Inference

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from situs.audit.split.attackers import ATTACKS
-from situs.audit.split.found import SCORES
-from situs.audit.split.result import THREAT, SplitAudit
-from situs.audit.split.tables import UTILITY, paper_table, strengths, trade_off, utilities, who_was_tried
-from situs.audit.split.view import Setting
+from situs.audit.split.result import (
+    SCORES,
+    THREAT,
+    UTILITY,
+    SplitAudit,
+    paper_table,
+    strengths,
+    trade_off,
+    utilities,
+    who_was_tried,
+)
+from situs.audit.split.stage import Setting
 from situs.pages.gradients import picture_rows
 from situs.report import figures
 from situs.report.html import Page, Section

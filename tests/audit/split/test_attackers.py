@@ -8,10 +8,9 @@ import pytest
 import torch
 from sent import classifier, stage
 
-from situs.audit.split.attackers import ATTACKS, Reading, attack
+from situs.audit.split.attackers import ATTACKS, Reading, attack, put_back
 from situs.audit.split.joint import Joint
-from situs.audit.split.stage import Scene, Stage
-from situs.audit.split.view import Setting
+from situs.audit.split.stage import Scene, Setting, Stage
 from situs.locks.features import parse_defence
 
 
@@ -171,3 +170,32 @@ def test_sixteen_sendings_gain_by_neighbours_too(held: Stage, monkeypatch: pytes
         before = attack("repeats", Scene.of(held, setting)).scores
     now = attack("repeats", Scene.of(held, setting)).scores
     assert now["psnr"] > before["psnr"] + 0.2 and now["places"] >= before["places"]
+
+
+STAGE = stage(private=10, old=classifier())
+
+
+@pytest.mark.parametrize("drifted", [False, True])
+@pytest.mark.parametrize("defence", ["none", "lowpass=0.6", "batch-shuffle=4", "batch-shuffle"])
+@pytest.mark.parametrize("permute", [(), ("rows",), ("columns",), ("rows", "columns")])
+def test_tokens_are_where_they_belong(defence: str, permute: tuple[str, ...], drifted: bool) -> None:
+    setting = Setting(parse_defence(defence), "rows" in permute, "columns" in permute)
+    scene = Scene.of(STAGE, setting)
+    side = scene.old if drifted else scene.side
+    assert side is not None
+    found = put_back(scene, side, scene.view, drifted=drifted)
+    assert set(found.scores.values()) <= {1}
+    exchanged = "shuffle" in defence
+    hidden = {"channels": bool("columns" in permute), "places": "rows" in permute or exchanged, "samples": exchanged}
+    assert found.scores.keys() == {name for name, is_so in hidden.items() if is_so}
+    truth = scene.view.truth
+    sample, row = (each.flatten()[found.index] for each in (truth.sample, truth.row))
+    assert torch.equal(row, torch.arange(1, 17).expand(10, 16))
+    assert torch.equal(sample, sample[:, :1].expand(10, 16)) and len(sample[:, 0].unique()) == 10
+    if "lowpass" not in defence:
+        torch.testing.assert_close(found.tokens, STAGE.z[sample, row], rtol=0, atol=0)
+
+
+def test_mistakes_are_counted() -> None:
+    scene = Scene.of(STAGE, Setting(parse_defence("noise=3"), rows=True))
+    assert 0 < put_back(scene, scene.side, scene.view).scores["places"] < 0.8

@@ -9,7 +9,7 @@ from sklearn.linear_model import LinearRegression
 
 from situs.audit.split import decoder
 from situs.audit.split.decoder import Linear, learn
-from situs.audit.split.view import streams
+from situs.audit.split.stage import streams
 from situs.core.tokens import patchify
 
 BACKBONE, PUBLIC, PRIVATE = classifier(), pictures(64, seed=1), pictures(8, seed=2)

@@ -19,7 +19,7 @@ from situs.audit.split.order import (
     read_pixels,
     set_apart,
 )
-from situs.audit.split.view import streams
+from situs.audit.split.stage import streams
 from situs.core.permutation import invert
 from situs.core.tokens import patchify
 from situs.locks.features import parse_defence

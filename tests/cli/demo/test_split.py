@@ -14,7 +14,7 @@ from warm import Warm
 
 import situs
 from situs.audit.scores.metrics import denormalise
-from situs.audit.split.view import streams
+from situs.audit.split.stage import streams
 from situs.cli.demo.server import Server
 from situs.cli.demo.split import Sent, attack, find_order
 from situs.cli.demo.stage import Stage, train

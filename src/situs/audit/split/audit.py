@@ -12,10 +12,8 @@ import torch
 from situs.audit.deadline import Deadline
 from situs.audit.scores.metrics import baselines
 from situs.audit.split.attackers import ATTACKS, Reading, attack
-from situs.audit.split.found import SettingFound
-from situs.audit.split.result import SplitAudit
-from situs.audit.split.stage import Scene, Stage
-from situs.audit.split.view import NONE, Setting, check_places
+from situs.audit.split.result import SettingFound, SplitAudit
+from situs.audit.split.stage import NONE, Scene, Setting, Stage, check_places
 from situs.data.loader import Loader
 from situs.data.sampler import epoch_order
 from situs.errors import SitusError, counted, unknown_name, verb

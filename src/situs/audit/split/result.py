@@ -1,19 +1,188 @@
-"""What a split audit found: the threat model, and the verdict that the numbers come to. Its tables: `tables`."""
+"""What a split audit found: scores, tables (among them the paper's Table 6), the threat and the verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from situs.audit.split.attackers import ATTACKS
-from situs.audit.split.found import SCORES, UNDOING, SettingFound
-from situs.audit.split.tables import tables
+from situs.audit.split.attackers import ATTACKS, SENDINGS, Reading
+from situs.audit.split.stage import LOOKED_AT, Kept, Setting
 from situs.errors import counted
 from situs.locks.features import Defence
-from situs.results import Result, Summary, Table, Tone, percent
+from situs.results import Cell, Result, Summary, Table, Tone, percent
+
+UNDOING = ("order", "old-embedding", "ordered-decoder", "repeats")
+"""Attackers who put back what is permuted before they make pictures."""
+
+_decibels: Callable[[float], str] = "{:.1f} dB".format
+_number: Callable[[float], str] = "{:.3f}".format
+SCORES: dict[str, tuple[Callable[[float], str], str]] = {
+    "places": (percent, "patches that were put where they belong, where rows are permuted"),
+    "channels": (percent, "the share of the key that was found, where columns are permuted"),
+    "samples": (percent, "patches given to the right sample, where a batch exchanges them"),
+    "linked": (percent, "samples found again among all when they were sent once more"),
+    "labels": (percent, "labels read off the gradients that come back, with the head; of several an image those known"),
+    "unnamed labels": (percent, "the same without the head, up to the names of the classes"),
+    "psnr": (_decibels, "mean PSNR of the pictures that were made"),
+    "best psnr": (_decibels, "of the sample that came back best"),
+    "patch psnr": (_decibels, "each patch against the one of the picture that fits it best, wherever that stands"),
+    "ssim": (_number, f"mean structural similarity of the first {LOOKED_AT} samples"),
+    "fsim": (
+        _number,
+        f"mean cosine of the pooled features of original and picture, by the model itself, of the first {LOOKED_AT}",
+    ),
+}
+"""score -> (how it is written, what it is)."""
+
+
+@dataclass(frozen=True)
+class SettingFound:
+    """One setting: what the client's task keeps, and what each attacker found."""
+
+    setting: Setting
+    kept: Kept
+    readings: tuple[Reading, ...]
+
+    def best(self, score: str) -> float | None:
+        """The highest value of a score over the attackers; None where no attack gave it."""
+        return max((reading.scores[score] for reading in self.readings if score in reading.scores), default=None)
+
+    def pictured(self, among: Collection[str] = tuple(ATTACKS)) -> Reading | None:
+        """The attacker whose pictures are best, of those named."""
+        made = [reading for reading in self.readings if "psnr" in reading.scores and reading.attack in among]
+        return max(made, key=lambda reading: reading.scores["psnr"], default=None)
+
+    @property
+    def hidden(self) -> bool:
+        """Whether rows or channels are not where an attacker expects them."""
+        return self.setting.rows or self.setting.columns or self.setting.defence.kind == "batch-shuffle"
+
+
+UTILITY: dict[str, tuple[Callable[[Kept], float | None], str]] = {
+    "accuracy": (lambda kept: kept.accuracy, "top-1 of the model's own classifier"),
+    "kNN": (lambda kept: kept.knn, "nearest five of the frozen features, each image left out in turn, public ones too"),
+    "probe": (lambda kept: kept.probe, "a linear probe of the frozen features, each image left out in turn"),
+    "neighbours": (lambda kept: kept.neighbours, "of the nearest five without the defence, the share that still are"),
+    "features": (lambda kept: kept.cosine, "mean cosine of the pooled features with those of the undefended samples"),
+}
+"""What the client's task keeps, the most telling first -> (its value, what it is)."""
+
+PAPER = {"none": "SL", "noise": "GN", "lowpass": "LP", "batch-shuffle": "BS"}
+PRIVACY = ("ssim", "psnr", "fsim", "patch psnr")
+
+Settings = Sequence[SettingFound]
+Blind = Mapping[str, Mapping[str, float]]
+"""guess -> its scores."""
+
+
+def tables(title: str, settings: Settings, blind: Blind) -> tuple[Table, ...]:
+    """Those that there is something for."""
+    made = [table(title, settings, blind)]
+    if any(found.pictured(("decoder",)) for found in settings):
+        made.append(paper_table(settings))
+    if strengths(settings):
+        made.append(trade_off(settings))
+    return tuple(made)
+
+
+def utilities(settings: Settings) -> list[str]:
+    """The measures of utility that some setting has."""
+    return [name for name, (of, _) in UTILITY.items() if any(of(found.kept) is not None for found in settings)]
+
+
+def strengths(settings: Settings) -> list[str]:
+    """The kinds of defence that were audited at several strengths."""
+    several: dict[str, set[float]] = {}
+    for found in settings:
+        several.setdefault(found.setting.defence.kind, set()).add(found.setting.defence.strength)
+    return [kind for kind, held in several.items() if len(held) > 1]
+
+
+def table(title: str, settings: Settings, blind: Blind) -> Table:
+    """Blind guesses, then a row an attacker below its setting; scores that nobody has are left out."""
+    everyone = [reading.scores for found in settings for reading in found.readings]
+    scores = [name for name in SCORES if any(name in each for each in (*everyone, *blind.values()))]
+    kept = utilities(settings)
+    rows: list[list[Cell]] = [
+        ["nothing", *[None] * len(kept), f"guess: {name}", "nothing", *_cells(each, scores)]
+        for name, each in blind.items()
+    ]
+    for found in settings:
+        lead: list[Cell] = [str(found.setting), *_kept(found.kept, kept)]
+        for reading in (each for each in found.readings if each.status == "done"):
+            rows.append([*lead, reading.attack, reading.knows, *_cells(reading.scores, scores)])
+            lead = [""] * len(lead)
+        if lead[0]:
+            rows.append([*lead, "none was tried", None, *_cells({}, scores)])
+    return Table(title, ("client sends", *kept, "attacker", "knows", *scores), rows)
+
+
+def paper_table(settings: Settings) -> Table:
+    """Table 6 of the paper: its own attacker, who knows of no permutation, beside the best who puts it back.
+
+    '+' is with rows permuted. Columns are permuted on their own and with rows, as they are beside the defences.
+    """
+    kept, single = utilities(settings)[:2], [name for name in UNDOING if name != "repeats"]
+    often = any(found.pictured(("repeats",)) for found in settings)
+    rows: list[list[Cell]] = []
+    for found in settings:
+        defence, columns = found.setting.defence, found.setting.columns
+        if columns and defence.kind != "none":
+            continue
+        name = PAPER[defence.kind] + "+" * found.setting.rows
+        told = str(found.setting if columns else defence) if defence.kind != "none" or columns else "rows"
+        blind, best = found.pictured(("decoder",)), found.pictured(single)
+        rows.append([
+            told if columns else name if name == "SL" else f"{name} ({told})", *_kept(found.kept, kept),
+            *_of(blind, PRIVACY), None if best is None else best.attack, *_of(best, (*PRIVACY, "places", "channels")),
+            *_of(found.pictured(("repeats",)), ["psnr"] * often),
+        ])  # fmt: skip
+    header = ["", *kept, *(f"decoder {name}" for name in PRIVACY), "undone by", *PRIVACY, "places", "channels"]
+    title = "As the paper's Table 6: the privacy by its own attacker, and by one who undoes permutations"
+    return Table(title, [*header, *[f"psnr, {SENDINGS} sendings"] * often], rows)
+
+
+def trade_off(settings: Settings) -> Table:
+    """Each strength: what the task keeps, and what the best attacker, who knows the defence, finds."""
+    kept = utilities(settings)
+    shares = [name for name in ("places", "linked", "labels") if any(f.best(name) is not None for f in settings)]
+    rows: list[list[Cell]] = []
+    for found in settings:
+        best = found.pictured()
+        found_shares = [None if (share := found.best(name)) is None else percent(share) for name in shares]
+        attacker = None if best is None else best.attack
+        rows.append([str(found.setting), *_kept(found.kept, kept), attacker, *_of(best, PRIVACY), *found_shares])
+    title = "What each strength keeps, and what the best attacker on pictures that was tried finds"
+    return Table(title, ("client sends", *kept, "best attacker", *PRIVACY, *shares), rows)
+
+
+def who_was_tried(settings: Settings) -> Table:
+    """Every setting against every attacker there is: tried, not tried, not asked for."""
+
+    def said(found: SettingFound, name: str) -> str:
+        status = {reading.attack: reading.status for reading in found.readings}.get(name)
+        return {"done": "tried", None: "not asked for"}.get(status, "not tried")
+
+    rows = [[str(found.setting), *(said(found, name) for name in ATTACKS)] for found in settings]
+    return Table("Who was tried on what", ("client sends", *ATTACKS), rows)
+
+
+def _kept(kept: Kept, names: Sequence[str]) -> list[Cell]:
+    found = [UTILITY[name][0](kept) for name in names]
+    written = zip(names, found, strict=True)
+    return [None if each is None else f"{each:.3f}" if name == "features" else percent(each) for name, each in written]
+
+
+def _of(reading: Reading | None, scores: Sequence[str]) -> list[Cell]:
+    return _cells({} if reading is None else reading.scores, scores)
+
+
+def _cells(held: Mapping[str, float], scores: Sequence[str]) -> list[Cell]:
+    return [SCORES[name][0](held[name]) if name in held else None for name in scores]
+
 
 RECOGNISED = 20.0
 """dB from which a picture is said to be seen; the numbers stand beside it."""

@@ -1,29 +1,183 @@
-"""Both sides' images and the model between them: what an attack is given, and what it is judged by."""
+"""Both sides' images and the model between them: what is sent, what the task keeps, what judges an attack."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, cross_entropy
+from torch.nn.functional import cosine_similarity, cross_entropy, normalize, one_hot
 
 from situs.audit.scores.metrics import denormalise, match_patches, psnr, ssim
-from situs.audit.split.borders import Borders
 from situs.audit.split.decoder import Learned, learn
-from situs.audit.split.joint import TRIED, Joint, joint
+from situs.audit.split.joint import TRIED, Borders, Joint, joint
 from situs.audit.split.order import PublicSide, public_side
-from situs.audit.split.utility import Kept, cosine, leave_one_out_knn, leave_one_out_probe, neighbours
-from situs.audit.split.view import NONE, PIECE, Setting, View, counted_words, send, streams
-from situs.backbones.base import Stream
+from situs.backbones.base import Backbone, Stream
+from situs.core.random import bits
 from situs.core.tokens import patchify
 from situs.data.sampler import epoch_order
-from situs.errors import counted
-from situs.locks.features import Defence, defend
+from situs.errors import SitusError, counted
+from situs.locks.equivariance.sample import row_leak, row_refusal
+from situs.locks.features import Defence, Words, defend, exchange_order, row_orders
 from situs.methods.supervised import multi_label_loss
 from situs.models import Model
+
+PIECE = 32
+"""Samples that are embedded at a time."""
+
+
+NONE = Defence()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the client does to the tokens it sends. rows, columns: whether it permutes them."""
+
+    defence: Defence = NONE
+    rows: bool = False
+    columns: bool = False
+
+    def __str__(self) -> str:
+        parts = [] if self.defence.kind == "none" else [str(self.defence)]
+        parts += [name for name in ("rows", "columns") if getattr(self, name)]
+        return " + ".join(parts) or "none"
+
+
+class Truth(NamedTuple):
+    """Of each row that was sent, the sample and the row of the stream it is; of each channel, the clear one.
+
+    sample, row: [n, R]. channels: [D].
+    """
+
+    sample: Tensor
+    row: Tensor
+    channels: Tensor
+
+
+class View(NamedTuple):
+    """What arrived, [n, R, D], and the truth about it."""
+
+    seen: Tensor
+    truth: Truth
+
+
+def counted_words(seed: int, *parts: int) -> Words:
+    """Words for a measurement, that anyone can draw again; an owner's come from a key."""
+
+    def words(purpose: str, count: int) -> Tensor:
+        stream = f"split:{purpose}:{':'.join(map(str, parts))}"
+        return bits(seed, 0, torch.zeros(1, dtype=torch.long), stream, (count,)).flatten()
+
+    return words
+
+
+def check_places(backbone: Backbone) -> None:
+    """Refuses a model whose blocks are told places beside the tokens: no order of rows hides them from its server."""
+    if (why := row_refusal(backbone) or row_leak(backbone)) is not None:
+        raise SitusError(f"{backbone.name}: no order of rows hides places from its server, nothing to attack: {why}")
+
+
+@torch.no_grad()
+def streams(backbone: Backbone, images: Iterable[Tensor]) -> Tensor:
+    """The stream at the entrance of the blocks, [n, R, D] float64, of batches of images."""
+    check_places(backbone)
+    positions = backbone.positions()
+    return torch.cat([backbone.assemble(backbone.embed(each), positions).z.double().cpu() for each in images])
+
+
+@torch.no_grad()
+def send(
+    z: Tensor, setting: Setting, words: Words, *, prefix: int, grid: tuple[int, ...], scale: float,
+    channels: Tensor | None = None,
+) -> View:  # fmt: skip
+    """The streams z [n, R, D] as one batch that a client with these settings sends.
+
+    scale: what a noise's σ is a multiple of. channels: [D], the key's order, which stays from step to step while rows
+    get a new one; None draws one.
+    """
+    count, rows, width = z.shape
+    sample = torch.arange(count)[:, None].expand(count, rows).clone()
+    row = torch.arange(rows).expand(count, rows).clone()
+    seen, _ = defend(z, setting.defence, words, prefix=prefix, grid=grid, scale=scale)
+    if setting.defence.kind == "batch-shuffle":
+        size = int(setting.defence.strength) or count
+        index = exchange_order(words, count, rows - prefix, size)
+        for each in (sample, row):
+            each[:, prefix:] = each[:, prefix:].reshape(-1)[index].view(count, rows - prefix)
+    if setting.rows:
+        order = row_orders(words, count, rows)
+        seen = seen.gather(1, order[..., None].expand_as(seen))
+        sample, row = sample.gather(1, order), row.gather(1, order)
+    if not setting.columns:
+        channels = torch.arange(width)
+    elif channels is None:
+        channels = words("columns", width).argsort(stable=True)
+    return View(seen[..., channels], Truth(sample, row, channels))
+
+
+NEAREST = 5
+
+
+@dataclass(frozen=True)
+class Kept:
+    """cosine: mean similarity with the undefended features. neighbours: the share of the nearest five that are still
+    among them. knn, probe: leave-one-out accuracy, of labelled images. accuracy: the model's own classifier. None:
+    could not be measured."""
+
+    cosine: float
+    neighbours: float | None = None
+    knn: float | None = None
+    probe: float | None = None
+    accuracy: float | None = None
+
+    def numbers(self) -> dict[str, float | None]:
+        """As JSON holds them."""
+        found = asdict(self)
+        return {"feature_cosine": found.pop("cosine"), **found}
+
+
+def cosine(features: Tensor, plain: Tensor) -> float:
+    """The mean similarity of features [n, D] with the undefended ones."""
+    return float(cosine_similarity(features, plain).mean())
+
+
+def neighbours(features: Tensor, plain: Tensor) -> float | None:
+    """The share of each sample's nearest five of the undefended features [n, D] that are among its nearest here."""
+    if len(features) <= 2 * NEAREST:
+        return None
+    here, there = (_nearest(each) for each in (features, plain))
+    return float((here[:, :, None] == there[:, None]).any(dim=2).double().mean())
+
+
+def leave_one_out_knn(features: Tensor, labels: Tensor) -> float:
+    """The share of samples whose class most of the nearest five others have; of classes that tie, the nearest's."""
+    near = labels[_nearest(features)]  # [n, k]
+    votes = (near[:, :, None] == near[:, None]).double().sum(dim=2)
+    first = (votes - torch.arange(near.shape[1]) / near.shape[1]).argmax(dim=1)  # an earlier one wins a tie
+    return float((near.gather(1, first[:, None])[:, 0] == labels).double().mean())
+
+
+def leave_one_out_probe(features: Tensor, labels: Tensor) -> float:
+    """The accuracy of a ridge regression onto the classes, each sample judged by one fitted to the others."""
+    x = features.double()
+    x = (x - x.mean(dim=0)) / x.std(dim=0).clamp(min=1e-12)
+    x = torch.cat([x, x.new_ones(len(x), 1)], dim=1)
+    eye = torch.eye(x.shape[1], dtype=x.dtype)
+    hat = x @ torch.linalg.solve(x.T @ x + len(x) * 0.1 * eye, x.T)
+    wanted, own = one_hot(labels).double(), hat.diagonal()[:, None]
+    answer = (hat @ wanted - own * wanted) / (1 - own)  # as if the sample had not been fitted to
+    return float((answer.argmax(dim=1) == labels).double().mean())
+
+
+def _nearest(features: Tensor) -> Tensor:
+    """[n, k]: the others with the highest cosine, the nearest first."""
+    unit = normalize(features.double(), dim=-1)
+    alike = (unit @ unit.T).fill_diagonal_(-torch.inf)
+    return alike.topk(min(NEAREST, len(unit) - 1), dim=1).indices
+
 
 LOOKED_AT = 24
 """Pictures at most that SSIM and feature similarity are means over: they cost far more than the attack itself."""

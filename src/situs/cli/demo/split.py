@@ -18,7 +18,7 @@ from torch import Tensor
 import situs
 from situs.audit.scores.metrics import denormalise, psnr
 from situs.audit.split.order import order_rows, public_side, put_together
-from situs.audit.split.view import streams
+from situs.audit.split.stage import streams
 from situs.backbones import Backbone
 from situs.cli.demo.findings import left_out
 from situs.cli.demo.server import SEEN, Server
