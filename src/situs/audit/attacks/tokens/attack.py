@@ -9,7 +9,6 @@ tells that apart, token by token (`search`, `roots`), and what attention gave th
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Collection, Sequence
@@ -29,7 +28,6 @@ from situs.audit.attacks.tokens.block import Block, read_block
 from situs.audit.attacks.tokens.count import Counts, count
 from situs.audit.attacks.tokens.descent import Range
 from situs.audit.attacks.tokens.images import agree, distinct_images, make_images, repeated
-from situs.audit.attacks.tokens.later import Later, Through, later_block
 from situs.audit.attacks.tokens.linear import Misfit, Spans, Tokens, misfit, read_spans, solve
 from situs.audit.attacks.tokens.order import order_by_attention
 from situs.audit.attacks.tokens.roots import find_roots
@@ -101,9 +99,6 @@ class TokenSpans(Attack):
         if not counts.full and (counts.open or not (counts.informs or counts.second)):
             lacking = absent(sent, (*layers.qkv, layers.proj, *layers.fc1, layers.fc2))
             if lacking is not None:
-                later = self._later(block, sent, known, counts)
-                if later is not None:
-                    return Ready((*patches, *later.names), _through(later), TURN * self.config.seconds)
                 return Refused(f"{lacking.reason}; {_left(block, counts, known.batch, bool(patches))}")
         if counts.full:
             return Refused(counts.full)
@@ -164,44 +159,11 @@ class TokenSpans(Attack):
         self, block: Block, upload: Gradients, counts: Counts, known: Knowledge, deadline: Deadline
     ) -> tuple[Tensor, dict[str, Fact]]:
         """The different images [B, N, K] of one upload, and what the attacker can say of them."""
-        if counts.open and (later := self._later(block, upload, known, counts)) is not None:
-            return self._far(block, later, upload, counts, known, deadline)
         if not counts.open:
             return _solved(block, upload, known)
         moved = Block(halfway(block.backbone, upload, known)) if known.local_steps > 1 else block
         spans = read_spans(moved, upload, counts, known.even(upload, block.names), known.forward)
         return self._searched(moved, upload, spans, counts, known, deadline)
-
-    def _later(self, block: Block, sent: Collection[str], known: Knowledge, counts: Counts) -> Later | None:
-        """The block behind those of which nothing is sent, through which one image can be looked for; else None."""
-        plain = known.batch == 1 and known.local_steps == 1 and counts.structural <= 0
-        if not plain or absent(sent, block.names[1:]) is None:
-            return None
-        return later_block(block.backbone, sent, block.places + len(block.prefix))
-
-    def _far(
-        self,
-        block: Block,
-        later: Later,
-        upload: Gradients,
-        counts: Counts,
-        known: Knowledge,
-        deadline: Deadline,
-    ) -> tuple[Tensor, dict[str, Fact]]:
-        """The image [1, N, K] of one upload by what a later block was fed, and what the attacker can say of it."""
-        end, even = time.monotonic() + self.config.seconds, known.even(upload, later.names)
-        through = Through(block.backbone, later, upload, counts.x, _pixels(block, known), (even, known.forward))
-        found = through.solve(lambda: deadline.over() or time.monotonic() > end)
-        fact: dict[str, Fact] = {
-            "blocks_before": later.before,
-            "open_directions": None,
-            "residual": found.residual if math.isfinite(found.residual) else None,
-            "expected_residual": 1.0,
-            "fits": found.fits,
-            "proof": None,
-            "verdict": None if found.fits else FAILED,
-        }
-        return found.patches.unsqueeze(0), fact
 
     def _searched(
         self,
@@ -325,15 +287,6 @@ def _pixels(block: Block, known: Knowledge) -> Range:
     return Range(rows.amin(dim=(0, 1)), rows.amax(dim=(0, 1)))
 
 
-def _through(later: Later) -> str:
-    """Why what is found through blocks of which nothing is sent proves nothing."""
-    blocks = "the first block" if later.before == 1 else f"the first {later.before} blocks"
-    return (
-        f"nothing is sent of {blocks}: the image is looked for of which all that enters the next one lies in the row "
-        "spaces of its gradients, and another image may fit as well"
-    )
-
-
 def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
     """What an attacker still has without the gradients of the first block: one clause."""
     values = block.weight.shape[1]
@@ -344,10 +297,8 @@ def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
         held = f"the row space of {block.stem.weight} still holds every patch ({counts.x} of {values} directions)"
     tokens = batch * (block.places + len(block.prefix))
     return (
-        f"{held}; those of later blocks hold the {tokens} tokens there, no linear function of the pixels: one image "
-        "of one step is looked for in those where a block with another behind it sends all its matrices and has "
-        "more channels than tokens, and the positions tell every place apart. What else may be in "
-        "them only a search tells (matching)"
+        f"{held}; those of later blocks hold the {tokens} tokens there, no linear function of the pixels: what may be "
+        "in them only a search tells (matching)"
     )
 
 
