@@ -22,18 +22,13 @@ import torch
 from torch import Tensor
 
 from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, known_numbers
-from situs.audit.attacks.patchembed.through import see_through
+from situs.audit.attacks.patchembed.attack import see_through
 from situs.audit.attacks.spans import SOLVED, TELLING
 from situs.audit.attacks.tokens.block import Block, read_block
-from situs.audit.attacks.tokens.count import Counts, count
 from situs.audit.attacks.tokens.descent import Range
-from situs.audit.attacks.tokens.images import agree, distinct_images, make_images, repeated
-from situs.audit.attacks.tokens.linear import Misfit, Spans, Tokens, misfit, read_spans, solve
-from situs.audit.attacks.tokens.order import order_by_attention
-from situs.audit.attacks.tokens.roots import find_roots
-from situs.audit.attacks.tokens.search import SHARP, Effort, Search
-from situs.audit.attacks.tokens.steps import halfway, times_counted
-from situs.audit.attacks.tokens.unsolved import grey, unsolved
+from situs.audit.attacks.tokens.images import agree, distinct_images, make_images, order_by_attention, repeated
+from situs.audit.attacks.tokens.linear import Counts, Misfit, Spans, Tokens, count, misfit, read_spans, solve
+from situs.audit.attacks.tokens.search import SHARP, Effort, Search, find_roots
 from situs.audit.deadline import Deadline, first_ctrl_c
 from situs.audit.defences import Gradients
 from situs.audit.stem import patches_of
@@ -41,6 +36,69 @@ from situs.backbones.base import Backbone
 from situs.backbones.lora import low_rank_names
 from situs.methods.measured import HidesPlaces
 from situs.methods.mp3 import MP3
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is said of an upload that has no equations to solve: gradients of zeros, or of numbers that are none.
+#
+# A classifier that is sure, or one of zeros, sends zeros behind it; so does a type too coarse for small gradients.
+# That is one upload and no defence: the next one may hold the image.
+
+
+def grey(block: Block, images: int) -> Tensor:
+    """Patches [B, N, K] of which nothing is known."""
+    return block.weight.new_zeros(images, block.places, block.weight.shape[1])
+
+
+def unsolved(block: Block, upload: Gradients, free: int) -> dict[str, Fact]:
+    """The facts of an upload whose equations broke down. free: directions that were counted to be open."""
+    lost = [name for name in block.names if name in upload and not known_numbers(upload[name]).nan_to_num().any()]
+    return {
+        "open_directions": free,
+        "residual": None,
+        "expected_residual": 1.0,
+        "fits": False,
+        "proof": None,
+        "verdict": f"the gradient of {lost[0]} came as zeros, or as numbers that are none: there is nothing to solve "
+        "with in this upload, and nothing is known of another"
+        if lost
+        else FAILED,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Uploads after several local steps (FedAvg): sums of gradients that were taken at weights on a path.
+
+
+def times_counted(block: Block, known: Knowledge, sent: Collection[str]) -> list[Counts]:
+    """The ranks for ever more inputs a token, as far as that leaves nothing open; at least those of one input.
+
+    The sum over k steps holds k inputs of every token, in its row space all of them: that of the first step belongs to
+    the weights that were sent out, which are known exactly. One input is enough for one step alone.
+    """
+    found: list[Counts] = []
+    for times in range(1, known.local_steps + 1):
+        here = count(block, known.batch, sent, times)
+        if times > 1 and (here.full or here.open):
+            break
+        found.append(here)
+    return found[1:] or found
+
+
+@torch.no_grad()
+def halfway(backbone: Backbone, upload: Gradients, known: Knowledge) -> Backbone:
+    """A copy with the mean of the weights over a client's steps of SGD, as far as the upload tells it.
+
+    Gradients of one input a token are then off by what the path bends, and not by its whole length.
+    """
+    copy, back = deepcopy(backbone), known.training.lr * (known.local_steps - 1) / 2
+    for name, parameter in copy.named_parameters():
+        if name in upload and not known.training.adam:
+            parameter -= back * known_numbers(upload[name]).nan_to_num().to(parameter)
+    return copy
+
+
+# --- the attack ------------------------------------------------------------------------------------------------------
+
 
 BLURRED = "rounding and noise blur the row spaces so far that a wrong token passes like a right one: nothing is proved"
 
