@@ -19,10 +19,10 @@ from situs.data.masks import MASKS, MaskConfig
 from situs.data.open import only_images, open_source, splits_at, unread_labels
 from situs.data.sources.base import SPLIT_WORDS, Source
 from situs.data.sources.coco import CocoSource, coco_files
+from situs.data.sources.folder import plain
 from situs.data.sources.manifest import MANIFEST, check_shard, read_manifest
 from situs.data.sources.remote.names import is_remote
 from situs.data.sources.segments import has_masks
-from situs.data.sources.walk import plain
 from situs.data.survey import ALPHA, BROKEN, CMYK, DEEP, GREY, TURNED, row_of, survey
 from situs.data.work import in_order
 from situs.errors import counted, unknown_name

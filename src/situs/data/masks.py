@@ -12,7 +12,7 @@ from torch import Tensor
 
 from situs.config import Checked
 from situs.data.batch import VOID
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, DataError, SitusError
 from situs.limits import Natural
 
 _STRANGE = -2
@@ -113,7 +113,7 @@ def names_beside(path: Path) -> tuple[str, ...]:
     if len({*names}) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         if file.name != _LISTS[0]:
-            raise SitusError(f"{file}: names the class {twice!r} twice", field="data")
+            raise DataError(f"{file}: names the class {twice!r} twice")
         names = tuple(f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names, 1))
     return names
 

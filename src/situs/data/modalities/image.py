@@ -31,7 +31,7 @@ from situs.data.sources.memory import is_memory
 from situs.data.sources.parquet import COLUMNS, ParquetSource
 from situs.data.sources.table import SUFFIXES, TableSource, has_table, table_splits
 from situs.data.sources.webdataset import TarSource
-from situs.errors import BrokenSampleError, SitusError, counted
+from situs.errors import BrokenSampleError, DataError, SitusError, counted
 
 if TYPE_CHECKING:
     from situs.data.config import DataConfig
@@ -237,7 +237,7 @@ class Image(Modality):
                 return kind(path, wanted)
         if not path.is_dir():
             more = "; a table of labels is for multi-label training" if path.suffix in SUFFIXES else ""
-            raise SitusError(f"{path}: must be a folder, a .parquet or a .tar file{more}", field="data")
+            raise DataError(f"{path}: must be a folder, a .parquet or a .tar file{more}")
         if wanted.multi_label:
             raise one_class(path)
         return open_cifar(path, wanted) if find_cifar(path) else FolderSource(path, wanted)

@@ -34,7 +34,7 @@ from situs.data.sources.folder import FolderSource, split_folders
 from situs.data.sources.images import IMAGE_SUFFIXES, check_bytes, read_npy, read_npy_header
 from situs.data.sources.parquet import LABEL_COLUMNS, open_parquet, reading
 from situs.data.sources.subset import Subset
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, DataError, SitusError
 from situs.limits import Count
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class SeriesRows(Recordings):
         parts = _read(self._files, [*names, *([label] if label else [])])
         table = pa.concat_tables(parts)
         if not len(table):
-            raise SitusError(f"{path}: its parquet files hold no rows", field="data")
+            raise DataError(f"{path}: its parquet files hold no rows")
         self._ends = np.cumsum([len(part) for part in parts])
         self._parts, self._labels, self._number, classes = [table[name] for name in names], None, {}, None
         if label is not None:
@@ -230,7 +230,7 @@ def _read(files: list[Path], columns: list[str]) -> list[Any]:
         with reading(file):
             part = open_parquet(file).read(columns=columns)
         if missing := [name for name in columns if name not in part.schema.names]:
-            raise SitusError(f"{file}: has no column {missing[0]!r}, other files have", field="data")
+            raise DataError(f"{file}: has no column {missing[0]!r}, other files have")
         with reading(file, f"a column of other types than in {files[0].name}"):
             parts.append(part.select(columns).cast(parts[0].schema if parts else part.select(columns).schema))
     return parts
@@ -337,13 +337,13 @@ def measure(source: Source) -> tuple[Tensor, Tensor, int]:
             around, least, most = values[:, :1], values[:, 0], values[:, 0]
         if len(values) != len(total):
             said = f"recordings of {len(total)} and of {len(values)} channels; {part.key(index)} has {len(values)}"
-            raise SitusError(f"{source.name}: holds {said}", field="data")
+            raise DataError(f"{source.name}: holds {said}")
         least, most = torch.minimum(least, values.amin(1)), torch.maximum(most, values.amax(1))
         values = values - around  # squares of large numbers would leave nothing of a small deviation
         total, squares = total + values.sum(1), squares + values.square().sum(1)
         count, shortest = count + values.shape[1], min(shortest or values.shape[1], values.shape[1])
     if not count:
-        raise SitusError(f"{source.name}: none of its recordings can be read; the last: {reason}", field="data")
+        raise DataError(f"{source.name}: none of its recordings can be read; the last: {reason}")
     mean = total / count
     std = torch.where(least < most, (squares / count - mean.square()).clamp(min=0).sqrt(), 0.0)
     return mean + around[:, 0], torch.where(std > 0, std, 1.0), shortest
@@ -488,7 +488,7 @@ class Series(Measured):
     def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
         rows = path.suffix == ".parquet" or (path.is_dir() and list_shards(path, ".parquet"))
         if not rows and not path.is_dir():
-            raise SitusError(f"{path}: must be a folder of .npy or .npz files, or parquet", field="data")
+            raise DataError(f"{path}: must be a folder of .npy or .npz files, or parquet")
         return (SeriesRows if rows else SeriesFiles)(path, wanted, data.series)
 
     def cut(self, source: Source, data: DataConfig) -> Source:

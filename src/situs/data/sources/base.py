@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from situs.data.sources.images import decode, to_channels
-from situs.errors import SitusError, counted, verb
+from situs.errors import DataError, SitusError, counted, verb
 
 # A split by any of its names; where the first is absent the next serves (ImageNet has no labelled test split,
 # CIFAR no validation split).
@@ -233,9 +233,10 @@ def choose_split(available: Iterable[str], split: str | None, where: str) -> str
     Without a wish the training split is taken where there is one. `train` of data without splits is all of it.
     """
     names = sorted(set(available))
-    if split is not None and split not in SPLITS and split not in {n for v in SPLITS.values() for n in v}:
+    family = next((family for family in SPLITS.values() if (split or "train") in family), None)
+    if family is None:
         raise SitusError(field="split", value=split, allowed=f"one of {', '.join(SPLITS)}")
-    wanted = SPLITS.get(split or "train") or (split, *SPLITS["val"])
+    wanted = SPLITS.get(split or "train") or (split, *family)
     for name in wanted:
         if name in names:
             return name
@@ -253,9 +254,7 @@ def choose_split(available: Iterable[str], split: str | None, where: str) -> str
 def number_names(most: int, where: str) -> tuple[str, ...]:
     """The class numbers 0 to `most` as names, for data that names none."""
     if most >= _MOST_CLASSES:
-        raise SitusError(
-            f"{where}: class number {most:,}: must be below {_MOST_CLASSES:,}; is it no class?", field="data"
-        )
+        raise DataError(f"{where}: class number {most:,}: must be below {_MOST_CLASSES:,}; is it no class?")
     return tuple(str(number) for number in range(most + 1))
 
 
@@ -304,7 +303,7 @@ def split_of(file: Path) -> str | None:
 def check_state(file: Path, state: os.stat_result, known: tuple[int, int]) -> None:
     """Refuses a shard that has not the size and the time of change that it had when the set was opened."""
     if (state.st_size, state.st_mtime_ns) != known:
-        raise SitusError(f"{file}: was changed since the set was opened; start again", field="data")
+        raise DataError(f"{file}: was changed since the set was opened; start again")
 
 
 def list_shards(path: Path, suffix: str) -> list[Path]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from situs.data.sources.base import TensorSource, Wanted, choose_split
 from situs.data.sources.pickled import read_pickled
-from situs.errors import SitusError
+from situs.errors import DataError, SitusError
 
 _PIXELS = 3 * 32 * 32
 
@@ -80,10 +80,10 @@ def _reading(file: Path) -> Iterator[None]:
     except SitusError:
         raise
     except OSError as error:
-        raise SitusError(f"{file}: cannot be read ({error.strerror or error})", field="data") from error
+        raise DataError(f"{file}: cannot be read ({error.strerror or error})") from error
     except Exception as error:  # damaged bytes turn up as values of any type, and fail where they are used
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        raise SitusError(f"{file}: is not a CIFAR batch ({reason})", field="data") from error
+        raise DataError(f"{file}: is not a CIFAR batch ({reason})") from error
 
 
 def _read_batch(file: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ def _read_batch(file: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
     if isinstance(layout.label, int):
         row = layout.bytes_before + _PIXELS
         if not data or len(data) % row:
-            raise SitusError(f"{file}: {len(data)} bytes are no whole number of {row}-byte rows", field="data")
+            raise DataError(f"{file}: {len(data)} bytes are no whole number of {row}-byte rows")
         rows = np.frombuffer(data, np.uint8).reshape(-1, row)
         pixels, numbers = rows[:, layout.bytes_before :], rows[:, layout.label]
     else:
@@ -99,16 +99,16 @@ def _read_batch(file: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
         pixels, numbers = _entry(batch, "data", file), _entry(batch, layout.label, file)
         fits = isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8 and pixels.shape[1:] == (_PIXELS,)
         if not fits or not len(pixels):
-            raise SitusError(f"{file}: 'data' is not uint8 [n, {_PIXELS}]", field="data")
+            raise DataError(f"{file}: 'data' is not uint8 [n, {_PIXELS}]")
         if len(numbers) != len(pixels):
-            raise SitusError(f"{file}: {len(pixels)} images and {len(numbers)} labels", field="data")
+            raise DataError(f"{file}: {len(pixels)} images and {len(numbers)} labels")
     images = torch.from_numpy(pixels.copy()).view(-1, 3, 32, 32)
     return images, torch.from_numpy(np.asarray(numbers, dtype=np.int64))
 
 
 def _entry(batch: Any, key: str, file: Path) -> Any:
     if not isinstance(batch, dict) or key not in batch:
-        raise SitusError(f"{file}: holds no {key!r}, so it is no CIFAR batch", field="data")
+        raise DataError(f"{file}: holds no {key!r}, so it is no CIFAR batch")
     return batch[key]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from situs.data.batch import VOID
 from situs.data.sources.table import BOTH
-from situs.errors import SitusError
+from situs.errors import DataError, SitusError
 
 
 def label_columns(file: Path, schema: Any, names: Iterable[str]) -> tuple[str, ...]:
@@ -66,7 +66,7 @@ def _from_list(column: Any, classes: Sequence[str], where: str) -> Tensor:
     strange = np.flatnonzero(numbers < 0)
     if strange.size:
         said = f"class {held[strange[0]].as_py()!r} is not among the {len(classes):,}"
-        raise SitusError(f"{where}, row {rows[strange[0]]}: {said}", field="data")
+        raise DataError(f"{where}, row {rows[strange[0]]}: {said}")
     labels[rows, numbers] = 1
     labels[column.is_null().to_numpy(zero_copy_only=False)] = VOID
     return torch.from_numpy(labels)
@@ -82,10 +82,10 @@ def _from_columns(columns: Sequence[Any], names: Sequence[str], where: str) -> T
     if strange.size:
         row, at = strange[0]
         said = f"column {names[at]!r} holds {values[row, at]:g}, and a label is 0 or 1, or -1 or 1"
-        raise SitusError(f"{where}, row {row}: {said}", field="data")
+        raise DataError(f"{where}, row {row}: {said}")
     minus, zero = (values == -1).any(1), (values == 0).any(1)
     if minus.any() and zero.any():
-        raise SitusError(f"{where}, row {max(minus.argmax(), zero.argmax())}: {BOTH}", field="data")
+        raise DataError(f"{where}, row {max(minus.argmax(), zero.argmax())}: {BOTH}")
     return torch.from_numpy(np.where(known, values > 0, VOID).astype(np.int8))
 
 
@@ -116,4 +116,4 @@ def class_names(file: Path, schema: Any, label: str) -> tuple[str, ...]:
         described = described.get("names") or {}
         return tuple(str(name) for name in described)
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise SitusError(f"{file}: its 'huggingface' metadata is damaged ({str(error)[:80]})", field="data") from error
+        raise DataError(f"{file}: its 'huggingface' metadata is damaged ({str(error)[:80]})") from error

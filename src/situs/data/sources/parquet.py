@@ -33,7 +33,7 @@ from situs.data.sources.columns import class_names, classes_in, label_columns, m
 from situs.data.sources.images import read_bytes
 from situs.data.sources.remote import check_unchanged, is_kept, opened
 from situs.data.sources.table import LISTS
-from situs.errors import BrokenSampleError, SitusError, counted
+from situs.errors import BrokenSampleError, DataError, SitusError, counted
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "image": ("image", "img", "jpg", "png", "webp"),
@@ -67,7 +67,7 @@ class ParquetSource(EncodedSource):
         self._ends = array("q", np.cumsum(rows).tobytes())  # of the row groups
         self._first = array("q", np.cumsum([0, *(len(footer.rows) for footer in footers)], dtype=np.int64).tobytes())
         if not self._ends or self._ends[-1] == 0:
-            raise SitusError(f"{path}: its parquet files hold no rows", field="data")
+            raise DataError(f"{path}: its parquet files hold no rows")
         self._bytes = sum(footer.bytes for footer in footers)
         self._fetched = is_kept(self._files[0])
         self._lock = threading.Lock()
@@ -231,7 +231,7 @@ def reading(file: Path, part: str = "") -> Iterator[None]:
     except (pa.ArrowException, OSError, ValueError, TypeError, LookupError, OverflowError, MemoryError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         what = f"{part} is damaged" if part else "is not a readable parquet file"
-        raise SitusError(f"{file}: {what} ({reason})", field="data") from error
+        raise DataError(f"{file}: {what} ({reason})") from error
 
 
 def open_parquet(file: Path, footer: Any = None) -> Any:
@@ -299,7 +299,7 @@ def _layout(files: list[Path], footers: list[_Footer]) -> tuple[str, tuple[str, 
         if (footer.image, footer.labels) != (image, labels):
             pairs = ((footer.image, *footer.labels), (image, *labels))
             said, wanted = (", ".join(map(repr, pair)) for pair in pairs)
-            raise SitusError(f"{file}: its columns are {said}, in {files[0].name} {wanted}", field="data")
+            raise DataError(f"{file}: its columns are {said}, in {files[0].name} {wanted}")
     most = max(footer.most for footer in footers)
     if most < 0:
         return image, (), None  # the hub marks a withheld label with -1
@@ -307,9 +307,7 @@ def _layout(files: list[Path], footers: list[_Footer]) -> tuple[str, tuple[str, 
     if not names:
         return image, labels, number_names(most, f"{files[0]}, column {labels[0]!r}")
     if most >= len(names):
-        raise SitusError(
-            f"{files[0]}: names {counted(len(names), 'classes')}, its column {labels[0]!r} has {most}", field="data"
-        )
+        raise DataError(f"{files[0]}: names {counted(len(names), 'classes')}, its column {labels[0]!r} has {most}")
     return image, labels, names
 
 
@@ -339,13 +337,13 @@ def _columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, tuple[str, .
     image = next((name for name in usual if name in schema.names), None)
     if image is None:
         said = f"one of {', '.join(usual)}, only {', '.join(schema.names)[:200]}"
-        raise SitusError(f"{file}: has no {wanted.kind} column, {said}", field="data")
+        raise DataError(f"{file}: has no {wanted.kind} column, {said}")
     _check_bytes_column(file, schema, image, "images" if wanted.kind == "image" else "clips")
     if wanted.target == "mask":
         mask = next((name for name in _MASK_COLUMNS if name in schema.names), None)
         if mask is None:
             listed, columns = ", ".join(_MASK_COLUMNS[:6]), ", ".join(schema.names)[:200]
-            raise SitusError(f"{file}: has no column of masks, one of {listed}, only {columns}", field="data")
+            raise DataError(f"{file}: has no column of masks, one of {listed}, only {columns}")
         _check_bytes_column(file, schema, mask, "masks")
         return image, (mask,)
     if wanted.multi_label:
@@ -358,7 +356,7 @@ def _columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, tuple[str, .
         kind = schema.field(label).type
     if not pa.types.is_integer(kind):
         more = "; several an image are multi-label" if pa.types.is_nested(kind) else ""
-        raise SitusError(f"{file}: column {label!r} is {str(kind)[:80]}, labels must be integers{more}", field="data")
+        raise DataError(f"{file}: column {label!r} is {str(kind)[:80]}, labels must be integers{more}")
     return image, (label,)
 
 
@@ -372,7 +370,7 @@ def _check_bytes_column(file: Path, schema: Any, name: str, what: str) -> None:
     named = what == "clips" and pa.types.is_string(kind)
     if not (named or any(own(kind) for own in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view))):
         said = f"{file}: column {name!r} is {str(kind)[:80]}, {what} must be bytes or {{bytes, path}}"
-        raise SitusError(said, field="data")
+        raise DataError(said)
 
 
 def _label_ends(file: Path, opened: Any, label: str) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from situs.data.sources.columns import class_names, is_text
 from situs.data.sources.parquet import LABEL_COLUMNS, open_parquet, reading
-from situs.errors import SitusError, counted
+from situs.errors import DataError, counted
 
 SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl")
 LABELS = LABEL_COLUMNS
@@ -55,17 +55,17 @@ def read_columns(file: Path) -> Columns:
     if not len(table):
         others = ", ".join(f"{name} ({kind})" for name, kind in table.others.items())[:200]
         said = f"neither words nor numbers, only {others}" if others and not table.names else "no rows"
-        raise SitusError(f"{file}: holds {said}", field="data")
+        raise DataError(f"{file}: holds {said}")
     return table
 
 
 def _read_plain(file: Path) -> Columns:
     if file.suffix not in SUFFIXES:
-        raise SitusError(f"{file}: sentences are read from {', '.join(SUFFIXES)}", field="data")
+        raise DataError(f"{file}: sentences are read from {', '.join(SUFFIXES)}")
     try:
         columns = _read_lines(file) if file.suffix == ".jsonl" else _read_cells(file)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise SitusError(f"{file}: cannot be read ({str(error)[:80]})", field="data") from error
+        raise DataError(f"{file}: cannot be read ({str(error)[:80]})") from error
     return Columns(file, columns, {})
 
 
@@ -98,12 +98,12 @@ def _read_cells(file: Path) -> dict[str, list[Any]]:
         reader = csv.reader(lines, strict=True, **form)
         names = [name.strip() for name in next(reader, [])]
         if len({*names}) < len(names):
-            raise SitusError(f"{file}: two of its columns have one name ({', '.join(names)[:100]})", field="data")
+            raise DataError(f"{file}: two of its columns have one name ({', '.join(names)[:100]})")
         rows = []
         for row in filter(None, reader):  # a blank line is no row
             if len(row) != len(names):
                 said = f"has {counted(len(row), 'cells')}, and the heading {len(names)}"
-                raise SitusError(f"{file}, line {reader.line_num}: {said}", field="data")
+                raise DataError(f"{file}, line {reader.line_num}: {said}")
             rows.append(row)
     return {name: _numbers([row[at] for row in rows]) for at, name in enumerate(names)}
 
@@ -126,12 +126,12 @@ def _read_lines(file: Path) -> dict[str, list[Any]]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise SitusError(f"{file}, line {number}: is no JSON ({str(error)[:80]})", field="data") from error
+                raise DataError(f"{file}, line {number}: is no JSON ({str(error)[:80]})") from error
             if not isinstance(row, dict):
-                raise SitusError(f"{file}, line {number}: must be an object with a name for each value", field="data")
+                raise DataError(f"{file}, line {number}: must be an object with a name for each value")
             if "\\u" in line and any("\ud800" <= each <= "\udfff" for each in json.dumps(row, ensure_ascii=False)):
                 said = "half a character is written there (a surrogate alone), which is no text"
-                raise SitusError(f"{file}, line {number}: {said}", field="data")
+                raise DataError(f"{file}, line {number}: {said}")
             rows.append(row)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name) for row in rows] for name in names}

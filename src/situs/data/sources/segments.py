@@ -18,11 +18,10 @@ from torch import Tensor
 
 from situs.data.masks import MaskConfig, class_numbers, names_beside, numbered, to_classes
 from situs.data.sources.base import EncodedSource, Source, Wanted, choose_split, list_shards, splits_of
-from situs.data.sources.folder import FileSource, split_folders
+from situs.data.sources.folder import FileSource, plain, split_folders, walk
 from situs.data.sources.images import decode, decode_numbers, read_bytes, said_size
 from situs.data.sources.parquet import ParquetSource
-from situs.data.sources.walk import plain, walk
-from situs.errors import BrokenSampleError, SitusError, counted, none_read
+from situs.errors import BrokenSampleError, DataError, SitusError, counted, none_read
 
 IMAGES = ("images", "image", "imgs")
 MASKS = ("annotations", "masks", "mask", "labels")
@@ -64,7 +63,7 @@ class MaskReader(EncodedSource):
             except BrokenSampleError as error:
                 broken.append(str(error))
         if len(self) == len(broken):
-            raise SitusError(f"{none_read(self.name, len(self), 'masks')}; the first: {broken[0]}", field="data")
+            raise DataError(f"{none_read(self.name, len(self), 'masks')}; the first: {broken[0]}")
         return found
 
 
@@ -77,7 +76,7 @@ class MaskFiles(MaskReader, FileSource):
         (self._files, left_out), self._labels = walk(self.root), None
         name = path.name + (f" ({chosen})" if chosen else "")
         if not self._files:
-            raise SitusError(f"{self.root}: holds no images", field="data")
+            raise DataError(f"{self.root}: holds no images")
         masks = {_stem(file): file for file in walk(self._mask_root)[0]}
         self._masks = [masks.pop(_stem(file), None) for file in self._files]
         super().__init__(name, wanted.settings.classes or None, wanted.channels, wanted.strict)
@@ -158,17 +157,17 @@ def has_masks(path: Path) -> bool:
 def _pair(path: Path, split: str | None) -> tuple[Path, Path, str | None]:
     """The folders of images and masks of a split, and its name."""
     if not path.is_dir():
-        raise SitusError(f"{path}: must be a folder or a .parquet file, with images and masks", field="data")
+        raise DataError(f"{path}: must be a folder or a .parquet file, with images and masks")
     chosen = choose_split(mask_splits(path), split, str(path))
     home = path / chosen if chosen is not None and (path / chosen).is_dir() else path
     images, masks = _first(home, IMAGES), _first(home, MASKS)
     if images is None or masks is None:
         said = f"a folder of images ({', '.join(IMAGES)}) and one of masks ({', '.join(MASKS)}), or parquet files"
-        raise SitusError(f"{home}: holds no images with masks: {said}", field="data")
+        raise DataError(f"{home}: holds no images with masks: {said}")
     if chosen is None or home != path:
         return images, masks, chosen
     if not (masks / chosen).is_dir():
-        raise SitusError(f"{masks}: has no split {chosen!r}, and {images} has", field="data")
+        raise DataError(f"{masks}: has no split {chosen!r}, and {images} has")
     return images / chosen, masks / chosen, chosen
 
 

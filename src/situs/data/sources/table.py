@@ -19,9 +19,8 @@ from torch import Tensor
 
 from situs.data.batch import VOID
 from situs.data.sources.base import ANY, SPLITS, Wanted, choose_split, lonely
-from situs.data.sources.folder import TABLES, FileSource, find_table, split_folders
-from situs.data.sources.walk import plain, walk
-from situs.errors import SitusError, counted
+from situs.data.sources.folder import TABLES, FileSource, find_table, plain, split_folders, walk
+from situs.errors import DataError, SitusError, counted
 
 PARTITION = "list_eval_partition.txt"
 """CelebA's own splits, beside the table: 0, 1 and 2 for train, val and test."""
@@ -64,7 +63,7 @@ class LabelTable:
         found: dict[str, str] = {}
         for file, name in zip(files, keys, strict=True):
             if name not in rows:
-                raise SitusError(f"{plain(str(folder / file))}: has no line in {self.file.name}", field="data")
+                raise DataError(f"{plain(str(folder / file))}: has no line in {self.file.name}")
             if found.setdefault(name, file) != file:
                 both = f"{plain(found[name])} and {plain(file)} have one name"
                 raise self.wrong(rows[name], f"{both}, and the table names no folders")
@@ -91,7 +90,7 @@ class TableSource(FileSource):
         self.root = folder / chosen if chosen in split_folders(folder) else folder
         file = path if path.is_file() else find_table(self.root) or find_table(folder)
         if file is None:
-            raise SitusError(f"{self.root}: has no table of labels ({', '.join(TABLES)})", field="data")
+            raise DataError(f"{self.root}: has no table of labels ({', '.join(TABLES)})")
         home = next((folder / name for name in ("train", "training") if name in splits), folder)
         first = find_table(home) if file.parent not in (home, folder) else None
         table = read_table(file, None if first is None else read_table(first).classes)
@@ -103,7 +102,7 @@ class TableSource(FileSource):
             rows = [row for row in rows if splits_of[row] == chosen]
         rows = [row for row in rows if files[row].startswith(prefix)]
         if not rows:
-            raise SitusError(f"{self.root}: holds no image of the split", field="data")
+            raise DataError(f"{self.root}: holds no image of the split")
         self._files, self._labels = [files[row].removeprefix(prefix) for row in rows], labels[torch.tensor(rows)]
         name = folder.name + (f" ({chosen})" if chosen else "")
         super().__init__(name, table.classes, wanted.channels, wanted.strict, multi_label=True)
@@ -131,7 +130,7 @@ def read_table(file: Path, classes: tuple[str, ...] | None = None) -> LabelTable
         cut = enumerate((line.split() for line in text) if celeba else csv.reader(text), 1)
         return _parse(file, celeba, ((line, cells) for line, cells in cut if any(cells)), classes)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise SitusError(f"{file}: must be a table in UTF-8 text ({error})", field="data") from error
+        raise DataError(f"{file}: must be a table in UTF-8 text ({error})") from error
 
 
 _Lines = Iterator[tuple[int, list[str]]]
@@ -166,9 +165,7 @@ def _parse(file: Path, celeba: bool, rows: _Lines, classes: tuple[str, ...] | No
             raise _wrong(file, 1, f"{min(strange)!r} is a class of one split and not of the other")
         labels = labels[:, [found.index(name) for name in classes]]
     if not names or not found:
-        raise SitusError(
-            f"{file}: {'names no class in any line' if names else 'has no line for any image'}", field="data"
-        )
+        raise DataError(f"{file}: {'names no class in any line' if names else 'has no line for any image'}")
     if count is not None and int(count[0]) != len(names):
         raise _wrong(file, 1, f"tells of {int(count[0]):,} files, and {len(names):,} follow")
     return LabelTable(file, classes or found, names, lines, labels, listed)
@@ -224,9 +221,9 @@ def _partition(file: Path, files: Sequence[str]) -> list[str]:
         told[name.strip()] = _SPLITS.get(number, "")
     names = [each.rpartition("/")[2] for each in files]
     if strange := next((each for each in names if each not in told), None):
-        raise SitusError(f"{strange}: has no line in {file}", field="data")
+        raise DataError(f"{strange}: has no line in {file}")
     return [told[each] for each in names]
 
 
 def _wrong(file: Path, line: int, said: str) -> SitusError:
-    return SitusError(f"{file}, line {line}: {said}", field="data")
+    return DataError(f"{file}, line {line}: {said}")

@@ -24,10 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from situs.data.batch import VOID
+from situs.data.sources.folder import OTHER, SPECIAL, LeftOut, plain
 from situs.data.sources.images import IMAGE_SUFFIXES
 from situs.data.sources.remote import is_kept, present
-from situs.data.sources.walk import OTHER, SPECIAL, LeftOut, plain
-from situs.errors import SitusError, counted
+from situs.errors import DataError, SitusError, counted
 from situs.files import cache_folder
 from situs.folder_lock import in_turn
 
@@ -112,7 +112,7 @@ def _read(shards: list[Path], labels: bool) -> _Found:
             name_ends.append(len(names))
         seen = Counter(keys)
         if twice := next((key for key, count in seen.items() if count > 1 and key in classes), None):
-            raise SitusError(f"{file}: {plain(twice)!r} has two images and one .cls, a sample has one", field="data")
+            raise DataError(f"{file}: {plain(twice)!r} has two images and one .cls, a sample has one")
         for key in classes.keys() - seen.keys():
             left_out.add(OTHER, f"{key}.cls")
         numbers.extend(classes.get(key, VOID) for key in keys)
@@ -150,10 +150,9 @@ def _images(
     except SitusError:
         raise
     except Exception as error:  # each field of a header fails in its own way where it is damaged
-        raise SitusError(
+        raise DataError(
             f"{file}: is not a plain tar of images and class numbers, or is damaged after {counted(images, 'images')} "
-            f"({plain(str(error))[:120]})",
-            field="data",
+            f"({plain(str(error))[:120]})"
         ) from error
 
 
@@ -185,17 +184,15 @@ def _check_end(raw: BinaryIO, end: int, file: Path, images: int) -> None:
     if len(mark) < _END or any(mark):
         cut = raw.seek(0, os.SEEK_END) <= end + len(mark) and not any(mark)
         what = "was cut short" if cut else "is damaged"
-        raise SitusError(
+        raise DataError(
             f"{file}: {what} after {counted(images, 'images')}, at byte {end:,}, where neither another member nor the "
-            "end of the archive follows; get it again",
-            field="data",
+            "end of the archive follows; get it again"
         )
     while part := raw.read(1 << 20):
         if any(part):
-            raise SitusError(
+            raise DataError(
                 f"{file}: goes on after its end, after {counted(images, 'images')}: several tar files in one? Join "
-                "them with tar --concatenate, or keep them apart",
-                field="data",
+                "them with tar --concatenate, or keep them apart"
             )
 
 

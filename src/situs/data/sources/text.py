@@ -31,7 +31,7 @@ from situs.data.sources.base import (
 from situs.data.sources.rows import LABELS, SENTENCES, SUFFIXES, Columns, read_columns
 from situs.data.text import LONGEST, TextConfig
 from situs.data.tokeniser import Ids, Tokeniser
-from situs.errors import BrokenSampleError, SitusError, counted, verb
+from situs.errors import BrokenSampleError, DataError, SitusError, counted, verb
 
 PLAIN = ".txt"
 
@@ -45,7 +45,7 @@ def text_files(path: Path, *, words: bool, unlabelled: bool = False) -> list[Pat
     found = [*plain, *tables] if unlabelled else plain or tables
     if not found:
         allowed = ", ".join((*SUFFIXES, *((PLAIN,) if words or unlabelled else ())))
-        raise SitusError(f"{path}: holds no sentences, in files that end in {allowed}", field="data")
+        raise DataError(f"{path}: holds no sentences, in files that end in {allowed}")
     return found
 
 
@@ -73,7 +73,7 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
     if text.unlabelled:
         return _unlabelled(name, own, tokeniser, text, wanted)
     if any(file.suffix == PLAIN for file in own):
-        raise SitusError(f"{own[0]}: is plain text without labels, which a language model learns from", field="data")
+        raise DataError(f"{own[0]}: is plain text without labels, which a language model learns from")
     home = [file for file in files if split_of(file) in SPLITS["train"]] or own
     tables = [read_columns(file) for file in own]
     column, label = _columns(tables, text)
@@ -231,9 +231,8 @@ class BlockSource(Source):
         ]
         flat = np.concatenate(parts) if parts else coded.flat
         if len(flat) < 2:
-            raise SitusError(
-                f"{name}: has {counted(len(flat), 'words')}, and a language model learns the next from the one before",
-                field="data",
+            raise DataError(
+                f"{name}: has {counted(len(flat), 'words')}, and a language model learns the next from the one before"
             )
         count = -(-len(flat) // self.longest)
         if len(flat) - (count - 1) * self.longest < 2:  # a last word alone has nothing behind it
@@ -265,7 +264,7 @@ def _plain(file: Path, text: TextConfig) -> list[str]:
     try:
         return [file.read_text(encoding="utf-8-sig")]
     except UnicodeDecodeError as error:
-        raise SitusError(f"{file}: is no text in UTF-8 ({str(error)[:80]})", field="data") from error
+        raise DataError(f"{file}: is no text in UTF-8 ({str(error)[:80]})") from error
 
 
 def _sentences(table: Columns, column: str, field: str = "text.column") -> list[str | None]:
@@ -281,7 +280,7 @@ def _columns(tables: list[Columns], text: TextConfig) -> tuple[str, str | None]:
     found = [_columns_of(table, text) for table in tables]
     for table, each in zip(tables, found, strict=True):
         if each != found[0]:
-            raise SitusError(f"{table.file}: its columns are {each}, in {tables[0].file.name} {found[0]}", field="data")
+            raise DataError(f"{table.file}: its columns are {each}, in {tables[0].file.name} {found[0]}")
     return found[0]
 
 
@@ -355,5 +354,5 @@ def _number(table: Columns, label: str, row: int, known: dict[str, int], named: 
         found = known.get(found, found)
     if isinstance(found, str) or (found is not None and found >= len(known)):
         said = f"the label {found!r} is not among the {len(known):,} of the training split"
-        raise SitusError(f"{table.file}, row {row}: {said}", field="data")
+        raise DataError(f"{table.file}, row {row}: {said}")
     return found

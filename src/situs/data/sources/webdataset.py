@@ -26,11 +26,11 @@ from situs.data.sources.base import (
     split_of,
     unseen,
 )
+from situs.data.sources.folder import plain
 from situs.data.sources.images import check_bytes
 from situs.data.sources.remote import USUAL_BYTES, is_kept, open_shard
 from situs.data.sources.tar_index import open_index
-from situs.data.sources.walk import plain
-from situs.errors import BrokenSampleError, SitusError, counted
+from situs.errors import BrokenSampleError, DataError, SitusError, counted
 
 _BLOCK = 4 << 20  # bytes: long enough for a disk to read them about as fast as it can
 
@@ -48,7 +48,7 @@ class TarSource(EncodedSource):
         self._remote = is_kept(self._shards[0])
         self._held: dict[int, tuple[int, bytes]] | None = None  # of each block its first byte's place, and its bytes
         if not len(self._index):
-            raise SitusError(f"{path}: its tar files hold no images", field="data")
+            raise DataError(f"{path}: its tar files hold no images")
         labels = self._index.arrays["labels"]
         most = int(labels.max())
         if most >= 0 and (lonely := np.flatnonzero(labels < 0)).size:
@@ -128,7 +128,7 @@ class TarSource(EncodedSource):
             handle = open_shard(file) if self._remote else os.open(file, os.O_RDONLY)
         except OSError as error:  # of all its images, and of none
             said = (error.strerror or str(error)).lower()
-            raise SitusError(f"{file}: cannot be opened any more ({said})", field="data") from error
+            raise DataError(f"{file}: cannot be opened any more ({said})") from error
         try:
             check_state(file, os.fstat(handle), self._index.states[number])
             return os.pread(handle, size, offset)

@@ -6,7 +6,7 @@ import re
 from itertools import product
 from urllib.parse import urlsplit, urlunsplit
 
-from situs.errors import SitusError
+from situs.errors import DataError
 
 _MOST = 100_000
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -33,10 +33,9 @@ def _bare(url: str) -> str:
 def check_address(url: str) -> None:
     """Refuses a password: what is given as a path is kept in configs and shown in pages."""
     if "@" in urlsplit(url).netloc and urlsplit(url).scheme in {"http", "https", "ftp", "sftp"}:
-        raise SitusError(
+        raise DataError(
             f"{redacted(url)}: was given with a user or a password, which a run would keep in its config; use a "
-            "signed address, or fsspec's own configuration",
-            field="data",
+            "signed address, or fsspec's own configuration"
         )
 
 
@@ -52,7 +51,7 @@ def expand(pattern: str) -> list[str]:
     for each in choices:
         count *= len(each)
     if count > _MOST:
-        raise SitusError(f"{redacted(pattern)}: stands for {count:,} addresses; at most {_MOST:,}", field="data")
+        raise DataError(f"{redacted(pattern)}: stands for {count:,} addresses; at most {_MOST:,}")
     return ["".join(each) for each in product(*choices)]
 
 
@@ -60,10 +59,10 @@ def _choices(inner: str, pattern: str) -> list[str]:
     span = re.fullmatch(r"(\d+)\.\.(\d+)", inner)
     if span is None:
         if "," not in inner:
-            raise SitusError(f"{redacted(pattern)}: {{{inner}}} must be {{000..099}} or {{a,b}}", field="data")
+            raise DataError(f"{redacted(pattern)}: {{{inner}}} must be {{000..099}} or {{a,b}}")
         return inner.split(",")
     first, last = int(span[1]), int(span[2])
     if last < first or last - first >= _MOST:
-        raise SitusError(f"{redacted(pattern)}: {{{inner}}} must rise, by less than {_MOST:,}", field="data")
+        raise DataError(f"{redacted(pattern)}: {{{inner}}} must rise, by less than {_MOST:,}")
     width = len(span[1]) if len(span[1]) == len(span[2]) or span[1].startswith("0") else 0
     return [f"{number:0{width}d}" for number in range(first, last + 1)]

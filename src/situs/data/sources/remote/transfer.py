@@ -16,7 +16,7 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from situs.data.sources.remote.names import redacted
-from situs.errors import SitusError, missing_extra
+from situs.errors import DataError, SitusError, missing_extra
 
 T = TypeVar("T")
 TRIES = 6
@@ -28,7 +28,7 @@ _FINAL = {400, 401, 403, 405, 416, 451} | _GONE
 _TIMEOUT = 60.0  # seconds without a byte
 
 
-class RemoteError(SitusError):
+class RemoteError(DataError):
     """The place of the data cannot be reached, or does not give what it promised. No image is to blame."""
 
 
@@ -49,7 +49,7 @@ def state_of(url: str) -> State:
         files.invalidate_cache()
         info = files.info(path)
         if info.get("size") is None:
-            raise RemoteError(f"{redacted(url)}: its server does not say how long it is", field="data")
+            raise RemoteError(f"{redacted(url)}: its server does not say how long it is")
         marks = (info.get(key) for key in ("ETag", "etag", "VersionId", "LastModified", "last_modified", "mtime"))
         return State(int(info["size"]), next((str(mark) for mark in marks if mark), ""))
 
@@ -136,7 +136,7 @@ def patiently(url: str, ask: Callable[[], T]) -> T:
             raise
         except Exception as error:  # each scheme's library has classes of its own
             if number == TRIES or not _may_pass(error):
-                raise RemoteError(f"{redacted(url)}: cannot be fetched ({_reason(error)})", field="data") from error
+                raise RemoteError(f"{redacted(url)}: cannot be fetched ({_reason(error)})") from error
             time.sleep(PAUSE * 2 ** (number - 1))
     raise AssertionError("the last try returns or raises")
 
@@ -171,9 +171,9 @@ def _files(url: str) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
     except ImportError as error:
-        raise SitusError(f"reading {redacted(url)} needs another package: {error}", field="data") from None
+        raise DataError(f"reading {redacted(url)} needs another package: {error}") from None
     except ValueError as error:
-        raise SitusError(f"{redacted(url)}: cannot be read ({error})", field="data") from None
+        raise DataError(f"{redacted(url)}: cannot be read ({error})") from None
 
 
 def _cat(url: str, start: int, end: int) -> bytes:
@@ -196,7 +196,7 @@ def _web_state(url: str) -> State:
         total = (answer.headers.get("Content-Range") or "").rpartition("/")[2]
         size = total if answer.status == 206 else answer.headers.get("Content-Length") or ""
         if not size.isdigit():
-            raise RemoteError(f"{redacted(url)}: its server does not say how long it is", field="data")
+            raise RemoteError(f"{redacted(url)}: its server does not say how long it is")
         return State(int(size), answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "")
 
 
@@ -204,7 +204,7 @@ def _web_whole(url: str, most: int) -> bytes:
     with _web(url) as answer:
         data = answer.read(most + 1)
         if len(data) > most:
-            raise RemoteError(f"{redacted(url)}: is longer than {most:,} bytes", field="data")
+            raise RemoteError(f"{redacted(url)}: is longer than {most:,} bytes")
         if answer.length:
             raise OSError(f"{answer.length:,} bytes did not come")
         return data

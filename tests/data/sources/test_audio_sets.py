@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from situs.data.audio import AudioConfig
-from situs.data.sources.speech import SILENCE, UNKNOWN, WORDS, Commands, hashed_split, open_speech, part_of
+from situs.data.audio import AUDIO, AudioConfig
+from situs.data.sources.audio import SILENCE, UNKNOWN, WORDS, Commands, hashed_split, open_clips, part_of
+from situs.data.sources.base import Wanted
 from situs.errors import BrokenSampleError, SitusError
 
 COMMANDS, EMPTY = AudioConfig(task="commands"), AudioConfig(task="commands", silence="empty")
@@ -20,6 +21,10 @@ pytest.importorskip("soundfile", reason="the extra `audio` is not installed")
 RATE = 16_000
 OTHERS = ("bed", "cat", "dog")
 SPEAKERS = 12
+
+
+def opened(path: Path, split: str | None = None, audio: AudioConfig = AUDIO):
+    return open_clips(path, Wanted(split), audio)
 
 
 def write(file: Path, wave: np.ndarray, rate: int = RATE) -> None:
@@ -54,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def names(folder: Path, split: str) -> list[str]:
-    source = open_speech(folder, split)
+    source = opened(folder, split)
     return [source.key(index) for index in range(len(source))]
 
 
@@ -64,13 +69,13 @@ def test_the_lists_decide_the_splits(folder: Path) -> None:
     assert {name.partition("/")[2][:8] for name in parts["test"]} == {"00000007"}
     assert len({name for part in parts.values() for name in part}) == SPEAKERS * 13
     assert names(folder, "validation") == parts["val"]
-    source = open_speech(folder)
+    source = opened(folder)
     assert source.name.endswith("(train)") and len(source) == 117
     assert source.classes == tuple(sorted((*WORDS, *OTHERS)))
     sample = source.read(0)
     assert sample["label"] == source.classes.index(source.key(0).partition("/")[0])
     assert sample["wave"].shape == (RATE,) and not sample["wave"][1600:].any() and sample["wave"][:1600].any()
-    assert any("left out 1 file " in note for note in source.notes)
+    assert any("left out 1 (no clips by their names: no ending 1); the first: LICENSE" in note for note in source.notes)
 
 
 def test_without_lists_the_official_hash(folder: Path, tmp_path: Path) -> None:
@@ -95,7 +100,7 @@ def test_without_lists_the_official_hash(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("split", "words"), [("train", 90), ("val", 20), ("test", 10)])
 def test_the_task_of_twelve_classes(folder: Path, split: str, words: int) -> None:
-    source = open_speech(folder, split, audio=COMMANDS)
+    source = opened(folder, split, audio=COMMANDS)
     assert isinstance(source, Commands)
     assert source.classes == (SILENCE, UNKNOWN, *WORDS)
     share = words // 10
@@ -104,11 +109,11 @@ def test_the_task_of_twelve_classes(folder: Path, split: str, words: int) -> Non
     for index, label in enumerate(labels):
         word = source.key(index).partition("/")[0]
         assert source.classes[label] == (word if word in WORDS or word == SILENCE else UNKNOWN)
-    again = open_speech(folder, split, audio=COMMANDS)
+    again = opened(folder, split, audio=COMMANDS)
     assert all(torch.equal(source.read(i)["wave"], again.read(i)["wave"]) for i in range(len(source)))
     silent = [source.read(index)["wave"] for index in range(len(source)) if labels[index] == 0]
     assert all(0 < float(wave.abs().max()) <= 0.5 for wave in silent)
-    empty = open_speech(folder, split, audio=EMPTY)
+    empty = opened(folder, split, audio=EMPTY)
     assert not empty.read(len(empty) - 1)["wave"].any() and empty.read(len(empty) - 1)["label"] == 0
 
 
@@ -116,7 +121,7 @@ def test_silence_is_the_same_wherever_the_set_lies(folder: Path, tmp_path: Path)
     """Or a run whose data was moved would go on with other clips."""
     (tmp_path / "moved").symlink_to(folder)
     for split in ("train", "test"):
-        one, other = (open_speech(path, split, audio=COMMANDS) for path in (folder, tmp_path / "moved"))
+        one, other = (opened(path, split, audio=COMMANDS) for path in (folder, tmp_path / "moved"))
         assert one.name != other.name and one.read(len(one) - 1)["label"] == 0
         assert torch.equal(one.read(len(one) - 1)["wave"], other.read(len(other) - 1)["wave"])
 
@@ -128,8 +133,8 @@ def test_too_few_unknown_words_are_told(folder: Path, tmp_path: Path) -> None:
             (tmp_path / word / file.name).hardlink_to(file)
     (tmp_path / "validation_list.txt").write_text("")
     with pytest.raises(SitusError, match="_background_noise_: no noise to cut silence from"):
-        open_speech(tmp_path, "train", audio=COMMANDS)
-    source = open_speech(tmp_path, "train", audio=EMPTY)
+        opened(tmp_path, "train", audio=COMMANDS)
+    source = opened(tmp_path, "train", audio=EMPTY)
     assert len(source) == 120 + 1 + 12
     assert any("1 clip of unknown words, where the task takes 12" in note for note in source.notes)
 
@@ -142,7 +147,7 @@ def test_broken_clips_are_named(tmp_path: Path) -> None:
     (tmp_path / "a" / "empty.wav").write_bytes(b"")
     (tmp_path / "a" / "text.wav").write_text("no sound at all\n" * 9)
     (tmp_path / "validation_list.txt").write_text("")
-    source = open_speech(tmp_path)
+    source = opened(tmp_path)
     found, broken = {}, {}
     for index in range(len(source)):
         try:
@@ -159,17 +164,17 @@ def test_flat_folders_and_folders_of_splits(tmp_path: Path) -> None:
     flat, parted = tmp_path / "flat", tmp_path / "parted"
     for speaker in range(40):
         write(flat / f"{speaker:08x}_nohash_0.wav", tone(0, speaker))
-    whole = open_speech(flat)
+    whole = opened(flat)
     assert whole.classes is None and len(whole) == 40 and "label" not in whole.read(0)
-    parts = [len(open_speech(flat, split)) for split in ("train", "val", "test")]
+    parts = [len(opened(flat, split)) for split in ("train", "val", "test")]
     assert sum(parts) == 40 and min(parts) > 0
     for split, word in (("train", "a"), ("train", "b"), ("test", "b")):
         write(parted / split / word / "1.wav", tone(0, 1))
-    assert [len(open_speech(parted, split)) for split in ("train", "test")] == [2, 1]
-    assert open_speech(parted, "test").read(0)["label"] == 1
+    assert [len(opened(parted, split)) for split in ("train", "test")] == [2, 1]
+    assert opened(parted, "test").read(0)["label"] == 1
     write(parted / "test" / "c" / "1.wav", tone(0, 1))
-    with pytest.raises(SitusError, match="its class is not among the 2"):
-        open_speech(parted, "test")
+    with pytest.raises(SitusError, match="class 'c' is not among the 2"):
+        opened(parted, "test")
 
 
 def test_parquet_with_an_audio_column(folder: Path, tmp_path: Path) -> None:
@@ -187,19 +192,19 @@ def test_parquet_with_an_audio_column(folder: Path, tmp_path: Path) -> None:
     table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     pq.write_table(table, tmp_path / "train-0.parquet")
     (tmp_path / "_background_noise_").symlink_to(folder / "_background_noise_")
-    source = open_speech(tmp_path, "train")
+    source = opened(tmp_path, "train")
     assert source.classes == tuple(words) and len(source) == len(files)
-    direct = open_speech(folder, "train")
+    direct = opened(folder, "train")
     assert torch.equal(source.read(0)["wave"], direct.read(0)["wave"])
     with pytest.raises(BrokenSampleError, match="row 2 of row group 0"):
         source.read(2)
     with pytest.raises(BrokenSampleError, match="the row holds no clip bytes"):
         source.read(2)
-    commands = open_speech(tmp_path, "train", audio=COMMANDS)
+    commands = opened(tmp_path, "train", audio=COMMANDS)
     assert np.bincount(commands.labels, minlength=12).tolist() == [0, 12, *[12] * 10] and commands.silent == 12
     pq.write_table(pa.table({"image": rows}), tmp_path / "train-0.parquet")
     with pytest.raises(SitusError, match="has no audio column, one of audio"):
-        open_speech(tmp_path, "train")
+        opened(tmp_path, "train")
 
 
 def test_parquet_that_names_files(folder: Path, tmp_path: Path) -> None:
@@ -211,10 +216,10 @@ def test_parquet_that_names_files(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "yes").symlink_to(folder / "yes")
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     names = [str(files[0]), f"yes/{files[1].name}", "yes/nothing.wav", None]
-    direct = open_speech(folder, "train")
+    direct = opened(folder, "train")
     for column in (pa.array([{"bytes": None, "path": name} for name in names], kind), pa.array(names, pa.string())):
         pq.write_table(pa.table({"audio": column}), tmp_path / "train-0.parquet")
-        source = open_speech(tmp_path, "train")
+        source = opened(tmp_path, "train")
         for index, file in enumerate(files[:2]):
             own = next(i for i in range(len(direct)) if direct.key(i) == f"yes/{file.name}")
             assert torch.equal(source.read(index)["wave"], direct.read(own)["wave"])
@@ -232,52 +237,42 @@ def test_a_list_that_is_missing_or_wrong_is_told(folder: Path, tmp_path: Path) -
     for word in ("yes", "no"):
         (tmp_path / word).symlink_to(folder / word)
     write(tmp_path / "up" / "1_nohash_0.wav", tone(0, 0))
-    for word in ("yes", "no"):
-        (tmp_path / word).unlink()
-        (tmp_path / word).mkdir()
-        for file in (folder / word).iterdir():
-            (tmp_path / word / file.name).hardlink_to(file)
-    assert any("has no lists, so that the names decide the split" in note for note in open_speech(tmp_path).notes)
+    assert any("has no lists, so that the names decide the split" in note for note in opened(tmp_path).notes)
     first, second = (f"yes/{file.name}" for file in sorted((tmp_path / "yes").iterdir())[:2])
     (tmp_path / "validation_list.txt").write_text(f"./{first}\r\n{second}\nno/gone.wav\n".replace("yes/", "yes\\"))
-    notes = open_speech(tmp_path).notes
+    notes = opened(tmp_path).notes
     assert any("has no testing_list.txt, so that no clip is of test" in note for note in notes)
     assert any("validation_list.txt: names 1 clip that is not here; the first: no/gone.wav" in note for note in notes)
     assert names(tmp_path, "val") == [first, second]
     (tmp_path / "testing_list.txt").write_text("yes/other.wav\n")
     with pytest.raises(SitusError, match=r"testing_list\.txt: names no clip of .*; the first: 'yes/other\.wav'"):
-        open_speech(tmp_path)
+        opened(tmp_path)
     (tmp_path / "testing_list.txt").write_text("")
     write(tmp_path / "stray.wav", tone(0, 0))
-    source = open_speech(tmp_path, "train")
+    source = opened(tmp_path, "train")
     assert source.classes is None and any("stray.wav lies beside the folders" in note for note in source.notes)
 
 
 def test_own_clips_of_silence_are_not_unknown_words(folder: Path, tmp_path: Path) -> None:
     for each in folder.iterdir():
         (tmp_path / each.name).symlink_to(each)
-    for word in (*WORDS, *OTHERS):
-        (tmp_path / word).unlink()
-        (tmp_path / word).mkdir()
-        for file in (folder / word).iterdir():
-            (tmp_path / word / file.name).hardlink_to(file)
     write(tmp_path / SILENCE / "1_nohash_0.wav", tone(0, 0))
-    source = open_speech(tmp_path, "train", audio=COMMANDS)
-    assert len(source) == len(open_speech(folder, "train", audio=COMMANDS))
+    source = opened(tmp_path, "train", audio=COMMANDS)
+    assert len(source) == len(opened(folder, "train", audio=COMMANDS))
     assert any("left out its own 1 clip of _silence_" in note for note in source.notes)
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match="holds no audio files"):
-        open_speech(tmp_path)
+    with pytest.raises(SitusError, match="holds no clips"):
+        opened(tmp_path)
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(SitusError, match="must be a folder of audio files"):
-        open_speech(tmp_path / "a.txt")
+        opened(tmp_path / "a.txt")
     write(tmp_path / "a" / "1.wav", tone(0, 0))
     with pytest.raises(SitusError, match="has no clips of yes, no, up"):
-        open_speech(tmp_path, "train", audio=EMPTY)
+        opened(tmp_path, "train", audio=EMPTY)
     with pytest.raises(SitusError, match="one of train, val, test"):
-        open_speech(tmp_path, "tset")
+        opened(tmp_path, "tset")
     assert [part_of(name) for name in (None, "training", "valid", "validation", "test")] == [
         *("train", "train", "val", "val", "test"),
     ]
@@ -298,7 +293,7 @@ def test_the_published_splits_follow_the_hash(shared_data: Path) -> None:
 @pytest.mark.shared_data
 def test_the_papers_counts(shared_data: Path) -> None:
     for split, words, unknown in (("train", 18_538, 1_800), ("val", 2_577, 258), ("test", 2_567, 257)):
-        source = open_speech(shared_data / "speech_commands", split, audio=COMMANDS)
+        source = opened(shared_data / "speech_commands", split, audio=COMMANDS)
         counts = np.bincount(source.labels, minlength=12)
         assert (counts[2:].sum(), counts[1]) == (words, unknown)
         assert source.silent == -(-words // 10)

@@ -9,7 +9,7 @@ from image_files import encoded, write
 from PIL import Image
 
 from situs.data.open import open_source
-from situs.data.sources.walk import AGAIN, CLOSED, plain, walk
+from situs.data.sources.folder import AGAIN, CLOSED, plain, walk
 from situs.errors import BrokenSampleError, SitusError
 
 

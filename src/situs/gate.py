@@ -1,0 +1,410 @@
+"""The gate: of findings and a limit, whether a defence has passed, is above, or cannot be judged.
+
+One rule for every scenario. `ABOVE`: some sample is closer to what came back than blind guesses are by a margin, found
+again more often than by chance, or above a wished limit; also in a stopped audit. `PASSED`: a closed form solved all
+samples to the end and its certificates hold, nothing under this defence was stopped, left out or is no number, no
+sample is above, not even under harder conditions, and neither is what a bound has that is told the samples.
+`NOT_JUDGED`: everything else. Not attacked, stopped, refused, doubtful or too few samples is never a pass, and a search
+that finds nothing proves nothing. The most exposed sample decides, not the mean.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+from xml.etree import ElementTree as ET
+
+from situs.errors import SitusError, counted, unknown_name
+from situs.findings import HONEST, Exposure, Finding, Metric, ThreatModel
+from situs.results import Tone
+
+Answer = Literal["above", "incomplete", "nothing_applied", "passed"]
+"""What a gate says. incomplete: something was stopped, is missing or proves nothing; nothing_applied: no attack could
+be made at all. Neither is a pass."""
+
+PASSED, ABOVE, NOT_JUDGED = 0, 3, 4
+"""What a gate says, as exit statuses."""
+
+STATUS: dict[Answer, int] = {"above": ABOVE, "incomplete": NOT_JUDGED, "nothing_applied": NOT_JUDGED, "passed": PASSED}
+"""The worst first: an audit's answer is the worst of its defences'."""
+
+OUTCOMES = {PASSED: "passed", NOT_JUDGED: "inconclusive", ABOVE: "above"}
+"""The same in words."""
+
+TONES: dict[int, Tone] = {PASSED: "good", NOT_JUDGED: "unsure", ABOVE: "bad"}
+
+SCOPE = "for an honest server, these weights, these labels and one step"
+"""What a verdict is about, in every sentence that gives one."""
+
+NEAR, SHARE_OF_DB = 1.0, 0.05
+"""A pass by less than so many dB is told as near; of SSIM and of shares, which go to 1, this much stands for a dB."""
+
+
+class Limit(NamedTuple):
+    """A metric that rises with the leak, and the value it must not pass."""
+
+    metric: str
+    bound: float
+
+    def __str__(self) -> str:
+        return f"{self.metric}={self.bound:g}" if math.isfinite(self.bound) else "blind"
+
+
+BLIND = Limit("blind", math.inf)
+"""The gate without a further wish: what blind guesses get is the limit."""
+
+
+class Worst(NamedTuple):
+    """The most exposed sample. limit: what its metric may reach, blind: what the best blind guess at it has."""
+
+    attack: str
+    image: str
+    value: float
+    metric: str = "psnr"
+    limit: float | None = None
+    blind: float | None = None
+
+    def __str__(self) -> str:
+        beside = [f"limit {self.limit:.4g}"] if self.limit is not None else []
+        beside += [f"a blind guess {self.blind:.4g}"] if self.blind is not None else []
+        shown = f" ({', '.join(beside)})" if beside else ""
+        return f"{self.image} has {self.metric} {self.value:.4g} by {self.attack}{shown}"
+
+
+class Judgement(NamedTuple):
+    """One defence. said: why it stands there, without its name and a full stop. worst: None where nothing was tried."""
+
+    defence: str
+    answer: Answer
+    said: str
+    worst: Worst | None = None
+
+    @property
+    def status(self) -> int:
+        return STATUS[self.answer]
+
+    @property
+    def outcome(self) -> str:
+        return OUTCOMES[self.status]
+
+    def to_json(self) -> dict[str, Any]:
+        worst = None if self.worst is None else self.worst._asdict()
+        return {**self._asdict(), "status": self.status, "outcome": self.outcome, "worst": worst}
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What the gate says of each defence that was judged. limit: the further wish, or `BLIND`. margins: by metric, by
+    how much a sample may come closer than blind guesses."""
+
+    limit: Limit
+    judgements: Sequence[Judgement]
+    margins: Mapping[str, float] | None = None
+    threat: ThreatModel = HONEST
+
+    @property
+    def answer(self) -> Answer:
+        """The worst of the defences'; nothing at all is no pass."""
+        answers: list[Answer] = [judged.answer for judged in self.judgements] or ["incomplete"]
+        return min(answers, key=list(STATUS).index)
+
+    @property
+    def status(self) -> int:
+        return STATUS[self.answer]
+
+    def __str__(self) -> str:
+        return self.sentence
+
+    @property
+    def passed(self) -> bool:
+        return self.status == PASSED
+
+    @property
+    def tone(self) -> Tone:
+        """Not judged is no pass."""
+        return TONES[self.status]
+
+    @property
+    def sentence(self) -> str:
+        """For a reader: passed or not, and by what."""
+        opened = {PASSED: "passed", ABOVE: "not passed", NOT_JUDGED: "inconclusive (not a pass)"}[self.status]
+        reasons = "; ".join(f"{judged.defence}, {judged.outcome}: {judged.said}" for judged in self.judgements)
+        return f"The gate {self.limit} is {opened}, {SCOPE}. {reasons or 'There was no defence to judge'}."
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "limit": str(self.limit),
+            "threat": self.threat.name,
+            "scope": SCOPE,
+            "margins": dict(self.margins or {}),
+            "status": self.status,
+            "outcome": OUTCOMES[self.status],
+            "answer": self.answer,
+            "passed": self.passed,
+            "defences": [judged.to_json() for judged in self.judgements],
+        }
+
+
+def parse_limit(text: str, metrics: Mapping[str, Metric], asked: str = "fail_above") -> Limit:
+    """ "psnr=20" or "blind" as a limit. metrics: those of the scenario. asked: the field that holds it."""
+    rising = {name: metric for name, metric in metrics.items() if metric.rises}
+    blind = f", or {BLIND}" if any(metric.margin is not None for metric in rising.values()) else ""
+    if text == str(BLIND) and blind:
+        return BLIND
+    name, _, number = text.partition("=")
+    if name in metrics and name not in rising:
+        raise SitusError(
+            f"{asked}={text}: {name} falls as an image leaks, so this gate would pass the worst; choose one of: "
+            f"{', '.join(sorted(rising))}",
+            field=asked,
+        )
+    if name not in rising and not number:
+        allowed = f"METRIC=NUMBER, as {next(iter(rising))}=20{blind}; metrics: {', '.join(sorted(rising))}"
+        raise SitusError(field=asked, value=text, allowed=allowed)
+    if name not in rising:
+        raise unknown_name("metric of a gate", name, rising, field=asked)
+    try:
+        bound = float(number)
+    except ValueError:
+        bound = math.nan
+    if not math.isfinite(bound):
+        raise SitusError(field=asked, value=text, allowed=f"METRIC=NUMBER, as {name}={rising[name].most / 10:g}")
+    if bound >= rising[name].most:
+        raise SitusError(
+            f"{asked}={text}: {name} is at most {rising[name].most:g}, so this gate would pass a perfect copy; give "
+            "less",
+            field=asked,
+        )
+    return Limit(name, bound)
+
+
+# --- the rule -------------------------------------------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """One sample of a finding against its limit; None where it has none."""
+
+    finding: Finding
+    exposure: Exposure
+    limit: float | None
+
+    @property
+    def above(self) -> bool:
+        return self.exposure.above or (self.limit is not None and self.exposure.value > self.limit)
+
+    @property
+    def excess(self) -> float:
+        """By how much a sample is above its limit, or below it, in units of the metric's scale."""
+        value = self.exposure.value
+        return (value - (value if self.limit is None else self.limit)) / self.exposure.metric.scale
+
+    @property
+    def worst(self) -> Worst:
+        one, attack = self.exposure, self.finding.attack
+        by = f"{one.among} by {attack}" if one.among else attack
+        return Worst(by, one.sample, one.value, one.metric.name, self.limit, one.blind)
+
+
+def hold(finding: Finding, limit: Limit = BLIND) -> list[Held]:
+    """Every sample of a finding under every metric that has a limit."""
+    rows = []
+    for one in finding.exposures:
+        wished = one.metric.name == limit.metric
+        if not (wished or one.above or one.metric.margin is not None) or not math.isfinite(one.value):
+            continue
+        bounds = [] if one.limit is None else [one.limit]
+        if wished and not one.above:
+            blind = -math.inf if one.blind is None else one.blind + one.metric.wish
+            bounds.append(max(limit.bound, blind))
+        rows.append(Held(finding, one, None if one.above else min(bounds, default=None)))
+    return rows
+
+
+def exposed(finding: Finding, limit: Limit = BLIND) -> list[Held]:
+    """The samples of a finding that are above: closer than any blind guess by a margin, or above a further limit."""
+    return [one for one in hold(finding, limit) if one.above and not (finding.bound and one.exposure.above)]
+
+
+def judge(
+    findings: Sequence[Finding],
+    limit: Limit = BLIND,
+    *,
+    things: str = "images",
+    defences: Iterable[str] = (),
+    threat: ThreatModel = HONEST,
+) -> Ruling:
+    """Every defence of the findings: against blind guesses, and against a further limit where there is one.
+
+    defences: all that are to be judged; those without a finding were not attacked.
+    """
+    named = dict.fromkeys([*defences, *(finding.defence for finding in findings)])
+    idle = _idle([one for finding in findings for one in finding.exposures], limit)
+    margins = {
+        one.metric.name: one.metric.margin
+        for finding in findings
+        for one in finding.exposures
+        if one.metric.margin is not None
+    }
+    rows = [_judge(name, [f for f in findings if f.defence == name], limit, things, idle) for name in named]
+    return Ruling(limit, rows, margins, threat)
+
+
+def _judge(defence: str, findings: Sequence[Finding], limit: Limit, things: str, idle: str) -> Judgement:
+    attacks = [finding for finding in findings if not finding.bound]
+    above = [one for finding in attacks for one in exposed(finding, limit)]
+    rows = [one for finding in attacks for one in hold(finding, limit) if not one.exposure.above]
+    most = max(above or rows, key=lambda one: one.excess, default=None)
+    worst = None if most is None else most.worst
+    count = max((finding.asked for finding in findings), default=0)
+    if above:
+        samples = {one.exposure.sample for one in above}
+        reason = f"{len(samples)} of {counted(count, things)} above; the most exposed, {worst}"
+        return Judgement(defence, "above", reason + idle, worst)
+    shown = [] if worst is None else [f"the most exposed, {worst}{idle}"]
+    proofs = [finding.attack for finding in findings if finding.proof]
+    gaps = _gaps(findings, limit, things) + ([] if proofs else _lacking(findings, things))
+    gaps += [] if gaps else _unbounded(findings, limit, things)
+    if gaps or not proofs:
+        applied = any(finding.status != "refused" for finding in findings)
+        answer: Answer = "incomplete" if applied else "nothing_applied"
+        return Judgement(defence, answer, "; ".join([*gaps, *shown]), worst)
+    names = " and ".join(dict.fromkeys(proofs))
+    reason = f"{names} solved all {counted(count, things)} and the equations fit; {'; '.join(shown)}"
+    return Judgement(defence, "passed", reason + _margin(most, things), worst)
+
+
+def _gaps(findings: Sequence[Finding], limit: Limit, things: str) -> list[str]:
+    """What was begun or asked for and is not there; any of it keeps a gate from being passed."""
+    gaps = [f"{each.attack} was not run before the stop" for each in findings if each.status == "not_run"]
+    gaps += [
+        f"{each.attack} was stopped after {each.why('stopped') or 'a part of it'}"
+        for each in findings
+        if each.status == "stopped" or each.why("stopped")
+    ]
+    for finding in (each for each in findings if each.attacked):
+        gaps += [remark.text for remark in finding.remarks if remark.kind == "gap"]
+        metrics = {one.metric.name for one in finding.exposures}
+        if limit != BLIND and limit.metric not in metrics:
+            gaps.append(f"{limit.metric} is not defined for {things} so few or so small")
+        for one in finding.exposures:
+            if not math.isfinite(one.value) and (one.metric.margin is not None or one.metric.name == limit.metric):
+                gaps.append(f"{finding.attack} has {_one(things)} whose {one.metric.name} is no number")
+    return list(dict.fromkeys(gaps))
+
+
+def _lacking(findings: Sequence[Finding], things: str) -> list[str]:
+    """Why none of the findings proves anything."""
+    tried = [finding for finding in findings if finding.attacked and not finding.bound]
+    closed = [finding for finding in tried if finding.closed]
+    reasons = []
+    for finding in closed:
+        if (doubt := finding.why("doubt") or finding.caveat) is not None:
+            reasons.append(f"{finding.attack} proves nothing: {doubt}")
+        elif finding.count < finding.asked:
+            reasons.append(f"{finding.attack} saw {finding.count} of {counted(finding.asked, things)}")
+        elif not finding.proof and not finding.hardest and finding.status == "done":
+            reasons.append(f"{finding.attack} proves nothing: what it can prove does not hold for all {things}")
+    if not closed:
+        asked = any(finding.closed and finding.status == "refused" for finding in findings)
+        reasons.append("no closed form applies" if asked else "no closed form was run")
+        searched = " and ".join(finding.attack for finding in tried)
+        reasons += [f"what {searched} does not find may still be there"] if searched else []
+    return reasons or ["no closed form was run to its end under the owner's conditions"]
+
+
+def _unbounded(findings: Sequence[Finding], limit: Limit, things: str) -> list[str]:
+    """What else keeps a gate from being passed where no attack is above: too few samples, and the bound."""
+    if few := [remark.text for finding in findings for remark in finding.remarks if remark.kind == "few"]:
+        return few[:1]
+    bounds = [finding for finding in findings if finding.bound and finding.status == "done"]
+    for finding in [*(each for each in findings if each.proof), *bounds]:
+        if not {*finding.samples} <= {one.sample for one in finding.exposures if one.limit is not None}:
+            return [f"no blind guess was measured to hold all {things} of {finding.attack} against"]
+    over = [one for finding in bounds for one in exposed(finding, limit)]
+    if over:
+        worst = max(over, key=lambda one: one.excess).worst
+        return [f"no attack is above, but the oracle is: an attacker who knew where to look could have more: {worst}"]
+    if not bounds:
+        return ["the oracle, which a pass needs, was not asked: an audit asks it where it has a gate (fail_above)"]
+    if {finding.hardest for finding in bounds} != {False, True}:
+        return ["the oracle, which a pass needs, was not asked under both the own and the least likely labels"]
+    return []
+
+
+def _margin(most: Held | None, things: str) -> str:
+    """A caution where the most exposed sample stays below its limit by less than `NEAR`; else ""."""
+    if most is None or most.limit is None:
+        return ""
+    metric, left = most.exposure.metric, most.limit - most.exposure.value
+    near, unit, digits = (NEAR, " dB", 1) if metric.unit == "dB" else (NEAR * SHARE_OF_DB, "", 3)
+    if left >= near:
+        return ""
+    least = 10**-digits
+    below = f"less than {least:g}" if left < least else f"only {left:.{digits}f}"
+    return f"; that is {below}{unit} below the limit of {most.limit:.4g}, and other {things} may come back above it"
+
+
+def _idle(exposures: Sequence[Exposure], limit: Limit) -> str:
+    """That a wished limit decides nothing, where a blind guess at every sample has more; else ""."""
+    wished = [one for one in exposures if one.metric.name == limit.metric and not one.above]
+    least = min((-math.inf if one.blind is None else one.blind for one in wished), default=-math.inf)
+    wish = wished[0].metric.wish if wished else 0.0
+    if limit == BLIND or least + wish <= limit.bound:
+        return ""
+    more = f" + {wish:g} dB" if wish else ""
+    return (
+        f"; the wish {limit} decides nothing: blind guesses have {least:.4g} or more, and their own{more} is the limit"
+    )
+
+
+def _one(things: str) -> str:
+    """ "images" as "an image"."""
+    one = things.removesuffix("s")
+    return f"{'an' if one[0] in 'aeiou' else 'a'} {one}"
+
+
+# --- the gate as JUnit ----------------------------------------------------------------------------------------------
+# A test for each defence. Above the limit is a failure; inconclusive is an error and never skipped, because CI systems
+# count what was skipped as no harm.
+
+
+_NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+TAGS = {ABOVE: "failure", NOT_JUDGED: "error"}
+"""What stands in a test that did not pass."""
+
+
+def junit(name: str, ruling: Ruling, facts: Mapping[str, Any], lines: Callable[[str], Sequence[str]]) -> bytes:
+    """The file. name: of the suite. facts: how the audit was made, as properties; `made` is its time. lines: of a
+    defence, what each attack on it got."""
+    counts = {tag: sum(TAGS.get(each.status) == tag for each in ruling.judgements) for tag in TAGS.values()}
+    total = {
+        "tests": str(len(ruling.judgements)),
+        "failures": str(counts["failure"]),
+        "errors": str(counts["error"]),
+        "skipped": "0",
+    }
+    root = ET.Element("testsuites", total)
+    suite = ET.SubElement(root, "testsuite", {"name": _text(name), **total})
+    if made := facts.get("made"):
+        suite.set("timestamp", str(made).split("+")[0])
+    properties = ET.SubElement(suite, "properties")
+    for key, value in {"limit": ruling.limit, "threat": ruling.threat.name, **facts}.items():
+        if value is not None:
+            ET.SubElement(properties, "property", {"name": _text(key), "value": _text(value)})
+    for each in ruling.judgements:
+        called = {"classname": _text(name), "name": _text(f"{ruling.limit} under {each.defence}")}
+        case = ET.SubElement(suite, "testcase", called)
+        if each.status in TAGS:
+            reason = {"message": _text(each.said), "type": each.outcome}
+            ET.SubElement(case, TAGS[each.status], reason).text = _text(each.said)
+        ET.SubElement(case, "system-out").text = _text("\n".join(lines(each.defence)))
+    ET.indent(root)
+    return ET.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
+
+
+def _text(value: object) -> str:
+    """What XML 1.0 can hold of a text."""
+    return _NO_XML.sub("�", str(value))

@@ -1,0 +1,283 @@
+"""The gate's truth table: status × certificate × remark × threshold × bound, every cell; and its sentences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Any, get_args
+
+import pytest
+
+from situs.errors import SitusError
+from situs.findings import NO_NOISE, Certificate, Exposure, Finding, Kind, Metric, Remark, Status, doubt_of
+from situs.gate import (
+    ABOVE,
+    BLIND,
+    NOT_JUDGED,
+    PASSED,
+    SCOPE,
+    Judgement,
+    Limit,
+    Ruling,
+    Worst,
+    judge,
+    parse_limit,
+)
+
+CLOSE = Metric("closeness", margin=3.0, wish=1.0, scale=3.0, most=200.0, unit="dB")
+SHARE = Metric("share", wish=0.0)
+FALLS = Metric("distance", rises=False)
+METRICS = {metric.name: metric for metric in (CLOSE, SHARE, FALLS)}
+SAMPLES = ("a", "b")
+
+HOLDS = Certificate(True, 1e-7, 1e-7)
+CERTIFICATES = {
+    "holds": (HOLDS, HOLDS),
+    "holds, not unique beneath noise": (HOLDS, HOLDS._replace(unique=False)),
+    "one does not fit": (HOLDS, Certificate(False)),
+    "one has numbers unseen": (HOLDS, HOLDS._replace(unseen=3)),
+    "one does not know the order": (HOLDS, HOLDS._replace(order_known=False)),
+    "one is missing": (HOLDS,),
+    "none": (),
+}
+THRESHOLDS = {
+    "below": (9.0, 10.0, BLIND),
+    "at the margin": (13.0, 10.0, BLIND),
+    "above the margin": (13.1, 10.0, BLIND),
+    "below a wish": (9.0, 10.0, Limit("closeness", 12.0)),
+    "above a wish": (12.5, 10.0, Limit("closeness", 12.0)),
+    "above a wish, as blind guesses are": (12.5, 11.6, Limit("closeness", 12.0)),
+    "above a lax wish's margin": (14.0, 10.0, Limit("closeness", 40.0)),
+    "no number": (math.nan, 10.0, BLIND),
+    "no blind guess": (9.0, None, BLIND),
+    "a wish for what was not measured": (9.0, 10.0, Limit("share", 0.5)),
+}
+OVER = {"above the margin", "above a wish", "above a lax wish's margin"}
+UNKNOWN = {"no number", "no blind guess", "a wish for what was not measured"}
+
+
+def finding(value: float = 9.0, blind: float | None = 10.0, **fields: Any) -> Finding:
+    """A closed form that got so much of every sample."""
+    exposures = [Exposure(name, CLOSE, value, blind) for name in SAMPLES]
+    made: dict[str, Any] = {
+        "samples": SAMPLES,
+        "asked": 2,
+        "exposures": exposures,
+        "certificates": (HOLDS, HOLDS),
+        "closed": True,
+    }
+    return Finding(**({"attack": "solve", "defence": "noise"} | made | fields))
+
+
+def bounds(value: float = 9.0, **fields: Any) -> list[Finding]:
+    made = {"attack": "oracle", "bound": True, "closed": False, "certificates": ()} | fields
+    return [finding(value, **made, hardest=hardest) for hardest in (False, True)]
+
+
+def status_of(*findings: Finding, limit: Limit = BLIND) -> int:
+    return judge(findings, limit).status
+
+
+KINDS: list[Kind | None] = [None, *get_args(Kind)]
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("status", get_args(Status))
+def test_every_cell_of_the_truth_table(status: Status, threshold: str) -> None:
+    """Above counts whatever else is true; a pass needs everything; all else is inconclusive."""
+    value, blind, limit = THRESHOLDS[threshold]
+    for certificate, kind, closed, hardest in product(CERTIFICATES, KINDS, (True, False), (True, False)):
+        remarks = () if kind is None else (Remark(kind, "why"),)
+        fields = {"status": status, "certificates": CERTIFICATES[certificate], "remarks": remarks}
+        one = finding(value, blind, **fields, closed=closed, hardest=hardest)
+        proved = status == "done" and certificate.startswith("holds") and kind is None and closed and not hardest
+        passes = proved and threshold not in UNKNOWN
+        expected = ABOVE if threshold in OVER else PASSED if passes else NOT_JUDGED
+        assert status_of(one, *bounds(), limit=limit) == expected, (certificate, kind, closed, hardest)
+        judged = judge([one, *bounds()], limit).judgements[0]
+        assert judged.answer == {ABOVE: "above", PASSED: "passed", NOT_JUDGED: "incomplete"}[expected]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("status", get_args(Status))
+def test_beside_a_proof_what_was_stopped_or_not_run_blocks_and_what_does_not_apply_or_is_doubtful_does_not(
+    status: Status, kind: Kind | None
+) -> None:
+    remarks = () if kind is None else (Remark(kind, "why"),)
+    other = finding(attack="other", status=status, remarks=remarks, certificates=())
+    attacked = status in ("done", "stopped")
+    blocked = status in ("stopped", "not_run") or kind in ("stopped", "few") or (kind == "gap" and attacked)
+    assert status_of(finding(), other, *bounds()) == (NOT_JUDGED if blocked else PASSED)
+
+
+BOUNDS = {
+    "both below": (bounds(), PASSED),
+    "above the margin": (bounds(13.1), NOT_JUDGED),
+    "one of two": (bounds()[:1], NOT_JUDGED),
+    "the harder alone": (bounds()[1:], NOT_JUDGED),
+    "none": ([], NOT_JUDGED),
+    "stopped": (bounds(status="stopped", remarks=(Remark("stopped", "1 of 2"),)), NOT_JUDGED),
+    "refused": (bounds(status="refused"), NOT_JUDGED),
+    "not run": (bounds(status="not_run"), NOT_JUDGED),
+    "measured of nothing": (bounds(exposures=()), NOT_JUDGED),
+}
+
+
+@pytest.mark.parametrize("case", BOUNDS)
+def test_a_pass_needs_a_whole_bound_that_stays_below_and_a_bound_fails_no_gate(case: str) -> None:
+    made, expected = BOUNDS[case]
+    assert status_of(finding(), *made) == expected
+    assert status_of(finding(20.0), *made) == ABOVE
+    assert status_of(*made) == NOT_JUDGED
+
+
+def test_samples_found_again_are_above_whatever_their_limit_and_not_of_a_bound() -> None:
+    again = [Exposure("b", SHARE, 1.0, 0.1, above=True, among="1 of 2")]
+    seen = finding(exposures=[*finding().exposures, *again])
+    judged = judge([seen, *bounds()]).judgements[0]
+    assert judged.worst == Worst("1 of 2 by solve", "b", 1.0, "share", None, 0.1)
+    told = bounds(exposures=[*finding().exposures, *again])
+    assert status_of(finding(), *told) == PASSED
+
+
+def test_the_most_exposed_sample_decides_and_is_named_with_its_limit() -> None:
+    mixed = [Exposure("a", CLOSE, 9.0, 10.0), Exposure("b", CLOSE, 20.5, 10.0)]
+    judged = judge([finding(exposures=mixed), *bounds()]).judgements[0]
+    assert judged.worst == Worst("solve", "b", 20.5, "closeness", 13.0, 10.0)
+    assert judged.said == (
+        "1 of 2 images above; the most exposed, b has closeness 20.5 by solve (limit 13, a blind guess 10)"
+    )
+
+
+def test_a_pass_names_its_proof_and_how_near_it_is() -> None:
+    said = judge([finding(12.8), *bounds()], things="texts").judgements[0].said
+    assert said.startswith("solve solved all 2 texts and the equations fit; the most exposed, a has closeness 12.8")
+    assert said.endswith("that is only 0.2 dB below the limit of 13, and other texts may come back above it")
+    near = judge([finding(12.98), *bounds()]).judgements[0].said
+    assert "less than 0.1 dB below" in near
+    assert "below the limit of" not in judge([finding(11.9), *bounds()]).judgements[0].said
+    idle = judge([finding(), *bounds()], Limit("closeness", 5.0)).judgements[0].said
+    assert "; the wish closeness=5 decides nothing: blind guesses have 10 or more, and their own + 1 dB is the " in idle
+
+
+def test_a_defence_that_no_attack_applies_to_or_that_nobody_attacked_has_not_passed() -> None:
+    refused = finding(status="refused", exposures=(), samples=(), remarks=(Remark("refused", "no table"),))
+    assert judge([refused]).judgements[0].answer == "nothing_applied"
+    ruling = judge([finding(), *bounds()], defences=["noise", "other"])
+    assert [judged.answer for judged in ruling.judgements] == ["passed", "nothing_applied"]
+    assert ruling.status == NOT_JUDGED and not ruling.passed
+    assert judge([]).status == NOT_JUDGED and judge([]).sentence.endswith("There was no defence to judge.")
+
+
+def test_some_samples_are_no_proof_of_all() -> None:
+    few = finding(samples=("a",), certificates=(HOLDS,), exposures=finding().exposures[:1])
+    judged = judge([few, *bounds()]).judgements[0]
+    assert judged.status == NOT_JUDGED and judged.said.startswith("solve saw 1 of 2 images")
+    unheld = finding(exposures=finding().exposures[:1])
+    assert "no blind guess was measured" in judge([unheld, *bounds()]).judgements[0].said
+
+
+def test_a_ruling_is_as_good_as_its_worst_defence_and_its_file_says_who_attacks() -> None:
+    answers: list[Any] = ["passed", "nothing_applied", "incomplete", "above"]
+    three = [Judgement("d", answer, "why") for answer in answers]
+    limit = Limit("closeness", 20.0)
+    assert [Ruling(limit, three[:count]).answer for count in range(5)] == ["incomplete", *answers]
+    assert Ruling(limit, three[:1]).sentence == f"The gate closeness=20 is passed, {SCOPE}. d, passed: why."
+    for count in range(1, 5):
+        told = Ruling(limit, three[:count]).to_json()
+        assert told["passed"] == (told["status"] == 0) == (count == 1)
+    assert (told["threat"], told["scope"], told["limit"]) == ("honest-but-curious", SCOPE, "closeness=20")
+    assert judge([finding(), *bounds()]).to_json()["margins"] == {"closeness": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("closeness=much", "METRIC=NUMBER"),
+        ("beauty", "METRIC=NUMBER, as closeness=20, or blind; metrics: closeness, share"),
+        ("closeness=nan", "METRIC=NUMBER"),
+        ("closeness=200", "closeness is at most 200, so this gate would pass a perfect copy"),
+        ("share=1", "share is at most 1,"),
+        ("distance=1", "falls as an image leaks"),
+        ("beauty=3", "choose one of: closeness, share"),
+    ],
+)
+def test_limits_that_mean_nothing(text: str, said: str) -> None:
+    with pytest.raises(SitusError, match=said) as error:
+        parse_limit(text, METRICS)
+    assert error.value.field == "fail_above"
+
+
+def test_limits_that_mean_something() -> None:
+    assert parse_limit("closeness=199.9", METRICS) == Limit("closeness", 199.9)
+    assert parse_limit("blind", METRICS) == BLIND and str(BLIND) == "blind"
+    with pytest.raises(SitusError):  # nothing is guessed blindly there
+        parse_limit("blind", {"share": SHARE})
+
+
+# --- what proves something ------------------------------------------------------------------------------------------
+
+
+WRONG, LOOSE = HOLDS._replace(fits=False, residual=0.28), HOLDS._replace(unique=False)
+MISFIT = "its equations do not fit for 1 of 1 image (residual 0.28, where noise and precision predict 1e-07)"
+CONTROL = "its equations do not hold, or have more than one solution, on the same model without noise and in float32"
+
+
+def never() -> list[Certificate]:
+    raise AssertionError("the control is made only where all else is well")
+
+
+@pytest.mark.parametrize(
+    ("certificates", "noise", "control", "doubt"),
+    [
+        ([HOLDS, HOLDS], 0.0, None, NO_NOISE),
+        ([HOLDS], 1e-3, [HOLDS], None),
+        ([HOLDS], 0.0, [HOLDS], NO_NOISE),  # precision alone
+        ([LOOSE], 1e-3, [HOLDS], None),  # noise drowned what is there without it
+        ([HOLDS, LOOSE], 0.0, None, "its equations have more than one solution for 1 of 2 images"),
+        ([LOOSE], 0.0, [HOLDS], "its equations have more than one solution for 1 of 1 image"),
+        ([HOLDS, WRONG], 1e-3, never, MISFIT.replace("1 of 1 image", "1 of 2 images")),
+        ([WRONG._replace(verdict="up to gain")], 0.0, None, MISFIT),
+        ([WRONG._replace(residual=1e-7, verdict="solved up to gain")], 0.0, None, "solved up to gain"),
+        ([Certificate(False)], 0.0, None, "its equations do not fit for 1 of 1 image"),
+        (
+            [HOLDS._replace(unseen=3)],
+            1.0,
+            never,
+            "its layer does not see 3 numbers of an image, and a better guess at them may come closer",
+        ),
+        (
+            [HOLDS._replace(order_known=False)],
+            0.0,
+            never,
+            "the gradients do not say in which order the hidden patches stand, and another order may come closer",
+        ),
+        ([HOLDS], 1e-3, [WRONG], CONTROL),
+        ([LOOSE], 1e-3, [LOOSE], CONTROL),
+    ],
+)
+def test_doubts(certificates: list[Certificate], noise: float, control: Any, doubt: str | None) -> None:
+    made: Any = control if control is None or callable(control) else lambda: control
+    assert doubt_of(None, certificates, noise, made) == doubt
+
+
+def test_a_caveat_is_a_doubt_whatever_fits() -> None:
+    assert doubt_of("a batch of 2", [HOLDS], 0.0, never) == "it is not exact here (a batch of 2)"
+
+
+def test_a_finding_says_what_it_is_and_why_not() -> None:
+    one = replace(finding(), remarks=(Remark("inexact", "x"), Remark("lower_bound", "y"), Remark("doubt", "z")))
+    assert (one.caveat, one.why("doubt"), one.why("stopped")) == ("x; y", "z", None)
+    assert one.to_json() == {
+        "attack": "solve",
+        "defence": "noise",
+        "status": "done",
+        "closed_form": True,
+        "bound": False,
+        "remarks": [
+            {"kind": "inexact", "text": "x"},
+            {"kind": "lower_bound", "text": "y"},
+            {"kind": "doubt", "text": "z"},
+        ],
+    }
