@@ -1,9 +1,9 @@
 """What one who sees an upload can say of the sentences behind it, and how that is held against the truth.
 
 Beside what was found: whether one who has candidates for a sentence picks the true one, the least that any attack must
-be denied. What was sent is compared with the gradients of the batch as it is and as it would be with another word in one
-of its sentences. Noise of deviation σ hides which of two it was only where their gradients are nearer than a few σ over
-*all* numbers that are sent, far later than an attack that must find words loses them.
+be denied. What was sent is compared with the gradients of the batch as it is and as it would be with another word in
+one of its sentences. Noise of deviation σ hides which of two it was only where their gradients are nearer than a few σ
+over *all* numbers that are sent, far later than an attack that must find words loses them.
 """
 
 from __future__ import annotations
