@@ -18,8 +18,6 @@ from situs.audit.curve import Point as TracedPoint
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
 from situs.audit.judge.gate import parse_limit
-from situs.audit.position.audit import PositionAudit
-from situs.audit.position.probe import OWN, PlaceReading, Probed
 from situs.audit.remedies.ladders import Cost
 from situs.audit.remedies.result import Remedies, Remedy, Trial
 from situs.audit.scores.metrics import measure_all
@@ -61,11 +59,13 @@ from situs.measure.objects.measure import Drawn as DrawnObjects
 from situs.measure.objects.measure import Shown as ShownObjects
 from situs.measure.objects.scores import Answers, ApScores
 from situs.measure.perplexity import Perplexity, WordScores
-from situs.measure.position import Cell, PositionCurve, PositionGrid
-from situs.measure.positions import PositionTables, look_at
+from situs.measure.position.dropped import PositionProbe, PositionProbes
+from situs.measure.position.head import Cell, PositionCurve, PositionGrid
+from situs.measure.position.knowledge import PositionAudit
+from situs.measure.position.readers import OWN, PlaceReading, Probed
+from situs.measure.position.vectors import PositionTable, PositionTables, look_at
 from situs.measure.probe.classes import ClassProbe, ClassProbes
 from situs.measure.probe.linear import Fitted, Linear, Score, Tried
-from situs.measure.probe.position import PositionProbe, PositionProbes
 from situs.measure.probe.segments import SegmentProbe, SegmentProbes
 from situs.measure.reconstruct import Puzzle, PuzzleRatios, PuzzleScores, Reconstruction
 from situs.measure.robustness.measures import Robustness
@@ -74,7 +74,6 @@ from situs.measure.segments.measure import Segments
 from situs.measure.segments.measure import Shown as Segmented
 from situs.measure.segments.scores import SegmentScores
 from situs.measure.segments.windows import Inference
-from situs.measure.tables import PositionTable
 from situs.results import Origin, Provenance, Result
 from situs.split.cost import CASES, CostConfig, SplitCost, StepCost
 from situs.studies.form import Study as StudyForm

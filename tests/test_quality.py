@@ -56,6 +56,7 @@ COVERED = {
     "situs.audit.defences.together": "test_client",
     "situs.audit.defences.trained": "test_client",
     "situs.audit.reference": "test_watch",
+    "situs.audit.positions": "test_knowledge",
     "situs.audit.tables": "test_settings",
     "situs.bench.bare": "test_measure",
     "situs.backbones.config": "test_create",

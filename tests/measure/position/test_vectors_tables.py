@@ -11,7 +11,7 @@ from builders import small_swin, small_vit
 from situs.backbones import create_backbone
 from situs.core.position import sincos
 from situs.errors import SitusError
-from situs.measure.tables import PositionTable, reference_tables, rotation_features, tables_of
+from situs.measure.position.vectors import PositionTable, reference_tables, rotation_features, tables_of
 
 
 def make(name: str, **more: Any) -> Any:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.decomposition import PCA
 
-from situs.measure.vectors import Spectrum, spectrum
+from situs.measure.position.vectors import Spectrum, spectrum
 
 
 def table(count: int, dim: int, seed: int = 0) -> torch.Tensor:

@@ -10,12 +10,11 @@ import pytest
 import torch
 from builders import small_vit
 
-from situs.audit.position.audit import PositionAudit, measure_positions, verdict
-from situs.audit.position.probe import OWN, REMOVED, SHUFFLED
 from situs.backbones import create_backbone
 from situs.data.batch import Batch
 from situs.errors import SitusError
-from situs.locks.equivariance import Finding
+from situs.measure.position.knowledge import PositionAudit, measure_positions, verdict
+from situs.measure.position.readers import OWN, REMOVED, SHUFFLED
 from situs.pages import make_page
 
 
@@ -35,7 +34,8 @@ def batches(count: int = 40, size: tuple[int, int] = (12, 16)) -> list[Batch]:
 
 @pytest.fixture(scope="module")
 def audit() -> PositionAudit:
-    return measure_positions("tiny", make(), batches())
+    law = {"status": "holds", "reason": "", "errors": {"forward": 1e-15}}
+    return replace(measure_positions("tiny", make(), batches()), rows=law)
 
 
 def test_verdict_of_a_model_that_is_told(audit: PositionAudit) -> None:
@@ -52,12 +52,6 @@ def test_verdict_of_a_model_that_is_told(audit: PositionAudit) -> None:
     assert "Its blocks treat tokens as a set" in said
 
 
-def test_law_is_measured_in_float64(audit: PositionAudit) -> None:
-    assert audit.rows is not None
-    assert audit.rows.status == "holds"
-    assert max(audit.rows.errors.values()) < 1e-10
-
-
 def test_shuffles_are_told_and_not_told(audit: PositionAudit) -> None:
     assert [(row.ratio, row.told) for row in audit.shuffled] == [
         (0.15, True), (0.15, False), (0.5, True), (0.5, False), (0.9, True), (0.9, False),
@@ -68,7 +62,7 @@ def test_shuffles_are_told_and_not_told(audit: PositionAudit) -> None:
 
 def test_model_without_positions_does_not_mind_shuffles() -> None:
     found = measure_positions("mp3", make().double(), [b._replace(inputs=b.inputs.double()) for b in batches()],
-                            positions=False, equivariance=False)  # fmt: skip
+                            positions=False)  # fmt: skip
     said = verdict(found)
     assert said.startswith("`mp3` is told no positions: it was trained without them.")
     assert "Its features keep it from a linear reader" in said
@@ -86,7 +80,8 @@ def test_relative_bias_breaks_the_law_and_has_no_vector() -> None:
                             batches(6, (32, 48)))  # fmt: skip
     assert "biases between pairs of tokens" in found.no_vectors
     assert not found.no_vectors.startswith("vit_relpos")
-    said = verdict(found)
+    law = {"status": "refused", "reason": "its relative bias follows places", "errors": {}}
+    said = verdict(replace(found, rows=law))
     assert "`relpos` is told its 2 × 3 places by biases between pairs of tokens." in said
     assert "Its blocks do not treat tokens as a set: its relative bias" in said
 
@@ -106,7 +101,7 @@ def test_words_at_the_borders(audit: PositionAudit) -> None:
         f"errs by {0.5 * blind:.2f}, from what the patches show; with positions under shuffled patches by "
         f"{0.3 * blind:.2f}, from the positions alone" in both
     )
-    rotary = replace(audit, rows=Finding("blocks", "row", "holds", "RoPE: it leaks", {"forward": 1e-15}))
+    rotary = replace(audit, rows={"status": "holds", "reason": "RoPE: it leaks", "errors": {"forward": 1e-15}})
     assert "to 1e-15 in float64 (RoPE: it leaks)" in verdict(rotary)
 
 

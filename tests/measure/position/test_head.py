@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from situs.core.when import When
 from situs.errors import SitusError
-from situs.measure.position import position_accuracy, position_curve, position_grid
+from situs.measure.position.head import position_accuracy, position_curve, position_grid
 from situs.methods import MP3, Batch, DropPos, DropPosConfig, MP3Config
 from situs.models.model import Model, puzzle_method
 

@@ -14,8 +14,7 @@ from sklearn.model_selection import KFold
 from situs.backbones import create_backbone
 from situs.core.position import sincos
 from situs.errors import SitusError
-from situs.measure.tables import reference_tables, tables_of
-from situs.measure.vectors import decode_places
+from situs.measure.position.vectors import decode_places, reference_tables, tables_of
 
 
 def noise(count: int, dim: int, seed: int = 0) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 
 from situs.backbones import Backbone, create_backbone
 from situs.errors import SitusError
-from situs.measure.probe.position import dropped_features, follow, probe_position, unknown_position_of
+from situs.measure.position.dropped import dropped_features, follow, probe_position, unknown_position_of
 from situs.methods import MJP, MP3, Batch, DropPos, DropPosConfig, MP3Config
 from situs.methods.base import Method, UnknownPosition
 from situs.methods.mjp import VARIANTS

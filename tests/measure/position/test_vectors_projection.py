@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from situs.core.position import sincos
 from situs.errors import SitusError
-from situs.measure import vectors
-from situs.measure.vectors import principal, similarities, spread_places, umap_points
+from situs.measure.position import vectors
+from situs.measure.position.vectors import principal, similarities, spread_places, umap_points
 
 
 def test_principal_components_by_eigenvectors() -> None:

@@ -11,17 +11,18 @@ from builders import small_vit
 
 from situs.core.position import sincos
 from situs.errors import SitusError
-from situs.measure.positions import (
+from situs.measure.position.vectors import (
     Look,
+    PositionTable,
     PositionTables,
     analyze_positions,
     grasp,
     in_words,
     look_at,
     look_at_references,
+    tables_of,
     to_json,
 )
-from situs.measure.tables import PositionTable, tables_of
 from situs.models import Model
 from situs.pages import positions as page_of_positions
 from situs.pages.positions import few_places, page

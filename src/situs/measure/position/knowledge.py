@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Unpack
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
-from situs.audit.position.probe import OWN, REMOVED, SHUFFLED, PlaceReading, Probed, probe_places
 from situs.backbones.base import Backbone
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.limits import check_values
-from situs.locks.equivariance import Finding, verify
 from situs.measure.consistency import Consistency, measure_consistency
-from situs.measure.positions import Look, grasp, look_at, to_json
-from situs.measure.tables import tables_of
+from situs.measure.position.readers import OWN, REMOVED, SHUFFLED, PlaceReading, Probed, probe_places
+from situs.measure.position.vectors import Look, grasp, look_at, tables_of, to_json
 from situs.methods.base import Method
-from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.progress import task
 from situs.results import Cell, Result, Summary, Table, percent
 
@@ -37,7 +34,7 @@ KINDS = {
 @dataclass(frozen=True)
 class PositionAudit(Result):
     """All that was found. kinds: of `Positions`. trained: whether they took part in training. looks: at its vectors, or
-    none and `no_vectors` says why. rows: the law of permuted tokens, or None where it was not measured.
+    none and `no_vectors` says why. rows: the law of permuted tokens as `situs.locks.verify` found it, or None.
     """
 
     file: ClassVar[str] = "positions-audit"
@@ -52,7 +49,7 @@ class PositionAudit(Result):
     no_vectors: str
     probed: Probed
     shuffled: tuple[Consistency, ...]
-    rows: Finding | None
+    rows: Mapping[str, Any] | None = None
 
     def reading(self, condition: str, place: int) -> PlaceReading | None:
         """The first (0) or last (-1) depth's reading under a condition, where there is one."""
@@ -78,39 +75,8 @@ class PositionAudit(Result):
             "images_read": self.probed.tested,
             "readings": readings,
             "shuffled": [asdict(row) for row in self.shuffled],
-            "row_law": None if self.rows is None else asdict(self.rows),
+            "row_law": self.rows,
         }
-
-
-def audit_positions(
-    model: AnyModel,
-    data: AnyData = None,
-    *,
-    ratios: Sequence[float] = RATIOS,
-    equivariance: bool = True,
-    seed: int = 0,
-    **chosen: Unpack[Chosen],
-) -> PositionAudit:
-    """How much a model knows and gives away of position: in its vectors, its features, its answers and its blocks.
-
-    model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. ratios:
-    shares of the patches to shuffle. equivariance: whether the law of permuted tokens is measured. chosen: see
-    `load_set`.
-    """
-    model = opened(model, seed)
-    model.backbone.require("tokens")
-    loader = load_set(model, data, **chosen)
-    found = measure_positions(
-        model.name,
-        model.trained,
-        loader,
-        positions=model.positions,
-        classifier=model.classifier,
-        ratios=ratios,
-        equivariance=equivariance,
-        seed=seed,
-    )
-    return replace(found, provenance=made_with(model, loader, seed))
 
 
 def measure_positions(
@@ -121,7 +87,6 @@ def measure_positions(
     positions: bool = True,
     classifier: bool = False,
     ratios: Sequence[float] = RATIOS,
-    equivariance: bool = True,
     seed: int = 0,
 ) -> PositionAudit:
     """Audits a backbone, or a run's method with its own tokens, on images; they are gone through three times.
@@ -132,7 +97,7 @@ def measure_positions(
     backbone.require("tokens")
     check_values("ratios", ratios, "[0, 1]")  # before the long part
     positions = model.sees_positions if isinstance(model, Method) else positions
-    with task("positions", 4) as told:
+    with task("positions", 3) as told:
         told.tell(0, "its vectors")
         looks, no_vectors = _look(name, backbone, positions, seed)
         told.tell(1, "its features")
@@ -141,8 +106,6 @@ def measure_positions(
         shuffled = measure_consistency(
             model, batches, ratios, seed=seed, positions=positions, classifier=classifier, no_top1="it is not asked for"
         )
-        told.tell(3, "its blocks")
-        rows = verify(backbone, steps=0, tokens=16, seed=seed).whole("row") if equivariance else None
     return PositionAudit(
         name=name,
         grid=backbone.grid,
@@ -154,7 +117,6 @@ def measure_positions(
         no_vectors=no_vectors,
         probed=probed,
         shuffled=tuple(shuffled.rows),
-        rows=rows,
     )
 
 
@@ -246,10 +208,11 @@ def _answers(audit: PositionAudit) -> str:
 def _law(audit: PositionAudit) -> str:
     if audit.rows is None:
         return ""
-    if audit.rows.status == "refused":
-        return f"Its blocks do not treat tokens as a set: {audit.rows.reason}."
-    worst = max(audit.rows.errors.values())
-    told = f" ({audit.rows.reason})" if audit.rows.reason else ""
+    reason = audit.rows["reason"]
+    if audit.rows["status"] == "refused":
+        return f"Its blocks do not treat tokens as a set: {reason}."
+    worst = max(audit.rows["errors"].values())
+    told = f" ({reason})" if reason else ""
     return f"Its blocks treat tokens as a set, to {worst:.0e} in float64{told}: what it knows of order comes with them."
 
 
@@ -269,5 +232,5 @@ def at_a_glance(audit: PositionAudit) -> dict[str, Cell]:
             f"{percent(last.right)}, from embedding to norm (blind {last.blind_error:.2f}, {percent(last.blind_right)})"
         )
     if audit.rows is not None:
-        found["blocks(P s) = P blocks(s)"] = "holds" if audit.rows.status == "holds" else "refused"
+        found["blocks(P s) = P blocks(s)"] = "holds" if audit.rows["status"] == "holds" else "refused"
     return found

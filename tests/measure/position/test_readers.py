@@ -15,7 +15,13 @@ from sklearn.linear_model import Ridge
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
-from situs.audit.position.probe import (
+from situs.backbones import create_backbone
+from situs.backbones.base import Backbone
+from situs.core.position import coordinates
+from situs.data.batch import Batch
+from situs.errors import SitusError
+from situs.measure.layers import Layer, patch_layers
+from situs.measure.position.readers import (
     OWN,
     REMOVED,
     RIDGES,
@@ -30,12 +36,6 @@ from situs.audit.position.probe import (
     regress,
     squared_error,
 )
-from situs.backbones import create_backbone
-from situs.backbones.base import Backbone
-from situs.core.position import coordinates
-from situs.data.batch import Batch
-from situs.errors import SitusError
-from situs.measure.layers import Layer, patch_layers
 
 N = 12
 
