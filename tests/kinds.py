@@ -25,8 +25,8 @@ from situs.audit.settings import Comparison
 from situs.audit.split.attackers import Reading
 from situs.audit.split.result import SettingFound, SplitAudit
 from situs.audit.split.stage import Kept
+from situs.audit.text.found import Read
 from situs.audit.text.result import Row, TextAudit
-from situs.audit.text.scoring import Read
 from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times
 from situs.bench.compare import StepComparison, compare_steps

@@ -29,8 +29,8 @@ from situs.audit.settings import Comparison
 from situs.audit.split.attackers import Reading
 from situs.audit.split.result import SettingFound, SplitAudit
 from situs.audit.split.stage import Kept
+from situs.audit.text.found import Read
 from situs.audit.text.result import Row, TextAudit
-from situs.audit.text.scoring import Read
 from situs.data.check import KINDS, DataCheck
 from situs.errors import SitusError
 from situs.locks.attacks import LockAudit

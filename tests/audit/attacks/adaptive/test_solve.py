@@ -13,9 +13,16 @@ from torch import Tensor
 from situs.audit.attacks.adaptive import search as searching
 from situs.audit.attacks.adaptive import solve
 from situs.audit.attacks.adaptive.algebra import Partly, separate
-from situs.audit.attacks.adaptive.block import FirstBlock
-from situs.audit.attacks.adaptive.search import Effort, Family, TokenFit, Trial, search
-from situs.audit.attacks.adaptive.solve import family_of, solve_directions
+from situs.audit.attacks.adaptive.solve import (
+    Effort,
+    Family,
+    FirstBlock,
+    TokenFit,
+    Trial,
+    family_of,
+    search,
+    solve_directions,
+)
 from situs.audit.attacks.spans import SOLVED, TELLING
 from situs.audit.attacks.tokens.block import read_block
 from situs.audit.client import known_gradient, victim_gradients

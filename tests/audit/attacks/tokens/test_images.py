@@ -13,7 +13,7 @@ from situs.audit.attacks.adaptive import jigsaw
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.images import agree, make_images
 from situs.audit.attacks.tokens.linear import Tokens
-from situs.audit.attacks.tokens.roots import Roots
+from situs.audit.attacks.tokens.search import Roots
 from situs.core.tokens import patchify
 
 

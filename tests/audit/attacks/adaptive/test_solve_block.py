@@ -8,9 +8,8 @@ import pytest
 import torch
 from builders import small_vit
 
-from situs.audit.attacks.adaptive.block import FirstBlock
-from situs.audit.attacks.tokens.block import read_block
-from situs.audit.attacks.tokens.runs import first_linears
+from situs.audit.attacks.adaptive.solve import FirstBlock
+from situs.audit.attacks.tokens.block import first_linears, read_block
 from situs.audit.client import victim_gradients
 from situs.audit.defences import MaskedJigsaw
 from situs.audit.stem import require_stem

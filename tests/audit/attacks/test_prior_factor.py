@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from situs.audit.attacks.prior.factor import Gradient, Layer, Sent, best_gradient, best_image, climb, turned
-from situs.audit.attacks.prior.images import ImagePrior, image_prior
+from situs.audit.attacks.prior import (
+    Gradient,
+    ImagePrior,
+    Layer,
+    Sent,
+    best_gradient,
+    best_image,
+    climb,
+    image_prior,
+    turned,
+)
 from situs.core.tokens import patchify, unpatchify
 
 SHAPE, PATCH, GRID = (2, 6, 6), (3, 2), (2, 3)

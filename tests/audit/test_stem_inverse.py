@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.audit.stem.inverse import View, fill
-from situs.audit.stem.products import Feed
+from situs.audit.stem import Feed, View, fill
 
 SHAPE = (3, 8, 8)
 

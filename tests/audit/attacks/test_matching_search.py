@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from situs.audit.attacks.matching.search import (
+from situs.audit.attacks.matching import (
     MatchingConfig,
     border_steps,
     gradient_distances,

@@ -11,7 +11,7 @@ import torch
 from builders import small_vit
 
 from situs.audit import Clip, Defence, Knowledge, MaskedJigsaw, NoDefence, NoPositionGradient
-from situs.audit.attacks.matching.simulate import guessed_draws, simulation
+from situs.audit.attacks.matching import guessed_draws, simulation
 from situs.audit.client import victim_gradients
 from situs.audit.defences import method_of
 from situs.methods import create_method

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.audit.stem.products import Feed, watch_products
+from situs.audit.stem import Feed, watch_products
 
 
 class Ways(nn.Module):

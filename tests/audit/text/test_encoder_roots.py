@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from tiny_texts import WORDS, sentences, victim
 
+from situs.audit.text.encoder import FirstBlock
 from situs.audit.text.layers import entering, qkv_weights, span_of, word_inputs, words_at
-from situs.audit.text.roots import FirstBlock
 from situs.audit.text.victim import padded, text_gradients
 from situs.backbones.hf.encoders import TextEncoder
 

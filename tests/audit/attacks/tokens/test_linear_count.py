@@ -10,8 +10,7 @@ import torch
 from victims import LEARNED, vit
 
 from situs.audit.attacks.tokens.block import Block
-from situs.audit.attacks.tokens.count import count
-from situs.audit.attacks.tokens.linear import family_of, read_spans
+from situs.audit.attacks.tokens.linear import count, family_of, read_spans
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Training
 

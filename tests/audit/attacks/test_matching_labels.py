@@ -13,7 +13,7 @@ from outcomes import reason
 from torch import nn
 
 from situs.audit import Matching, adapt
-from situs.audit.attacks.matching.labels import Classifier, class_gradient, count_labels, find_classifier, infer_labels
+from situs.audit.attacks.matching import Classifier, class_gradient, count_labels, find_classifier, infer_labels
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Clip, Noise
 from situs.backbones import create_backbone

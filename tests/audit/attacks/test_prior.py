@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from situs.audit import Clip, Knowledge, MaskedJigsaw, Noise, NoPositionGradient, PatchEmbedding, audit_gradients
 from situs.audit.adapter import adapt
-from situs.audit.attacks.prior.attack import PatchEmbeddingPrior
-from situs.audit.attacks.prior.images import image_prior
+from situs.audit.attacks.prior import PatchEmbeddingPrior, image_prior
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Training, create_defence
@@ -26,7 +25,7 @@ from situs.audit.victim import PUBLIC, load_test_set, open_victim
 @pytest.fixture(autouse=True)
 def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The covariance of a small model's channels, of fewer images."""
-    monkeypatch.setattr("situs.audit.attacks.prior.attack.GRADIENTS", 12)
+    monkeypatch.setattr("situs.audit.attacks.prior.GRADIENTS", 12)
 
 
 def victim(**fields: Any) -> Any:

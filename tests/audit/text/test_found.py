@@ -7,8 +7,7 @@ from itertools import permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from situs.audit.text.found import UNNAMED, Found
-from situs.audit.text.scoring import score
+from situs.audit.text.found import UNNAMED, Found, score
 
 SENTENCE = st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple)
 

@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from situs.audit.attacks.adaptive.jigsaw import STEPS, agreed, grown, joined, sides
-from situs.audit.attacks.adaptive.ordering import make_puzzle, order_hidden, solve_puzzle, total_cost
+from situs.audit.attacks.adaptive.ordering import (
+    STEPS,
+    agreed,
+    grown,
+    joined,
+    make_puzzle,
+    order_hidden,
+    sides,
+    solve_puzzle,
+    total_cost,
+)
 from situs.core.tokens import patchify
 
 GRID, SIZE = (4, 6), (4, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from situs.audit.attacks.prior.images import image_prior
+from situs.audit.attacks.prior import image_prior
 
 COLOUR = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 

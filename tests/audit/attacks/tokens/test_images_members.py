@@ -10,10 +10,9 @@ from victims import HEADS, hugging_face, odd, vit
 
 from situs.audit.attacks.tokens import members
 from situs.audit.attacks.tokens.block import Block
-from situs.audit.attacks.tokens.images import agree, make_images
+from situs.audit.attacks.tokens.images import agree, company, make_images, read_heads
 from situs.audit.attacks.tokens.linear import Tokens
-from situs.audit.attacks.tokens.members import company, read_heads
-from situs.audit.attacks.tokens.roots import Roots
+from situs.audit.attacks.tokens.search import Roots
 from situs.core.tokens import patchify
 
 BATCH = 4

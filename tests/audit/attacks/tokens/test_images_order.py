@@ -10,7 +10,7 @@ import torch
 from victims import vit
 
 from situs.audit.attacks.tokens.block import Block
-from situs.audit.attacks.tokens.order import order_by_attention
+from situs.audit.attacks.tokens.images import order_by_attention
 from situs.core.tokens import patchify
 
 ROTARY = partial(vit, name="vit_small_patch16_rope_224", size=12)

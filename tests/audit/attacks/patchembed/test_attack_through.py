@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from situs.audit import AdaptiveMJP, Knowledge, Noise, PatchEmbedding, adapt
 from situs.audit.attacks.base import Ready
-from situs.audit.attacks.patchembed.attack import THROUGH
+from situs.audit.attacks.patchembed.attack import THROUGH, System, see_through, solve_patches
 from situs.audit.attacks.patchembed.bytes import byte_values
-from situs.audit.attacks.patchembed.through import System, see_through, solve_patches
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
@@ -199,7 +198,7 @@ def test_a_normalisation_patch_by_patch_is_no_pass_either() -> None:
 def test_what_cannot_be_undone_is_no_pass(
     made: Callable[[Tensor], Tensor], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("situs.audit.stem.inverse.STEPS", 5)
+    monkeypatch.setattr("situs.audit.stem.STEPS", 5)
     [fact] = attack(Module(made), pictures()).facts
     assert fact["fits"] is False
     assert said in str(fact["verdict"])
