@@ -20,8 +20,8 @@ from situs.audit import (
     NoDefence,
     NoPositionGradient,
 )
+from situs.audit.attacks import matching
 from situs.audit.attacks.base import Ready
-from situs.audit.attacks.matching import attack as matching
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.scores.metrics import psnr

@@ -8,7 +8,7 @@ import pytest
 import torch
 from victims import HEADS, hugging_face, odd, vit
 
-from situs.audit.attacks.tokens import members
+from situs.audit.attacks.tokens import images
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.images import agree, company, make_images, read_heads
 from situs.audit.attacks.tokens.linear import Tokens
@@ -54,7 +54,7 @@ def test_attention_of_another_kind_is_told() -> None:
 
 @torch.no_grad()
 def test_without_anything_missing_company_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "MISSED", 1e-8)
+    monkeypatch.setattr(images, "MISSED", 1e-8)
     block = sharp(4)
     roots, owner, _ = scene(block)
     links = company(block, roots, BATCH)
