@@ -53,7 +53,6 @@ COVERED = {
     "situs.audit.attacks.tokens.roots": "test_search",
     "situs.audit.attacks.tokens.runs": "test_block",
     "situs.audit.cases": "test_settings",
-    "situs.audit.collect": "test_public",
     "situs.audit.attacks.tokens.steps": "test_count",
     "situs.audit.defences": "test_client",
     "situs.audit.defences.base": "test_client",

@@ -16,9 +16,9 @@ from situs.audit.attacks.tokens.descent import Range
 from situs.audit.attacks.tokens.later import Through, derivable, later_block
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Withhold
-from situs.audit.judge.gate import doubt_of
 from situs.audit.stem import Stem, find_embedding, patches_of
 from situs.backbones import create_backbone
+from situs.findings import doubt_of
 
 IMAGE = 0.8 * torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(3))
 ATTACK = {"config": TokensConfig(seconds=600.0)}
@@ -49,7 +49,7 @@ def test_nothing_of_the_embedding_and_the_first_block_and_the_pixels_all_the_sam
     assert float((found.images - IMAGE).abs().max()) < 1e-3
     [fact] = found.facts
     assert fact["fits"] is True and fact["blocks_before"] == 1 and fact["proof"] is None
-    assert "not exact here" in str(doubt_of(ready.caveat, found.facts, 0.0, None))  # no gate is passed by it
+    assert "not exact here" in str(doubt_of(ready.caveat, found.certificates, 0.0, None))  # no gate is passed by it
 
 
 def test_where_the_embedding_is_sent_few_directions_are_looked_for() -> None:

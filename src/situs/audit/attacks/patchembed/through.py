@@ -13,10 +13,11 @@ from torch import Tensor
 
 from situs.audit.attacks.base import Fact, Knowledge, Normalisation
 from situs.audit.attacks.patchembed.bytes import byte_values, read_bytes
-from situs.audit.attacks.patchembed.equations import FIT, Solution, judge, solve_pixels, whiten
+from situs.audit.attacks.patchembed.equations import Solution, judge, solve_pixels, whiten
 from situs.audit.stem import Stem, to_images, view_of
 from situs.audit.stem.inverse import Scaled, View, fill
 from situs.backbones.base import Backbone
+from situs.findings import FIT
 
 NEAR = 0.25
 """A recovered number is taken for a byte if it is no farther from it than this share of the step between bytes."""
