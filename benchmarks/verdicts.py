@@ -43,7 +43,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from situs.audit import adapt, create_attack, create_defence
 from situs.audit.attacks.base import Knowledge
-from situs.audit.attacks.matching.simulate import simulation
+from situs.audit.attacks.matching import simulation
 from situs.audit.cases import Case, TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Step, method_of
@@ -54,7 +54,7 @@ from situs.audit.scores.metrics import denormalise
 from situs.audit.scores.scoring import measure
 from situs.audit.stem import find_stem, flat_weight, patches_of, table_rows
 from situs.backbones.base import Backbone
-from situs.gate import exposed, parse_limit
+from situs.gate import Held, exposed, parse_limit
 
 COUNT, SIDE, CONTRAST = 6, 8, 5.0
 
@@ -292,7 +292,7 @@ def tried(setup: dict[str, Any], images: int) -> dict[str, Any]:
     best: dict[str, float] = {}
     above, clean_above, by_control = list[str](), list[str](), list[str]()
 
-    def over(pictures: Tensor, first: int) -> tuple[list[float], list[str]]:
+    def over(pictures: Tensor, first: int) -> tuple[list[float], list[Held]]:
         shown = denormalise(pictures.detach(), *HALVES, clip=False)
         scores = measure(shown, test.real(), backbone, None, first) | {"reidentified": None}
         case = Case("", backbone, create_defence(setup["defence"]), attacks[0], batch=setup["batch"])

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from situs.audit.text.attack import NAME
-from situs.audit.text.found import UNNAMED
+from situs.audit.text.found import UNNAMED, Read
 from situs.audit.text.result import HEADER, METRICS, TextAudit, cells, reasons, verdict
-from situs.audit.text.scoring import Read
 from situs.errors import counted, verb
 from situs.gate import Ruling
 from situs.report.html import Page, Section, Tone

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from situs.audit.text.found import Read
 from situs.audit.text.result import METRICS, Row, TextAudit, cells, parse_text_limit, reasons, verdict
-from situs.audit.text.scoring import Read
 from situs.errors import SitusError
 from situs.gate import ABOVE, NOT_JUDGED, junit
 

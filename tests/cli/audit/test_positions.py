@@ -22,6 +22,7 @@ def test_a_classifier(outline: Any, trained: Any, tmp_path: Path, capsys: pytest
     assert [(row["ratio"], row["told"]) for row in numbers["shuffled"]] == [(0.5, True), (0.5, False)]
     assert all(0 <= row["consistency"] <= 1 for row in numbers["shuffled"])  # it has a classifier
     assert numbers["row_law"]["status"] == "holds"
+    assert max(numbers["row_law"]["errors"].values()) < 1e-10  # in float64
     page = (tmp_path / "positions-audit.html").read_text()
     assert outline(page) == [
         "First screen, 1 figure",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from situs.audit.text.attack import NAME
-from situs.audit.text.scoring import Read
+from situs.audit.text.found import Read
 from situs.errors import SitusError, counted, unknown_name, verb
 from situs.findings import Fact, Status
 from situs.gate import Judgement, Limit, Ruling, Worst

@@ -34,6 +34,6 @@ class Args(LookArgs):
 
 def run(args: Args) -> None:
     """Looks at every model's table and rotation, prints a line for each, and writes the page."""
-    from situs.measure.positions import analyze_positions
+    from situs.measure.position.vectors import analyze_positions
 
     present(analyze_positions(open_each(args.model, args), folds=args.folds, seed=args.seed), args.out)

@@ -33,6 +33,6 @@ class Args(ImageArgs):
 
 def run(args: Args) -> None:
     """Audits, prints the verdict, and writes the page."""
-    from situs.audit.position.audit import audit_positions
+    from situs.audit.positions import audit_positions
 
     present(audit_positions(open_from(args), **asked(args)), args.out)

@@ -27,4 +27,4 @@ class Args(MeasureArgs):
     """MP3: share of the patches that are told their place, 0 to ask without hints; by default as in the training."""
 
 
-run = measuring("situs.measure.position.evaluate_position")
+run = measuring("situs.measure.position.head.evaluate_position")
