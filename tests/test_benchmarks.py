@@ -115,7 +115,7 @@ def test_the_published_attack_takes_the_cosine_of_all_gradients_and_the_tools_to
     torch.testing.assert_close(found.double(), 1 - torch.nn.functional.cosine_similarity(*flat), atol=1e-6, rtol=0)
     image = torch.randn(1, 1, 3, 8, 8, generator=chance)
     steps = torch.cat([image.diff(dim=-2).abs().flatten(), image.diff(dim=-1).abs().flatten()])
-    from situs.audit.attacks.matching.search import variation
+    from situs.audit.attacks.matching import variation
 
     assert float(attack.config.smooth * variation(image)) == pytest.approx(0.2 * float(steps.mean()))
     assert (attack.config.lr, attack.config.signed, attack.config.border) == (0.1, True, 0)

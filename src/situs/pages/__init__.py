@@ -38,7 +38,6 @@ PAGES = {
     "Remedies": "remedies.page",
     "Runs": "runs.page",
     "SplitAudit": "split.page",
-    "SplitCost": "bench.split",
     "StepComparison": "bench.comparison",
     "StepTable": "bench.steps",
     "StudyResult": "study.page",

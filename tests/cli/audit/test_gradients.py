@@ -33,7 +33,7 @@ SMALL = [NAME, "--model-args.depth", "1"]
 def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle is asked about one image and not four, and the attacker with priors learns of four and not 40."""
     monkeypatch.setattr("situs.audit.bound.IMAGES", 1)
-    monkeypatch.setattr("situs.audit.attacks.prior.attack.GRADIENTS", 4)
+    monkeypatch.setattr("situs.audit.attacks.prior.GRADIENTS", 4)
 
 
 def test_table_page_and_file(

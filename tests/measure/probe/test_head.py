@@ -24,6 +24,7 @@ from situs.models.open import open_model
 from situs.train.assemble import rates_of
 from situs.train.optim import OptimConfig, groups, peak_rate
 from situs.train.private.accounting import DpConfig
+from situs.train.run import load_run
 from situs.train.tuning import TuningConfig
 
 
@@ -126,16 +127,23 @@ def test_rates_are_gentle_where_all_of_a_pretrained_model_learns_classes(
 def test_a_fine_tuning_of_one_tiny_update_is_the_probe_and_needs_no_validation(tmp_path: Path) -> None:
     pixels, named = pictures(40)
     labels = torch.tensor(named)
+    torch.manual_seed(0)
     model = small_vit(SIDE, num_classes=0)
     shared: dict[str, Any] = {
         "data": list(zip(pixels, named, strict=True)), "validate_every": 0, "steps": 1, "device": "cpu",
         "quiet": True, "optim": {"lr": 1e-12, "min_lr": 0.0}, "batch": 40,
     }  # fmt: skip
-    tops = {}
-    for head in (None, "new"):
-        run = situs.finetune(model, out=tmp_path / str(head), tuning={"head": head} if head else {}, **shared)
-        backbone = open_model(run).backbone
-        inputs = torch.cat([batch.inputs for batch in loader_of(40)[1]])
+    logits, source = {}, TensorSource(*shades(40), CLASSES, "shades")
+    for head in ("default", "new"):
+        tuning = {"head": head} if head == "new" else {}
+        run = situs.finetune(model, out=tmp_path / head, tuning=tuning, **shared)
+        data = load_run(run).config.data  # normalised as the model wants it
+        inputs = torch.cat([batch.inputs for batch in make_loader(data, None, "cpu", source=source)])
         with torch.no_grad():
-            tops[head] = float((backbone(inputs).argmax(dim=1) == labels).float().mean())
-    assert tops[None] > 0.8 and tops["new"] < 0.6
+            logits[head] = open_model(run).backbone(inputs)
+    timm_model: Any = model.model.eval()
+    with torch.no_grad():
+        features = timm_model.forward_head(timm_model.forward_features(inputs), pre_logits=True)
+    expected = fit_probe(features, labels, 3, seed=0).linear(features)
+    torch.testing.assert_close(logits["default"], expected, rtol=1e-3, atol=1e-3)
+    assert (logits["new"] - expected).abs().max() > 0.1
