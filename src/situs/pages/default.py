@@ -26,8 +26,10 @@ def page(result: Result) -> Page:
             sections[title] = page.section(title)
         return sections[title]
 
+    titles = {figure.section for figure in figures}
     for table in summary.tables:
-        under("Numbers").table(table.header, table.rows, table.caption or table.title)
+        title = table.title if table.title in titles else "Numbers"
+        under(title).table(table.header, table.rows, table.caption or (table.title if title == "Numbers" else ""))
     under("Numbers").note(*summary.notes)
     for table in result.details():
         under(table.title).table(table.header, table.rows, table.caption)
