@@ -38,7 +38,6 @@ PAGES = {
     "LabelAccuracy": "evaluate.label_accuracy",
     "LayerKnn": "evaluate.knn",
     "LockAudit": "lock.audit_page",
-    "LockTuning": "lock.tuning_page",
     "Packed": "data.packed",
     "Perplexity": "evaluate.perplexity",
     "PositionAudit": "positions_audit.page",
