@@ -91,7 +91,6 @@ COVERED = {
     "situs.locks.attacks.adapter": "test_recovery",
     "situs.locks.attacks.blind": "test_recovery",
     "situs.locks.attacks.match": "test_graph",
-    "situs.locks.tuning.start": "test_finetune_texts",
     "situs.locks.equivariance.experiment": "test_groups",
     "situs.locks.equivariance.parts": "test_findings",
     "situs.locks.retrained": "test_locking",

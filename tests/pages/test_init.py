@@ -39,7 +39,6 @@ from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
 from situs.locks.equivariance.findings import Law
-from situs.locks.tuning.result import Curve
 from situs.locks.veil import Veil
 from situs.measure.knn import LayerAccuracy, LayerKnn
 from situs.pages import PAGES, make_page, publish, write_numbers
@@ -87,7 +86,7 @@ def test_a_page_says_what_its_result_says(name: str, monkeypatch: pytest.MonkeyP
         assert {show(cell) for row in table.rows for cell in row} <= cells
     assert {key for key in page.pictures if not key.startswith("umap")} == pictures
     assert all(picture.startswith(b"\x89PNG") for picture in page.pictures.values())
-    if name not in ("LockAudit", "LockTuning", "Runs", "Verification"):  # which say it in their own words
+    if name not in ("LockAudit", "Runs", "Verification"):  # which say it in their own words
         assert "<dt>seed</dt><dd>3</dd>" in text
     assert NAME not in text
     assert "49" not in re.findall(r"<h1>.*?</h1>", text)[0]
@@ -221,7 +220,7 @@ def held(value: Any) -> Iterator[Any]:
 def test_a_result_is_what_was_measured_and_cannot_be_changed(name: str) -> None:
     kinds = {type(value) for value in held(RESULTS[name][0]()) if is_dataclass(value)}
     open_kinds = {kind for kind in kinds if not kind.__dataclass_params__.frozen}  # type: ignore[attr-defined]
-    assert open_kinds <= {Curve}  # which grows while the study trains
+    assert open_kinds == set()
 
 
 def knn(*of: Origin) -> LayerKnn:

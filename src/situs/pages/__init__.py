@@ -30,7 +30,6 @@ PAGES = {
     "Curves": "curve.page",
     "DataCheck": "data.check",
     "LockAudit": "lock.audit_page",
-    "LockTuning": "lock.tuning_page",
     "Packed": "data.packed",
     "PositionAudit": "positions_audit.page",
     "PositionTables": "positions.page",
