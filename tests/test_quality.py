@@ -75,7 +75,6 @@ COVERED = {
     "situs.backbones.weights": "test_create",
     "situs.cli.demo.findings": "test_run",
     "situs.cli.demo.stage": "test_run",
-    "situs.cli.demo.server": "test_split",
     "situs.cli.parser.helptext": "test_main",
     "situs.cli.locks.key_new": "test_lock",
     "situs.cli.parser.model_args": "test_models_table",
