@@ -41,7 +41,6 @@ RESULTS = {
     "audit positions": ["PositionAudit"],
     "audit split": ["SplitAudit"],
     "bench step": ["StepTable"],
-    "split cost": ["SplitCost"],
     "split infer": ["ClassAccuracy", "LabelAccuracy"],
     "verify": ["Verification"],
 }

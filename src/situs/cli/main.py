@@ -83,7 +83,6 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "split serve": ("situs.cli.split.serve", "a model's blocks, for clients that keep their images and labels"),
         "split train": ("situs.cli.split.train", "train with a server's blocks; images and labels stay here"),
         "split infer": ("situs.cli.split.infer", "accuracy of such a training, with the server at work"),
-        "split cost": ("situs.cli.split.cost", "what permutations add to a step: operations, bytes, memory"),
         "split merge": ("situs.cli.split.merge", "the client's and the server's part as one ordinary run"),
     },
     "Audit": {
@@ -113,6 +112,11 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 """heading -> verb -> (module, one line). A verb may have two words: "evaluate ensemble"."""
+
+RETIRED = {
+    "split cost": "situs study run st-figure8 counts a step, and python benchmarks/split.py --count one with a server",
+}
+"""verb that is gone -> what does its work."""
 
 VERBS = {verb: entry for section in SECTIONS.values() for verb, entry in section.items()}
 
@@ -166,6 +170,9 @@ def find_verb(words: Sequence[str]) -> tuple[str, list[str]]:
         verb = " ".join(words[:count])
         if len(words) >= count and verb in VERBS:
             return verb, list(words[count:])
+    for count in (2, 1):
+        if (verb := " ".join(words[:count])) in RETIRED:
+            raise SitusError(f"situs {verb}: is no verb any more: {RETIRED[verb]}")
     group = any(verb.startswith(f"{words[0]} ") for verb in VERBS)
     if group and (len(words) == 1 or words[1] in HELP):
         return words[0], list(words[1:])

@@ -20,7 +20,7 @@ from situs.data.batch import Batch
 from situs.data.blocks import with_order
 from situs.data.config import BATCH, NO_DATA, DataConfig
 from situs.data.modalities import MODALITIES
-from situs.data.modalities.pixels import PixelPipeline
+from situs.data.modalities.image import PixelPipeline
 from situs.data.open import open_source, settle
 from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.resident import Resident, ResidentStream, hold

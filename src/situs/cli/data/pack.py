@@ -16,7 +16,7 @@ from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
 from situs.cli.result import present
-from situs.data.pack.config import PackConfig
+from situs.data.pack.shards import PackConfig
 from situs.progress import task
 
 

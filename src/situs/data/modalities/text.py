@@ -20,9 +20,8 @@ from situs.data.batch import Batch
 from situs.data.modalities.base import Fits, Modality
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.base import Source, Wanted, list_shards
-from situs.data.sources.columns import is_text
-from situs.data.sources.rows import SUFFIXES
-from situs.data.sources.text import PLAIN, BlockSource, TextSource, open_text, text_splits
+from situs.data.sources.labels import is_text
+from situs.data.sources.text import PLAIN, SUFFIXES, BlockSource, TextSource, open_text, text_splits
 from situs.data.text import COLUMNS, LONGEST, Columns, TextConfig
 from situs.errors import DataError, SitusError
 from situs.files import absolute

@@ -17,14 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from situs.data.open import only_images, open_source, splits_at, unread_labels
-from situs.data.pack.config import PackConfig
-from situs.data.pack.shards import IMAGE, Item, Shard, new_shard
-from situs.data.pack.store import store, store_pixels
+from situs.data.pack.shards import IMAGE, Item, PackConfig, Shard, new_shard, store, store_pixels
 from situs.data.sources.base import SPLIT_WORDS, EncodedSource, Source
 from situs.data.sources.folder import plain
 from situs.data.sources.manifest import CLASSES, KIND, MANIFEST, check_size, read_manifest
-from situs.data.sources.remote.names import is_remote, redacted
-from situs.data.sources.remote.transfer import RemoteError
+from situs.data.sources.remote.transfer import RemoteError, is_remote, redacted
 from situs.data.work import in_order
 from situs.errors import DataError, SitusError, counted
 from situs.files import read_json, write_text

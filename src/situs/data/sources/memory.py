@@ -27,11 +27,9 @@ from situs.data.sources.base import (
     TensorSource,
     Wanted,
     choose_split,
-    number_names,
-    unseen,
 )
 from situs.data.sources.images import decode, from_array, from_pillow
-from situs.data.sources.parquet import LABEL_COLUMNS
+from situs.data.sources.labels import LABEL_COLUMNS, classes_of, note_unseen, number_names
 from situs.errors import BrokenSampleError, DataError, SitusError, counted
 from situs.progress import tracked
 
@@ -117,7 +115,7 @@ def open_memory(path: str, wanted: Wanted) -> Source:
     else:
         source = MemorySource(part.items, numbers, classes, name, wanted)
     if numbers is not None and not source.multi_label:
-        source.notes += unseen(name, classes, numbers.tolist())
+        source.notes += note_unseen(name, classes, numbers.tolist())
     return source
 
 
@@ -291,20 +289,19 @@ def _numbered(
     if wanted.multi_label and not many:
         said = "has one class an image, and a multi-label set 0 or 1 for each class"
         raise SitusError(f"{name}: {said}", field="multi_label")
-    if kinds == {str}:
-        home = next((parts[word] for word in SPLITS["train"] if word in parts), part)
-        classes = tuple(sorted({*(home.labels or ())}))
-        number = {each: at for at, each in enumerate(classes)}
-        if stranger := next((each for each in part.labels if each not in number), None):
-            raise DataError(f"{name}: class {stranger!r} is not among the {len(classes)} of training")
-        return torch.tensor([number[each] for each in part.labels]), classes
     names = next((each.names for each in parts.values() if each.names), ())
     if many:
         count = len(part.labels[0])
         classes = names if len(names) == count else number_names(count - 1, name)
         return torch.tensor(part.labels, dtype=torch.int8), classes
-    most = max(max(labels) for labels in every)
-    return torch.tensor(part.labels), names if len(names) > most else number_names(most, name)
+    if kinds == {int}:
+        most = max(max(labels) for labels in every)
+        return torch.tensor(part.labels), names if len(names) > most else number_names(most, name)
+    home = next((parts[word] for word in SPLITS["train"] if word in parts), part)
+    classes, number = classes_of(home.labels or (), (), name)
+    if stranger := next((each for each in part.labels if each not in number), None):
+        raise DataError(f"{name}: class {stranger!r} is not among the {len(number)} of training")
+    return torch.tensor([number[each] for each in part.labels]), classes
 
 
 # --- one sample ------------------------------------------------------------------------------------------------

@@ -23,23 +23,27 @@ from situs.data.sources.base import (
     Wanted,
     check_state,
     find_shards,
-    is_numbered,
     list_shards,
-    number_names,
     split_of,
-    unseen,
 )
-from situs.data.sources.columns import class_names, classes_in, label_columns, multi_hot
 from situs.data.sources.images import read_bytes
+from situs.data.sources.labels import (
+    LABEL_COLUMNS,
+    class_names,
+    is_list,
+    is_numbered,
+    multi_label_columns,
+    multi_label_rows,
+    note_unseen,
+    number_names,
+)
 from situs.data.sources.remote import check_unchanged, is_kept, opened
-from situs.data.sources.table import LISTS
 from situs.errors import BrokenSampleError, DataError, SitusError, counted
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "image": ("image", "img", "jpg", "png", "webp"),
     "audio": ("audio", "wav", "flac", "ogg", "opus"),
 }
-LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
 _MASK_COLUMNS = ("mask", "masks", "annotation", "annotations", "segmentation", "segmentation_mask", *LABEL_COLUMNS)
 # Sets up to this size are held in memory, encoded. Of a larger one a row group is read where one of its images is asked
 # for. In training the order is one in which each is read once and held until it is released (`situs.data.blocks`).
@@ -87,7 +91,7 @@ class ParquetSource(EncodedSource):
         if chosen in (None, *SPLITS["train"]) and self._numbers and is_numbered(classes):
             there = np.concatenate([each.drop_null().to_numpy() for each in labels]) if labels else None
             least = max(0, min(footer.least for footer in footers))
-            self.notes += unseen(self.name, classes, None if there is None else np.unique(there), least)
+            self.notes += note_unseen(self.name, classes, None if there is None else np.unique(there), least)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_lock"} | {"_footers": OrderedDict()}
@@ -160,7 +164,7 @@ class ParquetSource(EncodedSource):
         if self.multi_label:
             assert self.classes is not None
             where = f"{self._files[file]}, row group {number}"
-            return images, multi_hot([table[name] for name in self._labels], self._labels, self.classes, where)
+            return images, multi_label_rows([table[name] for name in self._labels], self._labels, self.classes, where)
         return images, table[self._labels[0]].combine_chunks() if self._labels else None
 
     def _footer(self, file: int) -> Any:
@@ -313,17 +317,16 @@ def _layout(files: list[Path], footers: list[_Footer]) -> tuple[str, tuple[str, 
 
 def _multi_label_classes(path: Path, file: Path, labels: tuple[str, ...]) -> tuple[str, ...]:
     """The class names of a multi-label set: the 0/1 columns, those beside the schema, or all that any shard has."""
-    import pyarrow as pa
-
     schema = open_parquet(file).schema_arrow
-    if not pa.types.is_nested(schema.field(labels[0]).type):
+    if not is_list(schema.field(labels[0]).type):
         return labels
     if names := class_names(file, schema, labels[0]):
         return names
     found: set[Any] = set()
     for shard in list_shards(path, ".parquet"):
         with reading(shard, f"column {labels[0]!r}"):
-            found |= classes_in(open_parquet(shard).read(columns=[labels[0]])[labels[0]])
+            column = open_parquet(shard).read(columns=[labels[0]])[labels[0]]
+            found |= {each for part in column.chunks for each in part.flatten().unique().to_pylist()} - {None}
     if any(isinstance(each, int) for each in found):
         return number_names(max(found), f"{path}, column {labels[0]!r}")
     return tuple(sorted(found))
@@ -348,7 +351,7 @@ def _columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, tuple[str, .
         return image, (mask,)
     if wanted.multi_label:
         with reading(file):
-            return image, label_columns(file, schema, (*LISTS, *LABEL_COLUMNS))
+            return image, multi_label_columns(file, schema)
     label = next((name for name in LABEL_COLUMNS if name in schema.names), None) if wanted.labels else None
     if label is None:
         return image, ()

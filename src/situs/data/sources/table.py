@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import csv
 import io
+import math
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,27 +19,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.data.batch import VOID
-from situs.data.sources.base import ANY, SPLITS, Wanted, choose_split, lonely
+from situs.data.sources.base import ANY, SPLITS, Wanted, choose_split
 from situs.data.sources.folder import TABLES, FileSource, find_table, plain, split_folders, walk
+from situs.data.sources.labels import LISTS, from_flags, from_lists, note_singletons
 from situs.errors import DataError, SitusError, counted
 
 PARTITION = "list_eval_partition.txt"
 """CelebA's own splits, beside the table: 0, 1 and 2 for train, val and test."""
 SUFFIXES = (".csv", ".txt")
-LISTS = ("labels", "classes", "tags")
-"""Columns that hold names, and are no classes of their own."""
-BOTH = "-1 and 0 both stand beside 1, and only one of them can mean no: what is unknown has no value"
 
 _SPLITS = {"0": "train", "1": "val", "2": "test"}
-_MINUS, _UNSAID, _NONE = 2, 3, 4  # -1 in a table, which means no; nothing; and what is no label
-_CODES = {"1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0, "-1": _MINUS, "-1.0": _MINUS}
-_CODES |= {"": _UNSAID, "nan": _UNSAID}
+_VALUES = {
+    "1": 1,
+    "1.0": 1,
+    "true": 1,
+    "0": 0,
+    "0.0": 0,
+    "false": 0,
+    "-1": -1,
+    "-1.0": -1,
+    "": math.nan,
+    "nan": math.nan,
+}
 
 
 @dataclass(frozen=True)
 class LabelTable:
-    """A line a file. names: as the table has them. lines: their numbers. labels: [n, K] int8, 1, 0 or VOID.
+    """A line a file. names: as the table has them. lines: their numbers. labels: [n, K] int8, 1, 0 or -1 for unknown.
 
     listed: whether the classes are those that a column of names has, and not the heading's.
     """
@@ -46,7 +54,7 @@ class LabelTable:
     classes: tuple[str, ...]
     names: list[str]
     lines: list[int]
-    labels: np.ndarray
+    labels: Tensor
     listed: bool
 
     def match(self, files: Sequence[str]) -> Tensor:
@@ -70,7 +78,7 @@ class LabelTable:
         for row, name in enumerate(self.names):
             if name not in found:
                 raise self.wrong(row, f"there is no image {name!r} below {folder}")
-        return torch.from_numpy(self.labels[[rows[name] for name in keys]])
+        return self.labels[[rows[name] for name in keys]]
 
     def wrong(self, row: int, said: str) -> SitusError:
         """What is wrong with a row."""
@@ -108,7 +116,7 @@ class TableSource(FileSource):
         super().__init__(name, table.classes, wanted.channels, wanted.strict, multi_label=True)
         self.notes = left_out.notes(name)
         if table.listed and chosen in (None, *SPLITS["train"]):
-            self.notes += lonely(name, table.classes, (self._labels == 1).sum(0).tolist())
+            self.notes += note_singletons(name, table.classes, (self._labels == 1).sum(0).tolist())
 
 
 def has_table(folder: Path) -> bool:
@@ -156,10 +164,7 @@ def _parse(file: Path, celeba: bool, rows: _Lines, classes: tuple[str, ...] | No
             yield line, cells[1:]
 
     listed = len(header) == 1 and header[0].lower() in LISTS
-    if listed:
-        found, labels = _listed(file, labelled(), classes)
-    else:
-        found, labels = tuple(header), _coded(file, header, labelled())
+    found, labels = (_listed if listed else _coded)(file, header, labelled(), lines, classes)
     if classes is not None and found != classes:
         if strange := {*found} ^ {*classes}:
             raise _wrong(file, 1, f"{min(strange)!r} is a class of one split and not of the other")
@@ -171,44 +176,36 @@ def _parse(file: Path, celeba: bool, rows: _Lines, classes: tuple[str, ...] | No
     return LabelTable(file, classes or found, names, lines, labels, listed)
 
 
-def _coded(file: Path, header: list[str], rows: _Lines) -> np.ndarray:
+def _coded(
+    file: Path, header: list[str], rows: _Lines, lines: list[int], _: tuple[str, ...] | None
+) -> tuple[tuple[str, ...], Tensor]:
     """The labels of a column a class."""
-    held, seen = bytearray(), set[int]()
+    values = array("f")
     for line, cells in rows:
         if len(cells) != len(header):
             raise _wrong(file, line, f"has {counted(len(cells), 'labels')} for {counted(len(header), 'classes')}")
-        codes = bytes([_CODES.get(cell.strip().lower(), _NONE) for cell in cells])
-        if _NONE in codes:
-            at = codes.index(_NONE)
-            raise _wrong(file, line, f"{cells[at]!r} of {header[at]!r} is neither 0 nor 1, nor -1 or 1, nor empty")
-        seen.update(codes)
-        if {0, _MINUS} <= seen:
-            raise _wrong(file, line, BOTH)
-        held += codes
-    codes = np.frombuffer(held, np.uint8).reshape(-1, len(header))
-    return np.where(codes == _UNSAID, VOID, codes == 1).astype(np.int8)
+        for name, cell in zip(header, cells, strict=True):
+            if (value := _VALUES.get(cell.strip().lower())) is None:
+                raise _wrong(file, line, f"{cell!r} of {name!r} is neither 0 nor 1, nor -1 or 1, nor empty")
+            values.append(value)
+    table = np.array(values).reshape(-1, len(header))
+    return tuple(header), from_flags(table, header, lambda row: f"{file}, line {lines[row]}")
 
 
-def _listed(file: Path, rows: _Lines, classes: tuple[str, ...] | None) -> tuple[tuple[str, ...], np.ndarray]:
+def _listed(
+    file: Path, _: list[str], rows: _Lines, lines: list[int], classes: tuple[str, ...] | None
+) -> tuple[tuple[str, ...], Tensor]:
     """The classes, sorted, and the labels of a column of names."""
-    told: list[tuple[int, list[str] | None]] = []
+    lists: list[list[str] | None] = []
     for line, cells in rows:
         if len(cells) > 1:
             raise _wrong(file, line, f"has {len(cells) + 1} values: names stand in one, with ; between them")
         text = cells[0].strip() if cells else ""
-        held = [name for part in text.split(";") if (name := part.strip())]
-        told.append((line, None if text.lower() == "nan" else held))
-    found = classes or tuple(sorted({name for _, names in told for name in names or ()}))
-    number = {name: index for index, name in enumerate(found)}
-    labels = np.zeros((len(told), len(found)), np.int8)
-    for row, (line, names) in enumerate(told):
-        if names is None:
-            labels[row] = VOID
-        for name in names or ():
-            if name not in number:
-                raise _wrong(file, line, f"class {name!r} is not among the {len(found):,} of the training split")
-            labels[row, number[name]] = 1
-    return found, labels
+        names = [name for part in text.split(";") if (name := part.strip())]
+        lists.append(None if text.lower() == "nan" else names)
+    known = classes or tuple(sorted({name for names in lists for name in names or ()}))
+    number = {name: index for index, name in enumerate(known)}
+    return known, from_lists(lists, number, lambda row: f"{file}, line {lines[row]}")
 
 
 def _partition(file: Path, files: Sequence[str]) -> list[str]:

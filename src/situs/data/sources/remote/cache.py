@@ -23,8 +23,7 @@ from typing import Any
 
 from situs import files
 from situs.data.sources.remote.listing import SHARDS, Entry, list_set
-from situs.data.sources.remote.names import redacted
-from situs.data.sources.remote.transfer import RangedFile, RemoteError, read_pieces, state_of
+from situs.data.sources.remote.transfer import RangedFile, RemoteError, read_pieces, redacted, state_of
 from situs.errors import SitusError
 from situs.files import read_json, write_bytes, write_text
 from situs.folder_lock import in_turn

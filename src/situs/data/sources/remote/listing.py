@@ -9,8 +9,15 @@ from urllib.parse import urlsplit
 
 from situs.data.sources.base import SPLIT_WORDS
 from situs.data.sources.manifest import CLASSES, MANIFEST, parse_manifest
-from situs.data.sources.remote.names import check_address, expand, redacted
-from situs.data.sources.remote.transfer import RemoteError, list_folder, read_whole, state_of
+from situs.data.sources.remote.transfer import (
+    RemoteError,
+    check_address,
+    expand,
+    list_folder,
+    read_whole,
+    redacted,
+    state_of,
+)
 from situs.errors import DataError
 
 SHARDS = (".parquet", ".tar")

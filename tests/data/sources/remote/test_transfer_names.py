@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from situs.data.sources.remote.names import check_address, expand, is_remote, redacted
+from situs.data.sources.remote.transfer import check_address, expand, is_remote, redacted
 from situs.errors import SitusError
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from situs.data.sources.images import decode, read_header
-from situs.data.sources.jpeg import START, read_frame
+from situs.data.sources.images import START, decode, read_frame, read_header
 from situs.errors import BrokenSampleError
 
 RGB = np.random.default_rng(0).integers(0, 256, (37, 53, 3), dtype=np.uint8)

@@ -14,9 +14,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from situs.data.open import open_source
-from situs.data.sources import tar_index
-from situs.data.sources.tar_index import TarIndex, open_index
-from situs.data.sources.webdataset import TarSource
+from situs.data.sources import webdataset
+from situs.data.sources.webdataset import TarIndex, TarSource, open_index
 
 
 def write_shard(path: Path, start: int, count: int, more: dict[str, bytes] | None = None) -> Path:
@@ -34,7 +33,7 @@ def write_shard(path: Path, start: int, count: int, more: dict[str, bytes] | Non
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(tar_index, "_WORTH_KEEPING", 0)
+    monkeypatch.setattr(webdataset, "_WORTH_KEEPING", 0)
     return tmp_path / "cache" / "situs" / "tar"
 
 
@@ -51,8 +50,8 @@ def shards(tmp_path):
 def read(monkeypatch):
     """The shards that were read header by header."""
     found: list[str] = []
-    whole = tar_index._images
-    monkeypatch.setattr(tar_index, "_images", lambda file, *more: found.append(file.name) or whole(file, *more))
+    whole = webdataset._images
+    monkeypatch.setattr(webdataset, "_images", lambda file, *more: found.append(file.name) or whole(file, *more))
     return found
 
 
@@ -63,13 +62,13 @@ def everything(index: TarIndex) -> list[object]:
 
 
 def test_a_kept_index_is_the_one_that_was_read(cache, shards, read, monkeypatch):
-    monkeypatch.setattr(tar_index, "_WORTH_KEEPING", 1 << 40)
+    monkeypatch.setattr(webdataset, "_WORTH_KEEPING", 1 << 40)
     fresh = open_index(shards, labels=True)
     assert not cache.exists()
     assert (fresh.arrays["ends"].tolist(), fresh.name(7)) == ([5, 8, 12], "deep/007.jpg")
     assert fresh.arrays["labels"].tolist() == [number % 3 for number in range(12)]
     assert fresh.left_out.kinds == {".json": 1, ".txt": 1}
-    monkeypatch.setattr(tar_index, "_WORTH_KEEPING", 0)
+    monkeypatch.setattr(webdataset, "_WORTH_KEEPING", 0)
     read.clear()
     kept = [open_index(shards, labels=True) for _ in range(2)]
     assert read == ["a.tar", "b.tar", "c.tar"]  # once
@@ -142,7 +141,7 @@ def test_several_at_once_make_one_file(cache, shards, read):
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, shards, monkeypatch):
-    monkeypatch.setattr(tar_index, "_WORTH_KEEPING", 0)
+    monkeypatch.setattr(webdataset, "_WORTH_KEEPING", 0)
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     index = open_index(shards, labels=True)

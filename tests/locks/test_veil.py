@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 
 from situs.core.permutation import is_permutation
 from situs.errors import SitusError
-from situs.locks.features import (
-    Defence,
-    defend,
+from situs.locks.key import Key
+from situs.locks.veil import (
+    Cut,
+    Veil,
     exchange,
     exchange_order,
     low_frequencies,
     low_pass,
     normal_from,
-    parse_defence,
+    parse_veil,
     row_orders,
     secret_words,
     token_scale,
 )
-from situs.locks.key import Key
 
 KEY = Key(bytes(range(32)))
 
@@ -51,7 +51,9 @@ def test_row_orders_are_permutations_of_all_rows_and_uniform() -> None:
 def test_noise_has_the_strength_asked_for_in_units_of_the_tokens() -> None:
     z = tokens(8, 1, (16, 16), 8)
     scale = token_scale(3 * z[:, 1:])
-    moved, back = defend(z, Defence("noise", 0.5), secret_words(KEY), prefix=1, grid=(16, 16), scale=scale)
+    veil = Veil("noise", 0.5)
+    drawn = veil.draw(secret_words(KEY), (*z.shape,), 1, (16, 16))
+    moved, _, back = veil.apply(z, None, drawn, prefix=1, scale=scale)
     assert torch.equal(moved[:, 0], z[:, 0])
     assert torch.equal(back(moved), moved)
     added = moved[:, 1:] - z[:, 1:]
@@ -106,7 +108,7 @@ def test_exchange_stays_within_its_samples_and_comes_back(batch, count, size) ->
 
 def test_batch_shuffle_leaves_prefix_rows_and_is_undone() -> None:
     z = tokens(6).requires_grad_()
-    moved, back = defend(z, Defence("batch-shuffle", 3), secret_words(KEY, "y"), prefix=1, grid=(4, 6))
+    moved, _, back = Cut(Veil("batch-shuffle", 3), 1, (4, 6), secret=KEY).enter(z, None, ("y",))
     assert torch.equal(moved[:, 0], z[:, 0])
     assert not torch.equal(moved, z)
     pool = [part.flatten(0, 1) for part in moved[:, 1:].split(3)]
@@ -120,7 +122,7 @@ def test_batch_shuffle_leaves_prefix_rows_and_is_undone() -> None:
 
 def test_the_words_for_a_defence() -> None:
     for text in ("none", "noise=0.5", "lowpass=0.25", "batch-shuffle", "batch-shuffle=8"):
-        assert str(parse_defence(text)) == text
+        assert str(parse_veil(text)) == text
     for text in (
         "noise",
         "noise=-1",
@@ -133,4 +135,4 @@ def test_the_words_for_a_defence() -> None:
         "none=1",
     ):
         with pytest.raises(SitusError, match="defence="):
-            parse_defence(text)
+            parse_veil(text)

@@ -8,8 +8,7 @@ import torch
 from image_files import encoded
 from PIL import Image
 
-from situs.data.pack.config import PackConfig
-from situs.data.pack.store import store, store_pixels
+from situs.data.pack.shards import PackConfig, store, store_pixels
 from situs.data.sources.images import decode, read_header
 from situs.errors import BrokenSampleError
 
@@ -87,7 +86,8 @@ def test_a_photograph_many_times_too_large_is_read_at_a_part_of_its_sides(monkey
     large = encoded(Image.fromarray(RGB).resize((900, 600), Image.Resampling.BICUBIC), "JPEG", quality=95)
     asked = []
     monkeypatch.setattr(
-        "situs.data.pack.store.decode", lambda *a, reduce=1, **k: asked.append(reduce) or decode(*a, reduce=reduce, **k)
+        "situs.data.pack.shards.decode",
+        lambda *a, reduce=1, **k: asked.append(reduce) or decode(*a, reduce=reduce, **k),
     )
     scaled = decode(store(large, "x", PackConfig(short_side=60, quality=100)).data, "x").int()
     exact = decode(store(large, "x", PackConfig(short_side=60, encoding="png")).data, "x").int()

@@ -11,8 +11,8 @@ from served import CONFIG, steps
 from situs.data.open import open_source
 from situs.data.sources.base import TensorSource
 from situs.models.defended import trained_under
-from situs.split.run import Hide, read_hiding, train_split
-from situs.split.scale import SAMPLES, noise_scale
+from situs.split.hiding import SAMPLES, Hide, noise_scale, read_hiding
+from situs.split.run import train_split
 from situs.split.serving import make_server
 from situs.split.whole import merge
 from situs.train.run import make_method
