@@ -49,7 +49,6 @@ COVERED = {
     "situs.audit.attacks": "test_attacks",
     "situs.audit.attacks.solver": "test_search",
     "situs.audit.cases": "test_settings",
-    "situs.audit.collect": "test_public",
     "situs.audit.defences": "test_client",
     "situs.audit.defences.base": "test_client",
     "situs.audit.defences.sent": "test_client",

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,11 +20,11 @@ from matplotlib.figure import Figure
 from outcomes import passing
 
 from situs.audit import NoDefence, PatchEmbedding
-from situs.audit.cases import Case, Outcome
+from situs.audit.cases import Case
 from situs.audit.curve import IMAGES, Curves, Line, Point
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
-from situs.audit.judge.gate import BLIND, Limit, parse_limit
+from situs.audit.scores.exposure import METRICS
 from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import Reading
@@ -33,6 +34,7 @@ from situs.audit.text.found import Read
 from situs.audit.text.result import Row, TextAudit
 from situs.data.check import KINDS, DataCheck
 from situs.errors import SitusError
+from situs.gate import BLIND, Limit, parse_limit
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
@@ -50,12 +52,12 @@ def test_every_result_has_a_page_and_every_page_a_result() -> None:
     found = set()
     for path in (ROOT / "src" / "situs").rglob("*.py"):
         text = path.read_text()
-        for node in ast.walk(ast.parse(text)) if re.search(r"\b(Result|Probes|Leak)\b", text) else ():
+        for node in ast.walk(ast.parse(text)) if re.search(r"\b(Result|Probes|Leak|Report)\b", text) else ():
             if isinstance(node, ast.ClassDef) and any(
-                re.match(r"(Result|Probes|Leak)\b", ast.unparse(b)) for b in node.bases
+                re.match(r"(Result|Probes|Leak|Report)\b", ast.unparse(b)) for b in node.bases
             ):
                 found.add(node.name)
-    assert found - {"Probes", "Leak"} == set(PAGES) == set(RESULTS)
+    assert found - {"Probes", "Leak", "Report"} == set(PAGES) == set(RESULTS)
 
 
 def test_a_folder_holds_a_page_of_every_kind(tmp_path: Path) -> None:
@@ -105,16 +107,18 @@ def sentences(*reads: Read, **fields: Any) -> TextAudit:
 
 def gradients(picture: Any, limit: str = "", **fields: Any) -> Audit:
     """An audit of one image by a closed form without a doubt, which found `picture`, or which does not apply."""
-    case, asked = Case("", cast(Any, None), NoDefence(), PatchEmbedding()), parse_limit(limit) if limit else None
-    found = Outcome(case, "refused", reason="no table")
+    model: Any = SimpleNamespace(backbone=SimpleNamespace(num_tokens=16))
+    case, asked = Case("", model, NoDefence(), PatchEmbedding()), parse_limit(limit, METRICS) if limit else None
+    found = case.refused("no table")
     if picture is not None:
-        found = Outcome(case, "done", measure_all(picture, IMAGE, 8), [{"fits": True}], picture)
-    return Audit([found], ["1"], IMAGE, "m", Step(), {}, {"none": ""}, limit=asked, **fields)
+        scores = measure_all(picture, IMAGE, 8)
+        found = case.finding("done", [0], scores=scores, facts=[{"fits": True}], shown=picture).against({}, ["1"])
+    return Audit([found], ["1"], IMAGE, "m", Step(), {}, about={"none": ""}, limit=asked, **fields)
 
 
 def compared(picture: Any) -> Comparison:
     guesses = {("a", "mean image"): measure_all(IMAGE * 0.5, IMAGE, 8)}
-    return Comparison(gradients(picture).outcomes, ["1"], IMAGE, IMAGE, guesses, 0.2, 1, 4, ())
+    return Comparison(gradients(picture).findings, ["1"], IMAGE, IMAGE, guesses, 0.2, 1, 4, ())
 
 
 def checked(kind: str = "", decoded: bool = True) -> DataCheck:
