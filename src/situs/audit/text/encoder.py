@@ -56,8 +56,11 @@ from situs.errors import counted, verb
 # places.
 
 
-ROUNDS = 30
-"""Steps of a search."""
+ROUNDS, POLISH = 30, 12
+"""Steps of a search, and from its end to the root."""
+
+NEAR = 3 * TELLING
+"""The share of the activation that may stick out at the end of a search that is followed to a root."""
 
 FLAT = 3e-3
 """A direction in which the linear equations change by less than this, of the most they change, is left to the search:
@@ -121,8 +124,13 @@ class FirstBlock(Behind):
             size = (family.fixed.o * self.out.column).norm(dim=1, keepdim=True)
             phi = drawn.to(z.device) * size / max(self.open, 1) ** 0.5
         if self.open:
-            nothing = Range(z[0, :0], z[0, :0])
-            phi = Descent(self.activation, family, self.fc2, nothing).run(every, phi, ROUNDS).phi
+            coarse, fine = (
+                Descent(self.activation, family, self.fc2, Range(z[0, :0], z[0, :0]), dtype=dtype)
+                for dtype in (torch.float32, torch.float64)
+            )
+            rest = coarse.run(every, phi, ROUNDS)
+            phi, near = rest.phi, (rest.cost <= NEAR**2).nonzero()[:, 0]
+            phi[near] = fine.run(near, phi[near], POLISH).phi
         tokens = family.tokens(every, phi)
         fits = (self.fc2.residual(self.late(tokens.m)), self.fc1.residual(self.norm2.apply(tokens.m)))
         return Roots(torch.maximum(*fits) <= TELLING, tokens.o)
