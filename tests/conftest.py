@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
-    """What libraries log stays out of the streams that tests look at; no test waits for a disk."""
+    """What libraries log stays out of the streams that tests look at; no disk is waited for: nobody pulls the plug."""
     logging.getLogger().addHandler(logging.NullHandler())
     os.fsync = lambda _: None
 

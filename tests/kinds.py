@@ -40,9 +40,6 @@ from situs.gate import Limit
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
-from situs.locks.tuning.paper import RuleCheck
-from situs.locks.tuning.result import WAYS, Curve, LockTuning, TuningConfig
-from situs.locks.tuning.result import Score as TunedScore
 from situs.locks.veil import Veil
 from situs.measure.accuracy import Accuracy, ClassAccuracy
 from situs.measure.adapt import Adapted
@@ -227,14 +224,6 @@ def _cost() -> CostCurves:
     return CostCurves(row, {"batch": (Point(256, row),), "image size": (Point(224, row),)}, table)
 
 
-def _tuning() -> LockTuning:
-    curves = {way: Curve([0, 2], [2.0, 1.0], [0.25, 0.5]) for way in WAYS}
-    names = ("open", "locked, opened with its key", "locked, run by its owner", "locked, without the key")
-    served = {name: TunedScore.of(1.0, 0.5) for name in names}
-    rule = (RuleCheck("a key", False, 1e-3, NAME),)
-    return LockTuning(TuningConfig(), NAME, curves, 0.1, 1e-6, 1e-7, rule, served, NAME)
-
-
 def _checked() -> DataCheck:
     found = {kind: [Found("train", NAME, NAME)] if kind == "broken" else [] for kind in KINDS}
     counts = {kind: len(every) for kind, every in found.items()}
@@ -306,7 +295,6 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
         {"layers"},
     ),
     "LockAudit": (_lock_audit, set()),
-    "LockTuning": (_tuning, set()),
     "Packed": (_packed, set()),
     "PositionAudit": (_position_audit, {"error", "named", "vectors", "spectrum"}),
     "PositionCurve": (lambda: PositionCurve({0.0: 0.5, 0.5: 0.25}, 4, 16, 0.5), {"curve"}),

@@ -18,7 +18,7 @@ from situs.data.augment.recipes import AugmentConfig
 from situs.data.modalities.image import ImagePipeline
 from situs.data.open import open_source
 from situs.data.pipeline import WorkerBatch
-from situs.data.sampler import BatchPlan, batches_for, exact_order
+from situs.data.sampler import BatchPlan, batches_for, epoch_order
 from situs.data.sources.base import Source
 from situs.data.streaming import WorkerStream
 from situs.errors import SitusError
@@ -197,7 +197,7 @@ def test_the_order_of_the_next_epoch_is_made_beside_this_one(folder):
         asked[epoch] = threading.get_ident()
         if epoch == 1:
             made.set()
-        return exact_order(seed, epoch, n, device)
+        return epoch_order(seed, epoch, n, device)
 
     plan = BatchPlan(len(source := open_source(folder, channels=3)), 4, order=order)
     stream = WorkerStream(ImagePipeline(source, (8, 8), 0, AugmentConfig()), plan, 0, pin=False)
@@ -205,5 +205,5 @@ def test_the_order_of_the_next_epoch_is_made_beside_this_one(folder):
     next(batches)
     assert made.wait(10) and asked[0] == threading.get_ident() != asked[1]
     ids = [torch.cat([part.ids for part in parts]) for epoch in (0, 1) for parts in stream.batches(epoch, 0)]
-    wanted = [each for epoch in (0, 1) for each in batches_for(replace(plan, order=exact_order), epoch)]
+    wanted = [each for epoch in (0, 1) for each in batches_for(replace(plan, order=epoch_order), epoch)]
     assert all(torch.equal(a, b) for a, b in zip(ids, wanted, strict=True))

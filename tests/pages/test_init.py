@@ -39,7 +39,6 @@ from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
 from situs.locks.equivariance.findings import Law
-from situs.locks.tuning.result import Curve
 from situs.locks.veil import Veil
 from situs.measure.knn import LayerAccuracy, LayerKnn
 from situs.pages import PAGES, make_page, publish, write_numbers
@@ -48,7 +47,7 @@ from situs.results import Origin, Provenance, Result, show
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_result_has_a_page_and_every_page_a_result() -> None:
+def test_every_result_is_drawn_here_and_every_page_is_of_a_result() -> None:
     found = set()
     for path in (ROOT / "src" / "situs").rglob("*.py"):
         text = path.read_text()
@@ -57,7 +56,7 @@ def test_every_result_has_a_page_and_every_page_a_result() -> None:
                 re.match(r"(Result|Probes|Leak|Report)\b", ast.unparse(b)) for b in node.bases
             ):
                 found.add(node.name)
-    assert found - {"Probes", "Leak", "Report"} == set(PAGES) == set(RESULTS)
+    assert found - {"Probes", "Leak", "Report"} == set(RESULTS) >= set(PAGES)
 
 
 def test_a_folder_holds_a_page_of_every_kind(tmp_path: Path) -> None:
@@ -87,7 +86,7 @@ def test_a_page_says_what_its_result_says(name: str, monkeypatch: pytest.MonkeyP
         assert {show(cell) for row in table.rows for cell in row} <= cells
     assert {key for key in page.pictures if not key.startswith("umap")} == pictures
     assert all(picture.startswith(b"\x89PNG") for picture in page.pictures.values())
-    if name not in ("LockAudit", "LockTuning", "Runs", "Verification"):  # which say it in their own words
+    if name not in ("LockAudit", "Runs", "Verification"):  # which say it in their own words
         assert "<dt>seed</dt><dd>3</dd>" in text
     assert NAME not in text
     assert "49" not in re.findall(r"<h1>.*?</h1>", text)[0]
@@ -194,13 +193,13 @@ def test_both_laws_are_two(laws: tuple[Law, ...], undrawn: None) -> None:
     assert (make_page(Verification("m", "float32", 1e-10, 1e-3, 3, None, held)).tone == "good") is (len(laws) == 2)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("Segments", "segments.mask_rows"), ("Detections", "objects.object_rows")])
+@pytest.mark.parametrize(("name", "rows"), [("Segments", "masks.mask_rows"), ("Detections", "objects.object_rows")])
 def test_a_page_opens_with_few_of_the_worst_images_and_shows_all_of_them_below(
     name: str, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The opening's picture is held to part of a screen: eight rows of images would be as small as stamps there."""
     drawn: list[int] = []
-    monkeypatch.setattr(f"situs.pages.{rows}", lambda some, _: drawn.append(len(some)) or Figure())
+    monkeypatch.setattr(f"situs.report.{rows}", lambda some, _: drawn.append(len(some)) or Figure())
     found = replace(cast("Any", RESULTS[name][0]()), provenance=provenance())
     page = make_page(replace(found, worst=[*found.worst] * 8))
     assert drawn == [2, 8] and {"worst-first", "worst"} <= page.pictures.keys()
@@ -221,7 +220,7 @@ def held(value: Any) -> Iterator[Any]:
 def test_a_result_is_what_was_measured_and_cannot_be_changed(name: str) -> None:
     kinds = {type(value) for value in held(RESULTS[name][0]()) if is_dataclass(value)}
     open_kinds = {kind for kind in kinds if not kind.__dataclass_params__.frozen}  # type: ignore[attr-defined]
-    assert open_kinds <= {Curve}  # which grows while the study trains
+    assert open_kinds == set()
 
 
 def knn(*of: Origin) -> LayerKnn:
@@ -276,9 +275,9 @@ def test_a_page_of_another_model_stays(tmp_path: Path) -> None:
     assert write(Origin("a/../../b c", "9")).parent.parent == tmp_path
 
 
-def test_what_has_no_page_is_one_sentence() -> None:
+def test_a_result_that_nobody_registered_has_a_page() -> None:
     class Other(LayerKnn):
-        """A result that nobody registered."""
+        """Of a third party."""
 
-    with pytest.raises(SitusError, match=r"Other: has no page; those of Adapted, "):
-        make_page(Other(knn().rows, 8, 4, None, 3, None, torch.eye(2), ("a", "b")))
+    page = make_page(Other(knn().rows, 8, 4, None, 3, None, torch.eye(2), ("a", "b")))
+    assert page.headline[0].startswith("After the last block") and set(page.pictures) == {"layers"}

@@ -62,7 +62,7 @@ def test_table_page_and_file(
 def test_what_another_verb_or_model_left_is_not_lost_without_a_word(
     photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, others = tmp_path / "audit", ("report.html", "audit.html", "finetuning.html", "study.html", "texts.html")
+    out, others = tmp_path / "audit", ("report.html", "audit.html", "study.html", "texts.html")
     out.mkdir()
     for name in others:
         (out / name).write_text(name)

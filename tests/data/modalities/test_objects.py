@@ -129,7 +129,7 @@ def test_image_mask_and_box_stay_where_the_figure_is(name: str) -> None:
 def test_a_fitted_crop_is_large_scale_jitter() -> None:
     noise = torch.rand(4000, geometry.CROP_NOISE, generator=torch.Generator().manual_seed(0))
     flip = noise[:, 5] < 0.5
-    top, left, high, wide = geometry.fitted_crop_boxes(noise, 80, 60, (48, 48), (0.1, 2.0), flip).T
+    top, left, high, wide = geometry.scaled_crop_boxes(noise, 80, 60, (48, 48), (0.1, 2.0), flip).T
     scale = 80 / high  # at 1 the longer side is as long as the box
     assert torch.allclose(high, wide)
     assert 0.1 <= float(scale.min()) < 0.11 and 1.99 < float(scale.max()) <= 2.0
