@@ -47,7 +47,7 @@ COVERED = {
     "situs.methods.offsets": "test_base_texts",
     "situs.findings": "test_gate",
     "situs.audit.attacks": "test_attacks",
-    "situs.audit.attacks.tokens.descent": "test_search",
+    "situs.audit.attacks.solver": "test_search",
     "situs.audit.cases": "test_settings",
     "situs.audit.defences": "test_client",
     "situs.audit.defences.base": "test_client",
