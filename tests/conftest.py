@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
-    """What libraries log stays out of the streams that tests look at; no disk is waited for, as nobody pulls a plug."""
+    """What libraries log stays out of the streams that tests look at; no disk is waited for: nobody pulls the plug."""
     logging.getLogger().addHandler(logging.NullHandler())
     os.fsync = lambda _: None
 
@@ -97,15 +97,42 @@ def _copied(module: Any, memo: dict[int, Any]) -> Any:
     return made
 
 
+def _created_once(create: Callable[..., Any]) -> Callable[..., Any]:
+    """timm's `create_model`, which makes the same model of the same name, arguments and random state: a copy of that
+    takes a tenth of the time. Large ones and those with values from elsewhere are made each time."""
+    import torch
+
+    kept: dict[str, tuple[Any, torch.Tensor]] = {}
+
+    def created(name: str, **more: Any) -> Any:
+        here = torch.get_default_device().type == "cpu" and not more.get("pretrained") and ":" not in name
+        if not here or not all(isinstance(each, bool | int | float | str | tuple | None) for each in more.values()):
+            return create(name, **more)
+        before = hash(torch.get_rng_state().numpy().tobytes())
+        key = f"{name} {sorted(more.items())} {before} {torch.get_default_dtype()}"
+        if key not in kept:
+            model = create(name, **more)
+            if sum(each.numel() for each in model.parameters()) > 2**20:
+                return model
+            kept[key] = model, torch.get_rng_state()
+            return copy.deepcopy(model)
+        torch.set_rng_state(kept[key][1])
+        return copy.deepcopy(kept[key][0])
+
+    return created
+
+
 def pytest_collection_finish() -> None:
     """For devices that are not here torch notes each seed with the whole stack, a hundred times the work of seeding.
 
     Of timm's first weights the large ones are drawn evenly, in a tenth of the time, with the same mean and, but for
     tails cut at two deviations, the same deviation: half a second of each model of full size.
     """
+    import timm
     import torch
     from timm.layers import weight_init
 
+    timm.create_model = _created_once(timm.create_model)
     exactly, wide = weight_init._trunc_normal_, 3**0.5
 
     def drawn(tensor: torch.Tensor, mean: float, std: float, a: float, b: float) -> torch.Tensor:

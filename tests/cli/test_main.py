@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 import situs
-from situs.audit.judge.gate import ABOVE, NOT_JUDGED
 from situs.cli import main as cli
 from situs.cli.data.check import FOUND
 from situs.cli.main import main
 from situs.cli.result import INTERRUPTED
+from situs.gate import ABOVE, NOT_JUDGED
 
 VERB = '''
 """A verb for tests."""
@@ -98,9 +98,7 @@ def test_every_verb_has_its_module_and_a_short_help(
         assert noise not in shown
 
 
-@pytest.mark.parametrize(
-    "verb", ["verify test_vit", "audit lock x", "audit finetuning", "report x", "evaluate accuracy x"]
-)
+@pytest.mark.parametrize("verb", ["verify test_vit", "audit lock x", "report x", "evaluate accuracy x"])
 def test_a_folder_to_write_to_is_looked_at_before_the_work(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*verb.split(), "--out", "page.html"]) == 2
     assert capsys.readouterr().err == "situs: out='page.html': must be a folder (--out)\n"
@@ -219,8 +217,6 @@ def test_flags_of_a_topic_are_listed_and_explained_where_they_are_asked_for(caps
     assert "--tune-lr" in told and "AdamW" in told and "--fail-above" not in told
     assert main(["audit", "gradients", "--help", "all"]) == 0
     assert {"--tune-lr", "--restarts", "--fail-above"} <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    assert main(["audit", "finetuning", "--help"]) == 0  # which has tables and takes no preset
-    assert "presets" not in capsys.readouterr().out
     assert main(["audit", "gradients", "--help", "presets"]) == 2
     assert "choose one of: all, matching, remedies" in capsys.readouterr().err
 

@@ -35,7 +35,6 @@ RESULTS = {
     "analyze correlation": ["Correlations"],
     "analyze positions": ["PositionTables"],
     "analyze reconstruct": ["Reconstruction"],
-    "audit finetuning": ["LockTuning"],
     "audit gradients": ["Audit", "Comparison", "TextAudit"],
     "audit lock": ["LockAudit"],
     "audit positions": ["PositionAudit"],
@@ -46,7 +45,18 @@ RESULTS = {
 }
 """What a verb gives, by the names of tests/pages/test_init.py."""
 
-LOGGED = ("loss", "val_top1", "val_top5", "val_miou", "val_loss", "position_accuracy", "accuracy", "knn", "lr")
+LOGGED = (
+    "loss",
+    "val_top1",
+    "val_top5",
+    "val_miou",
+    "val_loss",
+    "val_perplexity",
+    "position_accuracy",
+    "accuracy",
+    "knn",
+    "lr",
+)
 """What trainings log."""
 
 

@@ -8,26 +8,31 @@ that is stopped has compared them on the same images.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from situs.audit.attacks.base import Fact, Knowledge, Ready, Refused
-from situs.audit.cases import Case, Outcome, TestSet
+from situs.audit.attacks.base import Knowledge, Ready, Refused, certificate_of
+from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.client import check_inputs, least_likely, names_sent, upload_of
 from situs.audit.deadline import Deadline, StoppedError
 from situs.audit.defences import Gradients, Step, blurred, method_of
 from situs.audit.fed import pictures_fed, reading_stem, recorded
-from situs.audit.judge.gate import doubt_of
+from situs.audit.scores.exposure import METRICS
 from situs.audit.scores.metrics import denormalise
 from situs.audit.scores.scoring import Lpips, Scores, closer, extend, facts_of, measure, measure_parts, pictures_of
 from situs.errors import counted, verb
+from situs.findings import Certificate, Certificates, Fact, Finding, Kind, Metric, Remark, doubt_of
+from situs.gate import Report
 from situs.methods.base import Batch, Method
 from situs.methods.measured import HidesPlaces
 from situs.progress import task
+from situs.results import Tone
 
 GROUP = 8
 """Uploads that are held at a time, at most: as many as a search takes at once."""
@@ -38,6 +43,9 @@ HELD = 2**30
 SHOWN = 8
 """Recovered pictures that are kept of a case."""
 
+KEEP_EVERY = 5.0
+"""Seconds, at least, between two looks at a result that is not whole yet."""
+
 
 def run(
     cases: Sequence[Case],
@@ -45,8 +53,8 @@ def run(
     step: Step | None = None,
     deadline: Deadline | None = None,
     lpips: Lpips | None = None,
-) -> Iterator[Outcome]:
-    """The outcomes, case after case for each group of images: a later one of a case takes the place of those before.
+) -> Iterator[ImageFinding]:
+    """The findings, case after case for each group of images: a later one of a case takes the place of those before.
 
     Refused cases come first, and those made by themselves, not begun. It ends when the deadline is over, or on Ctrl-C;
     that is raised unless the attack could keep what it had found.
@@ -54,20 +62,20 @@ def run(
     step, deadline = step or Step(), deadline or Deadline()
     test.whole_batches(step.batch)
     trials: list[_Trial] = []
-    for found in _prepared(cases, test, step, lpips):
-        if isinstance(found, Outcome):
-            yield found
+    for each in _prepared(cases, test, step, lpips):
+        if isinstance(each, ImageFinding):
+            yield each
         else:
-            trials.append(found)
-            if found.cases[0].by_itself:  # known from here on: where it is not come to, it was left
-                yield Outcome(found.cases[0], "not_run")
+            trials.append(each)
+            if each.cases[0].by_itself:  # known from here on: where it is not come to, it was left
+                yield each.cases[0].finding("not_run")
     with task("attacks", sum(trial.uploads for trial in trials)) as told:
         for done in _in_turn(trials, deadline):
             told.tell(sum(trial.at for trial in trials))
             yield done
 
 
-def _in_turn(every: Sequence[_Trial], deadline: Deadline) -> Iterator[Outcome]:
+def _in_turn(every: Sequence[_Trial], deadline: Deadline) -> Iterator[ImageFinding]:
     """All trials group by group of uploads, until there are none or the deadline is over."""
     group, sent, held, trials = _group(every), list[Gradients](), None, list(every)
     while trials:
@@ -148,6 +156,35 @@ class Client:
         return 4 * sum(count for name, count in self.sent.items() if self.wanted is None or name in self.wanted)
 
 
+def conclude(
+    case: Case,
+    scores: Scores,
+    facts: Sequence[dict[str, Fact]],
+    reasons: Mapping[Kind, str],
+    noise: float,
+    control: Callable[[], Certificates] | None,
+    shown: Tensor | None = None,
+) -> ImageFinding:
+    """What came of a case: its remarks, what the attacker can prove of each image, and why that proves nothing.
+
+    reasons: by kind of remark, "" for none. noise, control: see `doubt_of`.
+    """
+    remarks = [Remark(kind, text) for kind, text in reasons.items() if text]
+    closed, status = case.attack.closed_form, "stopped" if reasons.get("stopped") else "done"
+    certificates = [certificate_of(fact) for fact in facts] if closed else []
+    finding = case.finding(
+        status,
+        range(len(facts)),
+        scores=scores,
+        certificates=certificates,
+        remarks=remarks,
+        facts=list(facts),
+        shown=shown,
+    )
+    doubt = doubt_of(finding.caveat, certificates, noise, control) if closed else None
+    return finding if doubt is None else replace(finding, remarks=[*remarks, Remark("doubt", doubt)])
+
+
 @dataclass
 class _Trial:
     """One attacker on one client: his cases share what he recovers, and differ in what it is compared with.
@@ -166,7 +203,7 @@ class _Trial:
     facts: list[dict[str, Fact]] = field(default_factory=list)
     scores: dict[int, Scores] = field(default_factory=dict)
     pictures: list[Tensor] = field(default_factory=list)
-    control: list[dict[str, Fact]] | None = None
+    control: list[Certificate] | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -191,8 +228,8 @@ class _Trial:
         """How many uploads these make."""
         return self.images // self.client.step.batch
 
-    def attack(self, sent: Sequence[Gradients], first: int, deadline: Deadline) -> Iterator[Outcome]:
-        """Recovers what is behind the uploads from number `first` on, and gives the outcome of each case so far."""
+    def attack(self, sent: Sequence[Gradients], first: int, deadline: Deadline) -> Iterator[ImageFinding]:
+        """Recovers what is behind the uploads from number `first` on, and gives what came of each case so far."""
         case, test, batch = self.cases[0], self.client.test, self.client.step.batch
         if case.by_itself and not first:
             deadline.say(f"{case.defence.label}: {case.by_itself}")
@@ -222,46 +259,45 @@ class _Trial:
             extend(self.scores.setdefault(number, {}), made)
             if number == 0 and here.start < SHOWN:
                 self.pictures.append(pictures[: SHOWN - here.start].clone())
-            yield self.outcome(number)
+            yield self.finding(number)
 
-    def outcome(self, number: int) -> Outcome:
+    def finding(self, number: int) -> ImageFinding:
         """What came of one of the cases until now."""
         case, step = self.cases[number], self.client.step
         bound = "" if not case.informed or case.attack.separates_hidden else blurred(self.client.method)
         spoiled = case.attack.spoiled(self.client.known(case.informed), self.noise)
-        caveat = "; ".join(filter(None, (case.by_itself, self.ready.caveat, spoiled, bound))) or None
         count, wanted = len(self.facts), self.images
         fewer = None if count == wanted else f"{count} of {counted(wanted, 'images')}"
-        partial = ", ".join(filter(None, (self.partial, fewer))) or None
-        doubt = None
-        if case.attack.closed_form:
-            clean = case.defence.quiet == case.defence and step.dtype == torch.float32
-            doubt = doubt_of(caveat, self.facts, self.noise, None if clean else self._control)
-        return Outcome(
+        partial = ", ".join(filter(None, (self.partial, fewer)))
+        clean = case.defence.quiet == case.defence and step.dtype == torch.float32
+        return conclude(
             case,
-            "done" if partial is None else "stopped",
             {name: None if values is None else list(values) for name, values in self.scores[number].items()},
-            list(self.facts),
+            self.facts,
+            {
+                "fallback": case.by_itself,
+                "inexact": "; ".join(filter(None, (self.ready.caveat, spoiled))),
+                "lower_bound": bound,
+                "stopped": partial,
+            },
+            self.noise,
+            None if clean else self._control,
             torch.cat(self.pictures),
-            caveat=caveat,
-            lower_bound=bool(bound),
-            partial=partial,
-            doubt=doubt,
         )
 
-    def _control(self) -> list[dict[str, Fact]]:
-        """The facts of the same attack on the first upload as it is without noise and in float32."""
+    def _control(self) -> list[Certificate]:
+        """The certificates of the same attack on the first upload as it is without noise and in float32."""
         if self.control is None:
             case, step = self.cases[0], replace(self.client.asked, dtype=torch.float32)
             quiet = replace(case, defence=case.defence.quiet)
             client = Client(quiet, self.client.test, step, self.client.wanted)
             # Bytes are not read: it is about the equations.
             known = replace(client.known(case.informed), normalisation=None)
-            self.control = case.attack.recover(case.backbone, [known.read(client.upload(0))], known).facts
+            self.control = case.attack.recover(case.backbone, [known.read(client.upload(0))], known).certificates
         return self.control
 
 
-def _prepared(cases: Sequence[Case], test: TestSet, step: Step, lpips: Lpips | None) -> Iterator[Outcome | _Trial]:
+def _prepared(cases: Sequence[Case], test: TestSet, step: Step, lpips: Lpips | None) -> Iterator[ImageFinding | _Trial]:
     """Refusals, and trials of all else: cases that share a recovery are one. Clients note what will be read of them."""
     clients: list[Client] = []
     trials: list[_Trial] = []
@@ -274,14 +310,14 @@ def _prepared(cases: Sequence[Case], test: TestSet, step: Step, lpips: Lpips | N
             if not case.by_itself:  # what lies in the model alone is said first
                 found = case.attack.prepare(case.backbone, dict(case.backbone.named_parameters()), Knowledge())
                 reason = found.reason if isinstance(found, Refused) else impossible
-                yield Outcome(case, "refused", reason=reason)
+                yield case.refused(reason)
             continue
         client = next((client for client in clients if case.same_upload(client.case)), None)
         size = case.defence.step(step).batch
         if len(test) % size:
             if not case.by_itself:
                 said = f"{counted(len(test), test.things)} {verb(len(test), 'do')} not make whole batches of {size}"
-                yield Outcome(case, "refused", reason=f"{said}, so that nothing is sent")
+                yield case.refused(f"{said}, so that nothing is sent")
             continue
         if client is None:
             clients.append(client := Client(case, test, step))
@@ -290,7 +326,7 @@ def _prepared(cases: Sequence[Case], test: TestSet, step: Step, lpips: Lpips | N
             continue
         found = case.attack.prepare(case.backbone, client.sent, client.known(case.informed))
         if isinstance(found, Refused):
-            yield Outcome(case, "refused", reason=found.reason)
+            yield case.refused(found.reason)
             continue
         client.wanted = None if client.wanted is None or found.reads is None else client.wanted | {*found.reads}
         trials.append(_Trial([case], client, found, lpips))
@@ -301,3 +337,99 @@ def _group(trials: Sequence[_Trial]) -> int:
     """How many uploads are held at a time."""
     largest = max((trial.client.size for trial in trials), default=0)
     return max(1, min(GROUP, HELD // max(1, largest)))
+
+
+# --- what every audit of images comes to, and the loop that collects it --------------------------------------------
+
+
+@dataclass(frozen=True)
+class Leak(Report):
+    """What came of an audit's cases. names: of all images; images: the first originals, [m, C, H, W] in [0, 1]."""
+
+    metrics: ClassVar[Mapping[str, Metric]] = METRICS
+
+    findings: Sequence[ImageFinding]
+    names: Sequence[str]
+    images: Tensor
+
+    @property
+    def pairs(self) -> list[ImageFinding]:
+        """What was begun, or refused."""
+        return [finding for finding in self.findings if finding.status != "not_run"]
+
+    @property
+    def attacked(self) -> list[ImageFinding]:
+        """What was attacked; a bound is told the images, and is no attack."""
+        return [finding for finding in self.findings if finding.attacked and not finding.bound]
+
+    @property
+    def tone(self) -> Tone:
+        """Bad where an image came back whole; what did not is proved by nothing here."""
+        return "bad" if any(pair.exact for pair in self.attacked) else "unsure"
+
+    @property
+    def private(self) -> bool:
+        return any(finding.shown is not None for finding in self.findings)
+
+    def without_pictures(self) -> Self:
+        """The same without the images and what was recovered of them: its page is then for everyone."""
+        return replace(self, findings=[replace(each, shown=None) for each in self.findings], images=self.images[:0])
+
+
+AnyLeak = TypeVar("AnyLeak", bound=Leak)
+
+
+def collect(
+    cases: Sequence[Case],
+    test: TestSet,
+    make: Callable[[list[ImageFinding], str | None], AnyLeak],
+    *,
+    step: Step,
+    deadline: Deadline,
+    lpips: Lpips | None = None,
+    keep: Callable[[AnyLeak], None] | None = None,
+) -> AnyLeak:
+    """Runs the cases. make: what came of them, and by what it was stopped -> the result.
+
+    When the deadline's time is over, or on Ctrl-C, what is there is the result. keep: is given it now and then while it
+    grows, and at its end.
+    """
+    findings = {case: case.finding("not_run") for case in cases if not case.by_itself}
+    told = time.monotonic()
+
+    def so_far(reason: str) -> AnyLeak:
+        so_many = [findings[case] for case in cases if case in findings]
+        return make(so_many, _stopped(so_many, deadline, reason))
+
+    try:
+        for finding in run(cases, test, step, deadline, lpips):
+            findings[finding.case] = finding
+            if keep is not None and finding.attacked and time.monotonic() - told >= KEEP_EVERY:
+                keep(so_far("the end of its process"))
+                told = time.monotonic()
+        deadline.closed = True  # before anything else: a Ctrl-C from here on must find it so
+    except KeyboardInterrupt:
+        deadline.interrupt()
+        deadline.closed = True
+    whole = so_far(deadline.reason)
+    if keep is not None:
+        keep(whole)
+    return whole
+
+
+def _stopped(findings: Sequence[ImageFinding], deadline: Deadline, reason: str) -> str | None:
+    """By what and how far it came; None where all that was asked for is there."""
+    cut = any(each.why("stopped") for each in findings if deadline.spent() or not each.case.by_itself)
+    if not (cut or deadline.interrupted or any(each.status == "not_run" for each in findings)):
+        return None
+    return f"{reason}, with {' '.join(finished(findings))}"
+
+
+def finished(findings: Sequence[Finding]) -> tuple[str, str]:
+    """How far an audit came: "2 of 5", and of what. What does not apply is no attack, and neither is a bound; what ran
+    by itself is one."""
+    attacks = [each for each in findings if not each.bound]
+    refused = sum(each.status == "refused" for each in attacks)
+    done, every = sum(each.status == "done" for each in attacks), len(attacks) - refused
+    others = f" ({refused} {verb(refused, 'do')} not apply)" if refused else ""
+    return f"{done} of {every}", f"{counted(every, 'attacks').split()[1]} finished{others}"

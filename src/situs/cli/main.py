@@ -73,10 +73,6 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "situs.cli.audit.lock",
             "attack a lock as one without its key would, and say what is left of it",
         ),
-        "audit finetuning": (
-            "situs.cli.audit.finetuning",
-            "fine-tune a locked model with its key, without it, and from scratch",
-        ),
     },
     "Split": {
         "split certs": ("situs.cli.split.certs", "throw-away certificates for a server and its clients"),
@@ -114,6 +110,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
 """heading -> verb -> (module, one line). A verb may have two words: "evaluate ensemble"."""
 
 RETIRED = {
+    "audit finetuning": "situs study run lock fine-tunes a locked model with its key, without it and from scratch",
     "split cost": "situs study run st-figure8 counts a step, and python benchmarks/split.py --count one with a server",
 }
 """verb that is gone -> what does its work."""

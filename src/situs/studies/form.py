@@ -63,7 +63,6 @@ VERBS = {
     "analyze correlation": Verb(),
     "analyze positions": Verb(data=False),
     "analyze reconstruct": Verb(),
-    "audit finetuning": Verb(model="from", seed=True, bare=True),
     "audit gradients": Verb(instead="texts"),
     "audit lock": Verb(),
     "audit positions": Verb(),

@@ -22,9 +22,8 @@ from situs.audit import (
     find_defences,
 )
 from situs.audit.deadline import first_ctrl_c
-from situs.audit.judge.gate import ABOVE, NOT_JUDGED, parse_limit
-from situs.audit.judge.record import junit
 from situs.audit.remedies.ladders import CostConfig
+from situs.audit.scores.exposure import METRICS
 from situs.audit.settings import Comparison
 from situs.audit.text.audit import TextConfig, audit_texts
 from situs.cli.audit.evidence import command_of
@@ -33,6 +32,7 @@ from situs.cli.progress import remark
 from situs.cli.result import INTERRUPTED, present
 from situs.errors import SitusError
 from situs.files import write_result
+from situs.gate import ABOVE, NOT_JUDGED, junit, parse_limit
 from situs.models.open import is_run
 from situs.pages import publish, write_numbers
 
@@ -116,7 +116,9 @@ def run(args: Args) -> int:
             found = audit_gradients(args.model, data, defences=args.defences, **given)
             ruling = found.ruling
         if args.junit is not None and ruling is not None and not isinstance(found, Comparison):
-            write_result(args.junit, junit(found, ruling), field="junit")
+            suite = f"situs audit gradients {found.model}"
+            file = junit(suite, ruling, found.provenance.facts, found.lines)
+            write_result(args.junit, file, field="junit")
         present(found if args.pictures else found.without_pictures(), args.out)
     status = 0 if ruling is None else ruling.status
     return INTERRUPTED if deadline.interrupted and status != ABOVE else status
@@ -128,7 +130,7 @@ def _find(args: Args, data: str | None, given: dict[str, Any], deadline: Deadlin
     The status is 0 where some setting is named, and that of "inconclusive" where none is.
     """
     assert args.find_defence is not None
-    parse_limit(args.find_defence, "find_defence")  # the audit would call it --fail-above
+    parse_limit(args.find_defence, METRICS, "find_defence")  # the audit would call it --fail-above
     costs = {each.name: getattr(args, each.name) for each in fields(CostConfig)}
     first = Deadline(deadline.say, None if args.time_limit is None else args.time_limit / 10, whole=deadline)
     with first_ctrl_c(deadline):

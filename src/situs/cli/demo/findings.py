@@ -147,7 +147,7 @@ def find_gradients(stage: Stage) -> Finding:
     audit = situs.audit_gradients(
         stage.runs / ALONE, "samples", attacks=("patchembed",), defences=("none",), device="cpu", **asked
     )
-    [outcome] = audit.outcomes
+    [outcome] = audit.findings
     seconds = (time.perf_counter() - began) / count
     section = stage.page.section("What one training step gives away")
     section.text(audit.summary().sentence).text(
@@ -158,10 +158,10 @@ def find_gradients(stage: Stage) -> Finding:
     section.note(
         "Which defences help, and which do not: `situs audit gradients MODEL --data FOLDER --find-defence psnr=20`."
     )
-    if outcome.pictures is None:
-        reason = outcome.reason or "the attack does not apply"
+    if outcome.shown is None:
+        reason = outcome.why("refused") or "the attack does not apply"
         return stage.add(Finding("One training step was not attacked.", "–", reason, reason, Section("").text(reason)))
-    pairs = [audit.images[:SHOWN], outcome.pictures[:SHOWN]]
+    pairs = [audit.images[:SHOWN], outcome.shown[:SHOWN]]
     caption = "Above: private images. Below: computed from one gradient."
     whole = outcome.to_the_byte == outcome.count
     title = (
