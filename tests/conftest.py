@@ -84,8 +84,6 @@ def pytest_collection() -> Iterator[Any]:
 def _copied(module: Any, memo: dict[int, Any]) -> Any:
     """`deepcopy` of a module, in a fifth of the time: most of what one has are numbers and empty dicts of hooks."""
     kind = type(module)
-    if kind.__getstate__ is not object.__getstate__:
-        return copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # pyright: ignore[reportAttributeAccessIssue]
     memo[id(module)] = made = kind.__new__(kind)
     for name, value in module.__dict__.items():
         if isinstance(value, bool | int | float | str | None):
