@@ -136,7 +136,6 @@ COVERED = {
     "situs.train.config": "test_loop",
     "situs.train.inputs": "test_run_texts",
     "situs.methods.language": "test_run_texts",
-    "situs.measure.perplexity": "test_run_texts",
     "situs.measure.predict": "test_predict",
     "situs.cli.evaluate.perplexity": "test_run_texts",
     "situs.train.contract": "test_loop",
