@@ -104,8 +104,6 @@ COVERED = {
     "situs.pages.curve": "test_init",
     "situs.pages.default": "test_init",
     "situs.pages.data": "test_init",
-    "situs.pages.positions": "test_init",
-    "situs.pages.positions_audit": "test_init",
     "situs.pages.reconstruct": "test_init",
     "situs.pages.remedies": "test_init",
     "situs.pages.settings": "test_init",
