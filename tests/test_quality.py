@@ -84,6 +84,7 @@ COVERED = {
     "situs.data.sources.base": "test_open",
     "situs.data.sources.manifest": "test_check",
     "situs.data.modalities": "test_config",
+    "situs.data.pipeline": "test_modalities",
     "situs.data.preparation": "test_write",
     "situs.data.text": "test_text",
     "situs.data.modalities.base": "test_config",
