@@ -143,7 +143,8 @@ class Again(NamedTuple):
 
 
 class Guard:
-    """Made by `guard`. looks: what it found so far; `close` takes its hooks away."""
+    """Made by `guard`. looks: what it found so far; findings: of the last look, as those of an audit. `close` takes its
+    hooks away."""
 
     def __init__(
         self,
@@ -163,6 +164,7 @@ class Guard:
         self.attacks = [create_attack(each) for each in attacks]
         self.defence, self.seconds = create_defence(defence), seconds
         self.looks: list[Look] = []
+        self.findings: list[ImageFinding] = []
         self.step, self._inside = 0, False
         self._decoys: deque[Tensor] = deque(maxlen=DECOYS)
         self._again: dict[str, deque[Again]] = {}
@@ -262,6 +264,7 @@ class Guard:
             plain, bounds = self._bounds(match, tries[0], [images, *fed][-1], references[-1], steps, deadline)
             findings += [replace(bound, defence=self.defence.label) for bound in bounds]
         self._keep(references[0].real)
+        self.findings = findings
         [judged] = judge(findings, self.limit, hardest=not plain).judgements
         noise = tries[0].known.defence.noise_level(len(images))
         measured = f"; there is noise of {noise:.3g}, as measured" if judged.status == PASSED else ""
