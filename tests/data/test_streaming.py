@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import threading
 import time
 from dataclasses import replace
@@ -11,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from warm import Warm
 
 from situs.data import streaming
 from situs.data.augment.recipes import AugmentConfig
@@ -21,7 +18,6 @@ from situs.data.pipeline import WorkerBatch
 from situs.data.sampler import BatchPlan, batches_for, epoch_order
 from situs.data.sources.base import Source
 from situs.data.streaming import WorkerStream
-from situs.errors import SitusError
 
 CROP = AugmentConfig()
 
@@ -31,25 +27,6 @@ def chunks(folder, workers: int, epoch: int = 2, start: int = 0, **plan) -> list
     views = ImagePipeline(source, (12, 16), 5, CROP)
     stream = WorkerStream(views, BatchPlan(len(source), 6, 5, **plan), workers, pin=False)
     return [part for (part,) in stream.batches(epoch, start)]
-
-
-def test_workers_rank_and_resume_change_nothing(folder):
-    alone = chunks(folder, 0)
-    assert [len(chunk.ids) for chunk in alone] == [6, 6, 6]
-    state = torch.random.get_rng_state()
-    for other in (chunks(folder, 1), chunks(folder, 2)):
-        for a, b in zip(alone, other, strict=True):
-            assert a.values.keys() == b.values.keys() == {"image", "label"}
-            assert all(torch.equal(a.values[name], b.values[name]) for name in a.values)
-            assert torch.equal(a.ids, b.ids)
-    assert torch.equal(torch.random.get_rng_state(), state)  # torch's generator is left alone
-    resumed = chunks(folder, 0, start=2)
-    assert torch.equal(resumed[0].values["image"], alone[2].values["image"])
-    assert len(resumed) == 1
-    ranks = [chunks(folder, 0, rank=rank, world=3) for rank in range(3)]
-    for step, whole in enumerate(alone):
-        assert torch.equal(torch.cat([share[step].values["image"] for share in ranks]), whole.values["image"])
-    assert not torch.equal(chunks(folder, 0, epoch=3)[0].ids, alone[0].ids)
 
 
 def test_workers_that_nobody_closed_end_at_once_with_their_stream(folder):
@@ -125,58 +102,6 @@ def test_workers_go_on_with_the_next_epoch_and_not_further_than_they_may(tmp_pat
 def test_a_rank_without_rows_in_the_last_batch_goes_on(folder):
     parts = chunks(folder, 0, rank=5, world=6, drop_last=False)
     assert [len(part.ids) for part in parts] == [1, 1, 1, 0]
-
-
-class Deadly(Told):
-    def read(self, index: int) -> dict[str, Any]:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return super().read(index)
-
-
-def test_a_killed_worker_is_one_sentence(tmp_path):
-    source = Deadly(tmp_path / "log")
-    stream = WorkerStream(ImagePipeline(source, (4, 4), 0, CROP), BatchPlan(12, 4), workers=1, pin=False)
-    with pytest.raises(SitusError, match=r"^a worker process was killed, perhaps for want of memory; take fewer$"):
-        list(stream.batches(0, 0))
-
-
-def test_workers_are_forked_and_end_with_a_parent_that_was_killed(tmp_path):
-    """Whatever way of starting processes Python prefers: a set that is held must not be sent to each of them."""
-    script = """
-import multiprocessing, os, sys, time, torch
-from situs.data.modalities.image import ImagePipeline
-from situs.data.augment.recipes import AugmentConfig
-from situs.data.sampler import BatchPlan
-from situs.data.sources.base import Source
-from situs.data.streaming import WorkerStream
-from situs.errors import SitusError
-
-class Held(Source):
-    def __len__(self):
-        return 4096
-    def read(self, index):
-        open(os.path.join(sys.argv[1], str(os.getpid())), "w").close()
-        return {"image": torch.zeros(3, 4, 4, dtype=torch.uint8)}
-    def __reduce__(self):
-        raise TypeError("was sent to a worker")
-
-if __name__ == "__main__":
-    multiprocessing.set_start_method("forkserver")
-    pipeline = ImagePipeline(Held("held", None, None, False), (4, 4), 0, AugmentConfig())
-    for _ in WorkerStream(pipeline, BatchPlan(4096, 4), 1, pin=False).batches(0, 0):
-        print("one", flush=True)
-        time.sleep(100)
-"""
-    (tmp_path / "script.py").write_text(script)
-    (tmp_path / "workers").mkdir()
-    with Warm(tmp_path / "script.py", tmp_path / "workers") as parent:
-        assert parent.stdout.readline() == "one\n"
-        parent.kill()
-    [worker] = [int(path.name) for path in (tmp_path / "workers").iterdir()]
-    end = time.monotonic() + 3  # a DataLoader's own worker looks every 5 seconds
-    while time.monotonic() < end and Path(f"/proc/{worker}").exists():
-        time.sleep(0.02)
-    assert not Path(f"/proc/{worker}").exists()
 
 
 @pytest.mark.parametrize(
