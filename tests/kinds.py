@@ -12,18 +12,18 @@ import torch
 
 from situs.audit import April, NoDefence, PatchEmbedding
 from situs.audit.cases import Case, ImageFinding
-from situs.audit.curve import IMAGES, Curves
-from situs.audit.curve import Line as TracedLine
-from situs.audit.curve import Point as TracedPoint
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
-from situs.audit.remedies.ladders import Cost
-from situs.audit.remedies.result import Remedies, Remedy, Trial
 from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import Reading
 from situs.audit.split.result import SettingFound, SplitAudit
 from situs.audit.split.stage import Kept
+from situs.audit.sweep.curve import IMAGES, Curves
+from situs.audit.sweep.curve import Line as TracedLine
+from situs.audit.sweep.curve import Point as TracedPoint
+from situs.audit.sweep.ladder import Cost
+from situs.audit.sweep.remedies import Remedies, Remedy, Trial
 from situs.audit.text.found import Read
 from situs.audit.text.result import Row, TextAudit
 from situs.bench.cases import StepCase, Timing

@@ -21,7 +21,6 @@ from outcomes import passing
 
 from situs.audit import NoDefence, PatchEmbedding
 from situs.audit.cases import Case
-from situs.audit.curve import IMAGES, Curves, Line, Point
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
 from situs.audit.scores.exposure import METRICS
@@ -30,6 +29,7 @@ from situs.audit.settings import Comparison
 from situs.audit.split.attackers import Reading
 from situs.audit.split.result import SettingFound, SplitAudit
 from situs.audit.split.stage import Kept
+from situs.audit.sweep.curve import IMAGES, Curves, Line, Point
 from situs.audit.text.found import Read
 from situs.audit.text.result import Row, TextAudit
 from situs.data.check import KINDS, DataCheck
