@@ -46,6 +46,7 @@ COVERED = {
     "situs.methods.official": "test_mjp",
     "situs.methods.offsets": "test_base_texts",
     "situs.findings": "test_gate",
+    "situs.audit.run": "test_engine",
     "situs.audit.attacks": "test_attacks",
     "situs.audit.attacks.solver": "test_search",
     "situs.audit.cases": "test_settings",

@@ -6,7 +6,7 @@ and why it proves nothing or was not made (`Remark`). The gate (`situs.gate`) re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -134,6 +134,11 @@ class Finding:
     hardest: bool = False
     facts: Sequence[Mapping[str, Fact]] = ()
     shown: Any = None
+
+    @property
+    def key(self) -> Hashable:
+        """By what it is told from others of one audit."""
+        return self.attack, self.defence
 
     @property
     def attacked(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -19,6 +20,7 @@ from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.client import upload_of, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import NoDefence, Noise, NoPositionGradient, Step
+from situs.audit.run import take_turns
 from situs.audit.scores.metrics import psnr
 from situs.audit.scores.scoring import measure
 from situs.errors import SitusError
@@ -60,8 +62,14 @@ class Spy(Attack):
         return Recovery(torch.zeros(count * known.batch, 1, 8, 8), [{}] * count)
 
 
+def findings(
+    cases: list[Case], test: TestSet, step: Step | None = None, deadline: Deadline | None = None, lpips: Any = None
+) -> Iterator[Any]:
+    return take_turns(engine.trials_of(cases, test, step, lpips), deadline or Deadline())
+
+
 def run(cases: list[Case], test: TestSet | None = None, *args: Any) -> dict[Case, ImageFinding]:
-    return {outcome.case: outcome for outcome in engine.run(cases, test or images(), *args)}
+    return {each.case: each for each in findings(cases, test or images(), *args)}
 
 
 def test_no_more_uploads_are_held_than_a_group_has(backbone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +228,7 @@ def test_refusals_come_first_and_what_runs_by_itself_only_where_nothing_closed_d
     cases = []
     for defence in (NoDefence(), NoPositionGradient()):
         cases += [Case("m", backbone, defence, no), Case("m", backbone, defence, Spy(), by_itself="why")]
-    found = list(engine.run(cases, images(2)))
+    found = list(findings(cases, images(2)))
     first, rest = [(cases[2], "refused"), (cases[3], "not_run")], [(cases[0], "done"), (cases[3], "done")]
     assert [(o.case, o.status) for o in found] == first + rest
     assert found[3].caveat == "why" and found[0].why("refused") == "no table"

@@ -16,8 +16,9 @@ from torch import Tensor
 from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Step
-from situs.audit.engine import Client, run
+from situs.audit.engine import Client, trials_of
 from situs.audit.oracle import Oracle, estimate
+from situs.audit.run import take_turns
 from situs.audit.scores.exposure import Blind, too_few
 from situs.audit.scores.metrics import denormalise
 from situs.audit.scores.scoring import Scores, closer, extend, measure
@@ -50,7 +51,8 @@ def consult(
             continue
         harder = [Case("", model, defence, each.case.attack, hardest=True, batch=step.batch) for each in pairs]
         tried: dict[Case, ImageFinding] = {}
-        for each in run(harder, test, step, deadline):
+        for each in take_turns(trials_of(harder, test, step), deadline):
+            assert isinstance(each, ImageFinding)
             tried[each.case] = each.against(blind, test.names)
             yield tried[each.case]
         if any(exposed(each) for each in tried.values()):

@@ -180,6 +180,10 @@ class ImageFinding(Finding):
     numbers: Sequence[int] = field(default=(), kw_only=True)
 
     @property
+    def key(self) -> Case:
+        return self.case
+
+    @property
     def exact(self) -> int:
         """How many images were recovered exactly."""
         return sum(value >= EXACT for value in self.scores.get("psnr") or ())

@@ -1,18 +1,16 @@
-"""The audit's engine: cases on a test set, a few uploads at a time, until all is done or the time is over.
+"""Images under attack: the scenario, what a client sends for them, and each attacker's trial.
 
 What a model sends is made once for all attacks on it, for a group of uploads, and forgotten before the next: whole
-gradients of many images fill any memory. All cases see the first group before any sees the second, so that an audit
-that is stopped has compared them on the same images.
+gradients of many images fill any memory.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -27,11 +25,10 @@ from situs.audit.scores.exposure import METRICS
 from situs.audit.scores.metrics import denormalise
 from situs.audit.scores.scoring import Lpips, Scores, closer, extend, facts_of, measure, measure_parts, pictures_of
 from situs.errors import counted, verb
-from situs.findings import Certificate, Certificates, Fact, Finding, Kind, Metric, Remark, doubt_of
+from situs.findings import HONEST, Certificate, Certificates, Fact, Finding, Kind, Metric, Remark, ThreatModel, doubt_of
 from situs.gate import Report
 from situs.methods.base import Batch, Method
 from situs.methods.measured import HidesPlaces
-from situs.progress import task
 from situs.results import Tone
 
 GROUP = 8
@@ -43,63 +40,64 @@ HELD = 2**30
 SHOWN = 8
 """Recovered pictures that are kept of a case."""
 
-KEEP_EVERY = 5.0
-"""Seconds, at least, between two looks at a result that is not whole yet."""
+
+@dataclass(frozen=True)
+class Images:
+    """The scenario of images: cases on a test set. make: what came of them, and by what it was stopped -> the report.
+    consult: what a gate needs beside them, where there is one."""
+
+    name: ClassVar[str] = "images"
+    threat: ClassVar[ThreatModel] = HONEST
+    metrics: ClassVar[Mapping[str, Metric]] = METRICS
+
+    cases: Sequence[Case]
+    test: TestSet
+    make: Callable[[list[ImageFinding], str | None], Any]
+    step: Step = field(default_factory=Step)
+    lpips: Lpips | None = None
+    consult: Callable[[Any, Deadline], Iterator[ImageFinding]] | None = None
+
+    @property
+    def things(self) -> str:
+        return self.test.things
+
+    def planned(self) -> Iterator[ImageFinding]:
+        return (case.finding("not_run") for case in self.cases if not case.by_itself)
+
+    def trials(self) -> Iterator[ImageFinding | _Trial]:
+        return trials_of(self.cases, self.test, self.step, self.lpips)
+
+    def report(self, findings: Mapping[Hashable, Finding], stopped: str | None) -> Any:
+        known: Mapping[Hashable, Any] = findings
+        return self.make([known[case] for case in self.cases if case in known], stopped)
+
+    def bounds(self, report: Any, deadline: Deadline) -> Iterator[ImageFinding]:
+        return iter(()) if self.consult is None else self.consult(report, deadline)
 
 
-def run(
-    cases: Sequence[Case],
-    test: TestSet,
-    step: Step | None = None,
-    deadline: Deadline | None = None,
-    lpips: Lpips | None = None,
-) -> Iterator[ImageFinding]:
-    """The findings, case after case for each group of images: a later one of a case takes the place of those before.
+@dataclass
+class _Held:
+    """The uploads that all trials on one client are given: made once, and let go before those of the next."""
 
-    Refused cases come first, and those made by themselves, not begun. It ends when the deadline is over, or on Ctrl-C;
-    that is raised unless the attack could keep what it had found.
-    """
-    step, deadline = step or Step(), deadline or Deadline()
-    test.whole_batches(step.batch)
-    trials: list[_Trial] = []
-    for each in _prepared(cases, test, step, lpips):
-        if isinstance(each, ImageFinding):
-            yield each
-        else:
-            trials.append(each)
-            if each.cases[0].by_itself:  # known from here on: where it is not come to, it was left
-                yield each.cases[0].finding("not_run")
-    with task("attacks", sum(trial.uploads for trial in trials)) as told:
-        for done in _in_turn(trials, deadline):
-            told.tell(sum(trial.at for trial in trials))
-            yield done
+    group: int = 1
+    uploads: list[Gradients] = field(default_factory=list)
+    of: tuple[int, range] | None = None
 
-
-def _in_turn(every: Sequence[_Trial], deadline: Deadline) -> Iterator[ImageFinding]:
-    """All trials group by group of uploads, until there are none or the deadline is over."""
-    group, sent, held, trials = _group(every), list[Gradients](), None, list(every)
-    while trials:
-        for number, trial in enumerate(trials):
-            if deadline.spent():
-                return
-            span, total = range(trial.at, min(trial.at + group, trial.uploads)), trial.uploads
-            if held != (id(trial.client), span):
-                held = (id(trial.client), span)
-                sent.clear()  # whoever still has the list: the others are let go before any is made
-                deadline.begin(len(trials) - number)  # many local steps take no more than an attack's share
-                with suppress(StoppedError):
-                    for upload in span:
-                        if sent and deadline.spent():
-                            break
-                        deadline.say(f"{trial.cases[0].defence.label}: gradients of batch {upload + 1} of {total}")
-                        sent.append(trial.client.upload(upload, deadline.over))
-            if not sent:  # it has another turn where time is left
-                held = None
-                continue
-            deadline.begin(len(trials) - number, trial.seconds)
-            yield from trial.attack(sent, span.start, deadline)
-            trial.taken += deadline.taken
-        trials = [each for each in trials if each.at < each.uploads and not each.ended]
+    def ask(self, trial: _Trial, deadline: Deadline, left: int) -> list[Gradients]:
+        """Those of the trial's next turn; fewer, or none, where the time is over."""
+        span, client = range(trial.at, min(trial.at + self.group, trial.total)), trial.client
+        if self.of == (id(client), span) and self.uploads:
+            return self.uploads
+        self.of = id(client), span
+        self.uploads.clear()  # whoever still has the list: the others are let go before any is made
+        deadline.begin(left)  # many local steps take no more than an attack's share
+        with suppress(StoppedError):
+            for upload in span:
+                if self.uploads and deadline.spent():
+                    break
+                deadline.say(f"{client.case.defence.label}: gradients of batch {upload + 1} of {trial.total}")
+                self.uploads.append(client.upload(upload, deadline.over))
+        return self.uploads
 
 
 @dataclass
@@ -196,6 +194,7 @@ class _Trial:
     client: Client
     ready: Ready
     lpips: Lpips | None
+    held: _Held
     at: int = 0
     taken: float = 0.0
     noise: float = math.inf
@@ -224,9 +223,16 @@ class _Trial:
         return everything if most is None else min(everything, max(batch, most // batch * batch))
 
     @property
-    def uploads(self) -> int:
+    def total(self) -> int:
         """How many uploads these make."""
         return self.images // self.client.step.batch
+
+    def turn(self, deadline: Deadline, left: int) -> Iterator[ImageFinding]:
+        """Attacks the next group of uploads; without one it has another turn where time is left."""
+        if uploads := self.held.ask(self, deadline, left):
+            deadline.begin(left, self.seconds)
+            yield from self.attack(uploads, self.at, deadline)
+            self.taken += deadline.taken
 
     def attack(self, sent: Sequence[Gradients], first: int, deadline: Deadline) -> Iterator[ImageFinding]:
         """Recovers what is behind the uploads from number `first` on, and gives what came of each case so far."""
@@ -297,8 +303,15 @@ class _Trial:
         return self.control
 
 
-def _prepared(cases: Sequence[Case], test: TestSet, step: Step, lpips: Lpips | None) -> Iterator[ImageFinding | _Trial]:
-    """Refusals, and trials of all else: cases that share a recovery are one. Clients note what will be read of them."""
+def trials_of(
+    cases: Sequence[Case], test: TestSet, step: Step | None = None, lpips: Lpips | None = None
+) -> Iterator[ImageFinding | _Trial]:
+    """Refusals, and trials of all else: cases that share a recovery are one. Clients note what will be read of them.
+
+    What is made by itself is known from there on: where it is not come to, it was left.
+    """
+    step, held = step or Step(), _Held()
+    test.whole_batches(step.batch)
     clients: list[Client] = []
     trials: list[_Trial] = []
     for case in cases:
@@ -324,22 +337,19 @@ def _prepared(cases: Sequence[Case], test: TestSet, step: Step, lpips: Lpips | N
         closed = (trial.cases[0].attack.closed_form for trial in trials if trial.client is client)
         if case.by_itself and any(closed):
             continue
-        found = case.attack.prepare(case.backbone, client.sent, client.known(case.informed))
-        if isinstance(found, Refused):
-            yield case.refused(found.reason)
+        ready = case.attack.prepare(case.backbone, client.sent, client.known(case.informed))
+        if isinstance(ready, Refused):
+            yield case.refused(ready.reason)
             continue
-        client.wanted = None if client.wanted is None or found.reads is None else client.wanted | {*found.reads}
-        trials.append(_Trial([case], client, found, lpips))
+        client.wanted = None if client.wanted is None or ready.reads is None else client.wanted | {*ready.reads}
+        trials.append(_Trial([case], client, ready, lpips, held))
+    largest = max((trial.client.size for trial in trials), default=0)
+    held.group = max(1, min(GROUP, HELD // max(1, largest)))
+    yield from (trial.cases[0].finding("not_run") for trial in trials if trial.cases[0].by_itself)
     yield from trials
 
 
-def _group(trials: Sequence[_Trial]) -> int:
-    """How many uploads are held at a time."""
-    largest = max((trial.client.size for trial in trials), default=0)
-    return max(1, min(GROUP, HELD // max(1, largest)))
-
-
-# --- what every audit of images comes to, and the loop that collects it --------------------------------------------
+# --- what every audit of images comes to ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -374,62 +384,3 @@ class Leak(Report):
     def without_pictures(self) -> Self:
         """The same without the images and what was recovered of them: its page is then for everyone."""
         return replace(self, findings=[replace(each, shown=None) for each in self.findings], images=self.images[:0])
-
-
-AnyLeak = TypeVar("AnyLeak", bound=Leak)
-
-
-def collect(
-    cases: Sequence[Case],
-    test: TestSet,
-    make: Callable[[list[ImageFinding], str | None], AnyLeak],
-    *,
-    step: Step,
-    deadline: Deadline,
-    lpips: Lpips | None = None,
-    keep: Callable[[AnyLeak], None] | None = None,
-) -> AnyLeak:
-    """Runs the cases. make: what came of them, and by what it was stopped -> the result.
-
-    When the deadline's time is over, or on Ctrl-C, what is there is the result. keep: is given it now and then while it
-    grows, and at its end.
-    """
-    findings = {case: case.finding("not_run") for case in cases if not case.by_itself}
-    told = time.monotonic()
-
-    def so_far(reason: str) -> AnyLeak:
-        so_many = [findings[case] for case in cases if case in findings]
-        return make(so_many, _stopped(so_many, deadline, reason))
-
-    try:
-        for finding in run(cases, test, step, deadline, lpips):
-            findings[finding.case] = finding
-            if keep is not None and finding.attacked and time.monotonic() - told >= KEEP_EVERY:
-                keep(so_far("the end of its process"))
-                told = time.monotonic()
-        deadline.closed = True  # before anything else: a Ctrl-C from here on must find it so
-    except KeyboardInterrupt:
-        deadline.interrupt()
-        deadline.closed = True
-    whole = so_far(deadline.reason)
-    if keep is not None:
-        keep(whole)
-    return whole
-
-
-def _stopped(findings: Sequence[ImageFinding], deadline: Deadline, reason: str) -> str | None:
-    """By what and how far it came; None where all that was asked for is there."""
-    cut = any(each.why("stopped") for each in findings if deadline.spent() or not each.case.by_itself)
-    if not (cut or deadline.interrupted or any(each.status == "not_run" for each in findings)):
-        return None
-    return f"{reason}, with {' '.join(finished(findings))}"
-
-
-def finished(findings: Sequence[Finding]) -> tuple[str, str]:
-    """How far an audit came: "2 of 5", and of what. What does not apply is no attack, and neither is a bound; what ran
-    by itself is one."""
-    attacks = [each for each in findings if not each.bound]
-    refused = sum(each.status == "refused" for each in attacks)
-    done, every = sum(each.status == "done" for each in attacks), len(attacks) - refused
-    others = f" ({refused} {verb(refused, 'do')} not apply)" if refused else ""
-    return f"{done} of {every}", f"{counted(every, 'attacks').split()[1]} finished{others}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -12,8 +12,9 @@ from situs.audit.bound import consult
 from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Step, Training
-from situs.audit.engine import SHOWN, Leak, collect
+from situs.audit.engine import SHOWN, Images, Leak
 from situs.audit.remedies.result import Remedies
+from situs.audit.run import run
 from situs.audit.scores.metrics import LOWER_IS_CLOSER, mean_of, means_of
 from situs.audit.scores.scoring import Lpips, Scores, measure_guesses
 from situs.audit.tables import (
@@ -121,13 +122,13 @@ def attack_gradients(
     bounded: bool = False,
     **fields: Any,
 ) -> Audit:
-    """Every attack on what a model's step sends under every defence; deadline and keep: see `collect`.
+    """Every attack on what a model's step sends under every defence; deadline and keep: see `run`.
 
     model: a backbone, trained as each defence says, or a run's own method. search: how matching searches where no
     closed form applies; None for no such search. bounded: whether what a gate needs to pass is tried too (`consult`).
     fields: of the `Audit`.
     """
-    step, deadline = step or Step(), deadline or Deadline()
+    step = step or Step()
     test.whole_batches(step.batch)
     backbone = model if isinstance(model, Backbone) else model.backbone
     about = {defence.label: defence.described for defence in defences}
@@ -140,23 +141,11 @@ def attack_gradients(
         shown = (held, test.names, test.real()[:SHOWN].clone())
         return Audit(*shown, backbone.name, step, guesses, about=about, stopped=stopped, **fields)
 
+    def consulted(audit: Audit, deadline: Deadline) -> Iterator[ImageFinding]:
+        return consult(model, test, audit.findings, audit.baselines, step, deadline)
+
     cases = _cases(model, len(test), attacks, defences, step, search)
-    audit = collect(cases, test, make, step=step, deadline=deadline, lpips=lpips, keep=keep)
-    if not bounded or deadline.spent():
-        return audit
-    deadline.closed = False
-    more, stopped = dict[Case, ImageFinding](), audit.stopped
-    try:
-        for each in consult(model, test, audit.findings, audit.baselines, step, deadline):
-            more[each.case] = each
-    except KeyboardInterrupt:  # an image that is above stays so; without the whole bound nothing passes
-        deadline.interrupt()
-        stopped = stopped or "Ctrl-C, before the oracle had answered"
-    audit = replace(audit, findings=[*audit.findings, *more.values()], stopped=stopped)
-    deadline.closed = True
-    if keep is not None:
-        keep(audit)
-    return audit
+    return run(Images(cases, test, make, step, lpips, consulted if bounded else None), deadline, keep)
 
 
 def _cases(

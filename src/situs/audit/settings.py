@@ -20,7 +20,8 @@ from situs.audit.attacks.base import Attack
 from situs.audit.cases import SETTINGS, Case, ImageFinding, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, MaskedJigsaw, NoDefence, Step, method_of
-from situs.audit.engine import SHOWN, Leak, collect
+from situs.audit.engine import SHOWN, Images, Leak
+from situs.audit.run import run
 from situs.audit.scores.metrics import means_of
 from situs.audit.scores.scoring import Lpips, Scores, measure, measure_guesses
 from situs.audit.tables import (
@@ -125,7 +126,7 @@ def compare_settings(
     keep: Callable[[Comparison], None] | None = None,
     **fields: Any,
 ) -> Comparison:
-    """Every attacker on every model in every setting, on the same images and the same shuffles; see `collect`.
+    """Every attacker on every model in every setting, on the same images and the same shuffles; see `run`.
 
     attacks: those that separate hidden patches are told of MJP and its weights, the others are as the paper has them.
     ratio: γ of x̃. step: its seed and epoch are also those of the puzzles. fields: of the `Comparison`.
@@ -152,7 +153,7 @@ def compare_settings(
         return Comparison(findings, test.names, x, shuffled, guesses, *puzzle, mjp, stopped=stopped, **fields)
 
     cases = [case for name, model in models.items() for case in _cases(name, model, attacks, settings, ratio)]
-    return collect(cases, test, make, step=step, deadline=deadline or Deadline(), lpips=lpips, keep=keep)
+    return run(Images(cases, test, make, step, lpips), deadline, keep)
 
 
 def _cases(

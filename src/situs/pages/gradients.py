@@ -11,10 +11,11 @@ from torch import Tensor
 from situs.audit import ATTACKS
 from situs.audit.cases import EXACT, ImageFinding
 from situs.audit.defences import THREAT
-from situs.audit.engine import Leak, finished
+from situs.audit.engine import Leak
 from situs.audit.gradients import Audit, findings, grid, opening, reasons, seen, steps_of, strength, table
 from situs.audit.oracle import Oracle
 from situs.audit.remedies.result import Remedies, verdict
+from situs.audit.run import finished
 from situs.audit.scores.exposure import METRICS, blind_at
 from situs.audit.scores.metrics import BEST_PSNR
 from situs.audit.tables import REFUSED, alone, measured, unmeasured
