@@ -26,7 +26,6 @@ from situs.audit.split.result import SettingFound, SplitAudit
 from situs.audit.split.stage import Kept
 from situs.audit.text.found import Read
 from situs.audit.text.result import TextAudit, finding_of
-from situs.findings import Remark
 from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times
 from situs.bench.compare import StepComparison, compare_steps
@@ -37,6 +36,7 @@ from situs.bench.step import StepTable
 from situs.config import from_dict
 from situs.data.check import KINDS, DataCheck, Found
 from situs.data.pack import Packed
+from situs.findings import Remark
 from situs.gate import Limit
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery

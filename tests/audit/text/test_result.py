@@ -9,7 +9,9 @@ import pytest
 from situs.audit.text.found import Read
 from situs.audit.text.result import METRICS, TextAudit, TextFinding, cells, finding_of, reasons, verdict
 from situs.errors import SitusError
-from situs.gate import ABOVE, NOT_JUDGED, junit
+from situs.findings import Remark
+from situs.gate import ABOVE, NOT_JUDGED, junit, parse_limit
+from situs.results import Provenance
 
 WHOLE = Read("sentence 1", (2, 5, 3), (2, 5, 3), (True, True, True))
 PART = Read("sentence 2", (2, 6, 7, 3), (2, 9), (True, False, True, True))
@@ -54,7 +56,11 @@ def test_shares_and_tables() -> None:
 @pytest.mark.parametrize(
     ("limit", "status", "said"),
     [
-        ("tokens=0.9", ABOVE, "1 of 2 sentences above; the most exposed, sentence 1 has tokens 1 by sentences (limit 0.9)"),
+        (
+            "tokens=0.9",
+            ABOVE,
+            "1 of 2 sentences above; the most exposed, sentence 1 has tokens 1 by sentences",
+        ),
         ("words=0.5", ABOVE, "sentence 1 has words 1"),
         ("sentences=0.4", ABOVE, "sentence 1 has sentences 0.5"),
         ("sentences=0.5", NOT_JUDGED, "what sentences does not find may still be there"),

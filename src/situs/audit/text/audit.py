@@ -128,7 +128,7 @@ def audit_texts(
         about={row.label: _about(row) for row in rows},
         limit=limit,
         notes={"what is learned": victim.task, **cut, **victim.notes},
-        provenance=Provenance(origin, things=Texts.things),
+        provenance=Provenance(origin, things="sentences"),
     )
     return run(Texts(victim, sentences, rows, config, start), deadline, keep)
 
@@ -168,7 +168,6 @@ class Texts:
     """The scenario of sentences. start: the report as it begins. shown: the words that a page needs, by their ids."""
 
     name: ClassVar[str] = "texts"
-    things: ClassVar[str] = "sentences"
     threat: ClassVar[ThreatModel] = HONEST
     metrics: ClassVar[Mapping[str, Metric]] = METRICS
 
@@ -180,6 +179,10 @@ class Texts:
     shown: dict[int, str] = field(default_factory=dict)
     _sent: tuple[object, Gradients] | None = None
     _trials: list[_Trial] = field(default_factory=list)
+
+    @property
+    def things(self) -> str:
+        return self.start.provenance.things
 
     def planned(self) -> Iterator[TextFinding]:
         return (finding_of(row.label, len(self.sentences)) for row in self.rows)

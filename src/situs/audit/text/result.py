@@ -81,12 +81,14 @@ def finding_of(
     made = TextFinding(NAME, defence, status, asked=asked, remarks=remarks, facts=facts, reads=reads, seconds=seconds)
     if not reads:
         return made
-    exposures = [
-        Exposure(read.name, METRICS[name], read.scores[name]) for name in ("words", "tokens") for read in reads
-    ]
-    for name in ("sentences", "picked"):  # of which a gate limits the share
-        most = max(reads, key=lambda read: read.scores[name])
-        exposures.append(Exposure(most.name, METRICS[name], made.shares[name]))
+    scores = {name: [read.scores[name] for read in reads] for name in METRICS}
+    samples, exposures = [read.name for read in reads], list[Exposure]()
+    for name, values in scores.items():
+        if name in ("words", "tokens"):
+            exposures += [Exposure(each, METRICS[name], value) for each, value in zip(samples, values, strict=True)]
+        else:  # of which a gate limits the share
+            most = samples[values.index(max(values))]
+            exposures.append(Exposure(most, METRICS[name], made.shares[name]))
     if (more := made.picked - made.whole) > 0:
         said = f"{counted(more, 'sentences')} not found can be told from candidates for sure"
         remarks = [*remarks, Remark("doubt", said)]
