@@ -124,7 +124,7 @@ def test_a_gain_of_a_hundredth_is_worth_a_word(place: float, image: float, said:
 
 def test_a_row_for_every_depth() -> None:
     depths = {"embedding": of_three(0.3, 0.1), "norm": of_three(0.02, 0.2)}
-    _, header, rows = Correlations(depths).summary().tables[0]
+    _, header, rows, _ = Correlations(depths).summary().tables[0]
     assert header == ["after", "near", "1 image", "same place", "2 images", "shared place", "shared image"]
     assert rows == [
         ["embedding", "0.400", "0.400", "0.600", "0.300", "0.300", "0.100"],

@@ -110,6 +110,19 @@ def test_what_is_wrong_comes_first_and_pycocotools_reads_the_file(model: Model, 
         assert [ours.ap, ours.ap50, ours.ap75] == pytest.approx(means[:3], abs=1e-6)
 
 
+def test_what_has_no_category_in_the_json_is_left_out_of_the_file_and_said(model: Model, tmp_path: Path) -> None:
+    def without(told: dict[str, Any]) -> None:
+        told["categories"] = [each for each in told["categories"] if each["name"] != "disc"]
+        kept = {each["id"] for each in told["categories"]}
+        told["annotations"] = [each for each in told["annotations"] if each["category_id"] in kept]
+
+    data, file = write_coco(tmp_path, {"train": 3}, without), tmp_path / "found.json"
+    found = evaluate_objects(model, data, split="train", save_detections=file)
+    strange = [row["category_id"] for row in json.loads(file.read_text())]
+    said = [text for text in found.provenance.left_out if "classes that its json has no category for" in text]
+    assert len(said) == 1 and said[0].endswith("; they are not in found.json") and len(set(strange)) <= 2
+
+
 def test_an_untrained_model_is_judged_and_others_are_refused(model: Model, data: Path, tmp_path: Path) -> None:
     found = evaluate_objects(model, count=2, pictures=1)
     assert found.count == 2 and 0 <= found.boxes.ap < 0.5

@@ -220,9 +220,9 @@ def evaluate_objects(
     order = np.argsort([answers.f1 for answers in each], kind="stable")[:pictures].tolist()
     worst = [_shown(loader, measured.found[place], measured.truths[place], each[place].f1) for place in order]
     answers = Answers(torch.stack([answers.table for answers in each]).sum(0))
-    made = made_with(model, loader, seed, precision)
     if save_detections is not None:
         _save(Path(save_detections), loader, measured)
+    made = made_with(model, loader, seed, precision)
     saved = "" if save_detections is None else Path(save_detections).name
     own = (measured.boxes, measured.masks, answers, model.classes or (), len(each), worst, saved)
     return Detections(*own, provenance=made)
