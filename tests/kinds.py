@@ -25,7 +25,7 @@ from situs.audit.split.attackers import Reading
 from situs.audit.split.result import SettingFound, SplitAudit
 from situs.audit.split.stage import Kept
 from situs.audit.text.found import Read
-from situs.audit.text.result import Row, TextAudit
+from situs.audit.text.result import TextAudit, finding_of
 from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times
 from situs.bench.compare import StepComparison, compare_steps
@@ -36,6 +36,7 @@ from situs.bench.step import StepTable
 from situs.config import from_dict
 from situs.data.check import KINDS, DataCheck, Found
 from situs.data.pack import Packed
+from situs.findings import Remark
 from situs.gate import Limit
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery
@@ -249,8 +250,9 @@ def _study_result() -> StudyResult:
 
 def _text_audit() -> TextAudit:
     read = Read("sentence 1", (2, 6), (2, 9), (True, False))
-    row = Row("word gradient sent", "done", [read], [{"rank": 4}], [NAME], None, 2.0)
-    return TextAudit(NAME, [row], {row.defence: NAME}, ["sentence 1"], 1, {2: "[CLS]", 6: NAME, 9: "b"})
+    row = finding_of("word gradient sent", 1, "done", [read], [Remark("gap", NAME)], [{"rank": 4}], 2.0)
+    shown = {2: "[CLS]", 6: NAME, 9: "b"}
+    return TextAudit([row], NAME, ["sentence 1"], 1, shown=shown, about={row.defence: NAME})
 
 
 def _adapted() -> Adapted:
