@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from situs.audit.attacks.base import Attack
 from situs.audit.cases import EXACT, ImageFinding, TestSet
+from situs.audit.client import StepConfig
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, NoDefence, Step, Together, create_defence
 from situs.audit.gradients import Audit, attack_gradients
@@ -20,7 +21,7 @@ from situs.audit.scores.metrics import mean_of, mse
 from situs.audit.scores.scoring import patch_size_of
 from situs.audit.sweep.ladder import Ladder, Scale, curve_ladder, scale_of
 from situs.audit.tables import REFUSED
-from situs.audit.text.audit import SENT, WITHHELD, TextConfig, audit_texts, label_of
+from situs.audit.text.audit import CLASSES, SENT, WITHHELD, audit_texts, label_of
 from situs.audit.text.result import TextAudit
 from situs.audit.text.victim import open_text_victim, text_gradients
 from situs.backbones.base import Backbone
@@ -292,7 +293,7 @@ def trace_texts(
     defences = list(dict.fromkeys(rung.defence for axis in axes.values() for rung in axis.rungs))
 
     def made(audit: TextAudit) -> Curves:
-        rows = {row.defence: row for row in audit.rows}
+        rows = {finding.defence: finding for finding in audit.findings}
         lines = []
         for name, axis in axes.items():
             for beside in (SENT, WITHHELD):
@@ -302,11 +303,10 @@ def trace_texts(
                     if label not in rows:  # of MJP, the attacker who knows it
                         label = label_of(rung.defence, beside == SENT, True)
                     row = rows[label]
-                    said = "; ".join(
-                        dict.fromkeys(filter(None, (row.partial and f"stopped after {row.partial}", *row.reasons)))
-                    )
+                    stop = row.why("stopped")
+                    said = "; ".join([*([] if stop is None else [f"stopped after {stop}"]), *row.reasons])
                     values = row.shares if row.reads else {}
-                    by, whole = "sentences" if row.reads else "", row.partial is None
+                    by, whole = "sentences" if row.reads else "", stop is None
                     points.append(Point(rung.label, label, by, values, said=said, whole=whole))
                 lines.append(Line(name, beside, axis.about, points))
         more = {"stopped": audit.stopped, "notes": audit.notes, "provenance": audit.provenance}
@@ -324,9 +324,10 @@ def _sendable(axis: Ladder) -> Ladder:
 
 def _text_scale(model: Any, texts: str | Path, options: Mapping[str, Any]) -> Scale:
     """Of the gradient of the file's first sentence."""
-    config = TextConfig(**{name: value for name, value in options.items() if name in TextConfig.__annotations__})
-    asked = {name: value for name, value in options.items() if name not in TextConfig.__annotations__}
-    victim = open_text_victim(model, classes=config.classes, seed=config.seed, **asked)
+    names = {each.name for each in fields(StepConfig)}
+    config = StepConfig(**{name: value for name, value in options.items() if name in names})
+    asked = {name: value for name, value in options.items() if name not in names}
+    victim = open_text_victim(model, classes=config.classes or CLASSES, seed=config.seed, **asked)
     sent = text_gradients(victim, victim.coded(read_lines(Path(texts), "texts")[:1]), labels=[0], seed=config.seed)
     flat = torch.cat([g.double().flatten() for g in sent.values()])
     return Scale(float(flat.square().mean().sqrt()), float(flat.norm()))
