@@ -52,10 +52,9 @@ from situs.measure.correlation import Correlation, Correlations
 from situs.measure.ensemble import Ensemble
 from situs.measure.knn import LayerAccuracy, LayerKnn
 from situs.measure.multi_label import LabelAccuracy, label_scores
-from situs.measure.objects.measure import Detections
-from situs.measure.objects.measure import Drawn as DrawnObjects
-from situs.measure.objects.measure import Shown as ShownObjects
-from situs.measure.objects.scores import Answers, ApScores
+from situs.measure.objects import Answers, ApScores, Detections
+from situs.measure.objects import Drawn as DrawnObjects
+from situs.measure.objects import Shown as ShownObjects
 from situs.measure.perplexity import Perplexity, WordScores
 from situs.measure.position.dropped import PositionProbe, PositionProbes
 from situs.measure.position.head import Cell, PositionCurve, PositionGrid
@@ -68,10 +67,8 @@ from situs.measure.probe.segments import SegmentProbe, SegmentProbes
 from situs.measure.reconstruct import Puzzle, PuzzleRatios, PuzzleScores, Reconstruction
 from situs.measure.robustness.measures import Robustness
 from situs.measure.runs import Run, Runs
-from situs.measure.segments.measure import Segments
-from situs.measure.segments.measure import Shown as Segmented
-from situs.measure.segments.scores import SegmentScores
-from situs.measure.segments.windows import Inference
+from situs.measure.segments import Inference, Segments, SegmentScores
+from situs.measure.segments import Shown as Segmented
 from situs.results import Origin, Provenance, Result
 from situs.studies.form import Study as StudyForm
 from situs.studies.result import Cell as StudyCell
