@@ -21,7 +21,6 @@ from outcomes import passing
 
 from situs.audit import NoDefence, PatchEmbedding
 from situs.audit.cases import Case
-from situs.audit.curve import IMAGES, Curves, Line, Point
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
 from situs.audit.scores.exposure import METRICS
@@ -30,8 +29,9 @@ from situs.audit.settings import Comparison
 from situs.audit.split.attackers import Reading
 from situs.audit.split.result import SettingFound, SplitAudit
 from situs.audit.split.stage import Kept
+from situs.audit.sweep.curve import IMAGES, Curves, Line, Point
 from situs.audit.text.found import Read
-from situs.audit.text.result import Row, TextAudit
+from situs.audit.text.result import TextAudit, finding_of
 from situs.data.check import KINDS, DataCheck
 from situs.errors import SitusError
 from situs.gate import BLIND, Limit, parse_limit
@@ -101,7 +101,7 @@ def read(**scores: float) -> SplitAudit:
 
 
 def sentences(*reads: Read, **fields: Any) -> TextAudit:
-    return TextAudit("m", [Row("none", "done" if reads else "refused", reads)], {}, ["1"], 1, {}, **fields)
+    return TextAudit([finding_of("none", 1, "done" if reads else "refused", reads)], "m", ["1"], 1, **fields)
 
 
 def gradients(picture: Any, limit: str = "", **fields: Any) -> Audit:
