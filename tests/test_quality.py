@@ -47,6 +47,7 @@ COVERED = {
     "situs.methods.offsets": "test_base_texts",
     "situs.findings": "test_gate",
     "situs.audit.run": "test_engine",
+    "situs.audit.registry": "test_plugins",
     "situs.audit.attacks": "test_attacks",
     "situs.audit.attacks.solver": "test_search",
     "situs.audit.cases": "test_settings",
