@@ -22,7 +22,6 @@ from sent import setting, split_audit
 
 from situs.audit import NoDefence, PatchEmbedding
 from situs.audit.cases import Case
-from situs.audit.curve import IMAGES, Curves, Line, Point
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
 from situs.audit.scores.exposure import METRICS
@@ -31,6 +30,7 @@ from situs.audit.settings import Comparison
 from situs.audit.split.attackers import SplitFinding
 from situs.audit.split.result import SplitAudit
 from situs.audit.split.stage import Kept
+from situs.audit.sweep.curve import IMAGES, Curves, Line, Point
 from situs.audit.text.found import Read
 from situs.audit.text.result import TextAudit, finding_of
 from situs.data.check import KINDS, DataCheck
