@@ -16,7 +16,7 @@ from situs.backbones.base import Backbone
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.measure.correlation import Correlation, Correlations, correlate, distances, standardised
-from situs.measure.layers import Layer, patch_layers
+from situs.measure.features import Layer, patch_layers
 from situs.pages import make_page
 
 

@@ -21,11 +21,12 @@ from situs.audit import (
     create_attack,
     find_defences,
 )
+from situs.audit.client import StepConfig
 from situs.audit.deadline import first_ctrl_c
-from situs.audit.remedies.ladders import CostConfig
 from situs.audit.scores.exposure import METRICS
 from situs.audit.settings import Comparison
-from situs.audit.text.audit import TextConfig, audit_texts
+from situs.audit.sweep.ladder import CostConfig
+from situs.audit.text.audit import audit_texts
 from situs.cli.audit.evidence import command_of
 from situs.cli.parser.model_args import ModelArgs, asked_of, check_folder
 from situs.cli.progress import remark
@@ -154,7 +155,7 @@ def _find(args: Args, data: str | None, given: dict[str, Any], deadline: Deadlin
 
 def texts_given(args: Args, given: dict[str, Any]) -> dict[str, Any]:
     """What of the flags is for sentences; what is for images alone is refused."""
-    mine = {each.name for each in fields(TextConfig)}
+    mine = {each.name for each in fields(StepConfig)}
     for flag in (*(each for each in fields(AuditConfig) if each.name not in mine), *_IMAGES):
         value = getattr(args, flag.name)
         if value != flag.default:

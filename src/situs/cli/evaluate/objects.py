@@ -29,4 +29,4 @@ class Args(MeasureArgs):
     """Images at a time."""
 
 
-run = measuring("situs.measure.objects.measure.evaluate_objects")
+run = measuring("situs.measure.objects.evaluate_objects")

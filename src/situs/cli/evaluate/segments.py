@@ -32,4 +32,4 @@ class Args(MeasureArgs):
     """Images read at a time."""
 
 
-run = measuring("situs.measure.segments.measure.evaluate_segments")
+run = measuring("situs.measure.segments.evaluate_segments")

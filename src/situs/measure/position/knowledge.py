@@ -43,6 +43,7 @@ masked places are forgotten. `situs evaluate consistency` shows more.
 The law: permute the tokens that enter the blocks, their rotation with them, and the same tokens must come out permuted,
 forward and in the gradients of every weight.
 """
+FEATURES = "Where a patch is, read off its features"
 VECTORS, SHARE = "The vectors of the places", "share of the variance, %"
 
 KINDS = {
@@ -107,7 +108,7 @@ class PositionAudit(Result):
                 for condition, readings in self.probed.readings.items()
             }
             options = {"x_names": names, "level": ("blind", scale * blind)}
-            figures.append(Figure(name, caption, "figures.curves", (series, "after block", label), options))
+            figures.append(Figure(name, caption, "figures.curves", (series, "after block", label), options, FEATURES))
         for number, look in enumerate(self.looks, start=1):
             own = "" if number == 1 else f"-{number}"
             guesses = look.decoded.guesses[:, ::-1]
@@ -119,6 +120,11 @@ class PositionAudit(Result):
                 f"{look.table.kind.capitalize()} of {look.shape}: the places with neighbours joined; lines along a row "
                 "share a colour. `situs analyze positions` shows more."
             )
+            if look.table.kind == "learned table":
+                caption += (
+                    " A learned table has a gradient of its own, from which the pixels of a training step can be "
+                    "solved for: `situs audit gradients` measures it."
+                )
             values = (panels, look.table.grid)
             figures.append(Figure(f"vectors{own}", caption, "places.sheets", values, section=VECTORS))
             shares = [100 * share for share in look.spectrum.explained[:20]]
@@ -129,7 +135,8 @@ class PositionAudit(Result):
 
     def details(self) -> list[Table]:
         """Every depth, what shuffled patches do, and the law."""
-        return [_read_table(self), *_vector_table(self), _shuffled_table(self), *_law_table(self)]
+        vectors = [] if self.looks else [Table(VECTORS, ["vectors", "why"], [["none", self.no_vectors]])]
+        return [_read_table(self), *vectors, _shuffled_table(self), _law_table(self)]
 
     def numbers(self) -> dict[str, Any]:
         """Every number."""
@@ -323,16 +330,7 @@ def _read_table(audit: PositionAudit) -> Table:
     caption = "Error in patches, mean of row and column; R² of both; named: the very place, of all."
     if audit.hierarchical:
         caption += " This model gives its blocks no row of their own, and its end has a coarser grid than its start."
-    return Table("Where a patch is, read off its features", header, rows, caption)
-
-
-def _vector_table(audit: PositionAudit) -> list[Table]:
-    if not audit.looks:
-        return [Table(VECTORS, ["vectors", "why"], [["none", audit.no_vectors]])]
-    if not any(look.table.kind == "learned table" for look in audit.looks):
-        return []
-    gradient = "pixels of a training step can be solved for from it: `situs audit gradients` measures that"
-    return [Table(VECTORS, ["", ""], [["a learned table has a gradient of its own", gradient]])]
+    return Table(FEATURES, header, rows, caption)
 
 
 def _shuffled_table(audit: PositionAudit) -> Table:
@@ -348,10 +346,10 @@ def _shuffled_table(audit: PositionAudit) -> Table:
     return Table("What shuffled patches do", header, rows, caption)
 
 
-def _law_table(audit: PositionAudit) -> list[Table]:
+def _law_table(audit: PositionAudit) -> Table:
     title, law, caption = "Whether the blocks mind the order: blocks(P s) = P blocks(s)", audit.rows, ""
     if law is None:
-        return [Table(title, ["law", ""], [["not measured", None]])]
+        return Table(title, ["law", ""], [["not measured", None]])
     errors = [(f"error in float64, {check}", f"{error:.1e}") for check, error in law["errors"].items()]
     rows: list[Sequence[Cell]] = [["verdict", law["status"]], *errors]
     if law["reason"]:
@@ -363,4 +361,4 @@ def _law_table(audit: PositionAudit) -> list[Table]:
             f"{audit.probed.fitted} images of one's own and this embedding, a linear reader names the place of "
             f"{percent(first.right, 0)} of the tokens that are sent."
         )
-    return [Table(title, ["law", ""], rows, caption)]
+    return Table(title, ["law", ""], rows, caption)
