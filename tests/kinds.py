@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sent import not_tried, setting, split_audit, tried
 
 from situs.audit import April, NoDefence, PatchEmbedding
 from situs.audit.cases import Case, ImageFinding
-from situs.audit.curve import IMAGES, Curves
-from situs.audit.curve import Line as TracedLine
-from situs.audit.curve import Point as TracedPoint
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
-from situs.audit.remedies.ladders import Cost
-from situs.audit.remedies.result import Remedies, Remedy, Trial
 from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
-from situs.audit.split.attackers import Reading
-from situs.audit.split.result import SettingFound, SplitAudit
+from situs.audit.split.result import SplitAudit
 from situs.audit.split.stage import Kept
+from situs.audit.sweep.curve import IMAGES, Curves
+from situs.audit.sweep.curve import Line as TracedLine
+from situs.audit.sweep.curve import Point as TracedPoint
+from situs.audit.sweep.ladder import Cost
+from situs.audit.sweep.remedies import Remedies, Remedy, Trial
 from situs.audit.text.found import Read
 from situs.audit.text.result import TextAudit, finding_of
 from situs.bench.cases import StepCase, Timing
@@ -44,20 +44,17 @@ from situs.locks.equivariance import Finding, Verification
 from situs.locks.veil import Veil
 from situs.measure.accuracy import Accuracy, ClassAccuracy
 from situs.measure.adapt import Adapted
-from situs.measure.adapt.ways import Origin as Start
-from situs.measure.adapt.ways import Tried as Way
-from situs.measure.attention import Attention, Shown, Survey
+from situs.measure.adapt.ways import Initial, TriedWay
+from situs.measure.attention import Attention, AttentionMaps, Survey
 from situs.measure.consistency import Consistency, ConsistencyCurve
 from situs.measure.correlation import Correlation, Correlations
 from situs.measure.ensemble import Ensemble
 from situs.measure.knn import LayerAccuracy, LayerKnn
 from situs.measure.multi_label import LabelAccuracy, label_scores
-from situs.measure.objects import Answers, ApScores, Detections
-from situs.measure.objects import Drawn as DrawnObjects
-from situs.measure.objects import Shown as ShownObjects
+from situs.measure.objects import Answers, ApScores, Detections, DrawnObjects, ShownObjects
 from situs.measure.perplexity import Perplexity, WordScores
 from situs.measure.position.dropped import PositionProbe, PositionProbes
-from situs.measure.position.head import Cell, PositionCurve, PositionGrid
+from situs.measure.position.head import GridCell, PositionCurve, PositionGrid
 from situs.measure.position.knowledge import PositionAudit
 from situs.measure.position.readers import OWN, PlaceReading, Probed
 from situs.measure.position.vectors import PositionTable, PositionTables, look_at
@@ -67,8 +64,7 @@ from situs.measure.probe.segments import SegmentProbe, SegmentProbes
 from situs.measure.reconstruct import Puzzle, PuzzleRatios, PuzzleScores, Reconstruction
 from situs.measure.robustness.measures import Robustness
 from situs.measure.runs import Run, Runs
-from situs.measure.segments import Inference, Segments, SegmentScores
-from situs.measure.segments import Shown as Segmented
+from situs.measure.segments import Inference, Segments, SegmentScores, ShownMask
 from situs.results import Origin, Provenance, Result
 from situs.studies.form import Study as StudyForm
 from situs.studies.result import Cell as StudyCell
@@ -95,7 +91,7 @@ def _score(classes: int) -> Score:
 def _attention() -> Attention:
     layers = torch.full((2, 2), 0.5, dtype=torch.float64)
     found = Survey((2, 2), 3, 5, layers, torch.rand(2, 2, 3, 3), layers, layers)
-    return Attention(found, Shown(torch.rand(2, 3, 8, 8), torch.full((2, 2, 2, 2), 0.25), 1, cls=True))
+    return Attention(found, AttentionMaps(torch.rand(2, 3, 8, 8), torch.full((2, 2, 2, 2), 0.25), 1, cls=True))
 
 
 def _positions() -> PositionTables:
@@ -138,7 +134,7 @@ def _probes(kind: str) -> Result:
 
 def _segments() -> Segments:
     mask = torch.tensor([[0, 1, -1], [1, 1, 0]], dtype=torch.int16)
-    worst = [Segmented(NAME, 0.25, torch.rand(3, 4, 6), mask, mask.flip(1).clamp(min=0))]
+    worst = [ShownMask(NAME, 0.25, torch.rand(3, 4, 6), mask, mask.flip(1).clamp(min=0))]
     return Segments(SegmentScores(torch.tensor([[3, 1], [0, 2]]), 0.5), (NAME, "b"), 1, worst, Inference())
 
 
@@ -185,11 +181,11 @@ def _comparison() -> Comparison:
 
 
 def _split_audit() -> SplitAudit:
-    done = Reading(NAME, NAME, "done", {"psnr": 30.0, "places": 0.5}, images=IMAGE)
-    skipped = Reading("labels", NAME, "not tried", reason=NAME)
+    done = replace(tried(NAME, psnr=30.0, places=0.5), shown=IMAGE)
+    skipped = not_tried("labels", NAME)
     strengths = [Veil("noise", strength, rows=True) for strength in (0.2, 0.5)]
-    found = tuple(SettingFound(setting, Kept(0.9, 0.5), (done, skipped)) for setting in (Veil(), *strengths))
-    return SplitAudit(NAME, 1, 4, found, {"mean image": {"psnr": 9.0}}, IMAGE)
+    found = [setting(veil, Kept(0.9, 0.5), done, skipped) for veil in (Veil(), *strengths)]
+    return split_audit(*found, name=NAME, samples=1, public=4, pictures=IMAGE)
 
 
 def _lock_audit() -> LockAudit:
@@ -257,7 +253,10 @@ def _text_audit() -> TextAudit:
 
 def _adapted() -> Adapted:
     labels, right = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 0.0, 1.0, torch.nan]).double()
-    ways = [Way("class means", Start("", ""), right), Way("LoRA", Start("mp3", ""), 0 * right, 0.0, 3, 8)]
+    ways = [
+        TriedWay("class means", Initial("", ""), right),
+        TriedWay("LoRA", Initial("mp3", ""), 0 * right, 0.0, 3, 8),
+    ]
     return Adapted(Path("run"), tuple(ways), ways[0], labels, (NAME, "b"), SCORE, SCORE, ANSWERS, (NAME,))
 
 
@@ -297,7 +296,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Packed": (_packed, set()),
     "PositionAudit": (_position_audit, {"error", "named", "vectors", "spectrum"}),
     "PositionCurve": (lambda: PositionCurve({0.0: 0.5, 0.5: 0.25}, 4, 16, 0.5), {"curve"}),
-    "PositionGrid": (lambda: PositionGrid((Cell(0.5, 0.5, 8, 4, 0.25),), 4, 16, (0.5, 0.5)), {"grid"}),
+    "PositionGrid": (lambda: PositionGrid((GridCell(0.5, 0.5, 8, 4, 0.25),), 4, 16, (0.5, 0.5)), {"grid"}),
     "PositionProbes": (lambda: _probes("position"), {"accuracy", "places"}),
     "PositionTables": (_positions, {"pca-2d", "pca-3d", "cosine", "energy", "guesses"}),
     "Reconstruction": (_reconstruction, {"one", "placed"}),

@@ -238,7 +238,7 @@ def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.Captu
         (["--find-defence", "psnr=20", "--defence", "noise"], "(--find-defence, --defence)"),
         (["--find-defence", "beauty=3"], "(--find-defence)"),
         (["--setting", "a", "--batch", "2"], "(--batch, --setting)"),
-        (["--tune-data", "x"], "none is looked for (--tune-data, --find-defence)"),
+        (["--private-epochs", "3"], "none is looked for (--private-epochs, --find-defence)"),
         (["--junit", "x.xml"], "there is none (--junit, --fail-above)"),
         (["--fail-above", "psnr=20", "--junit", "."], "must be a file that can be written (--junit)"),
         (["--lpips", "absent.safetensors"], "no such file"),
@@ -716,7 +716,7 @@ def test_ctrl_c_before_the_first_remedy_keeps_the_audit(
     def pressed(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("situs.audit.remedies.find.open_audit", pressed)
+    monkeypatch.setattr("situs.audit.sweep.weakest.open_audit", pressed)
     words = ["audit", "gradients", *SMALL, "--data", str(photographs), "--img-size", "32", "--out", str(tmp_path)]
     assert main([*words, "--count", "1", "--attack", "patchembed", "--find-defence", "psnr=20"]) == 130
     told = capsys.readouterr()

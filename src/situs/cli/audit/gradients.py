@@ -23,9 +23,9 @@ from situs.audit import (
 )
 from situs.audit.client import StepConfig
 from situs.audit.deadline import first_ctrl_c
-from situs.audit.remedies.ladders import CostConfig
 from situs.audit.scores.exposure import METRICS
 from situs.audit.settings import Comparison
+from situs.audit.sweep.ladder import CostConfig
 from situs.audit.text.audit import audit_texts
 from situs.cli.audit.evidence import command_of
 from situs.cli.parser.model_args import ModelArgs, asked_of, check_folder

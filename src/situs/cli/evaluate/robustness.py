@@ -13,7 +13,6 @@ from cyclopts import Parameter
 
 from situs.cli.parser.model_args import open_from
 from situs.cli.result import MeasureArgs, asked, present
-from situs.progress import task
 
 _Folder = Annotated[Path | None, Parameter(metavar="FOLDER")]
 
@@ -50,7 +49,4 @@ def run(args: Args) -> None:
 
     told = asked(args)
     sets = PublishedSets(**{each.name: told.pop(each.name) for each in fields(PublishedSets)})
-    model = open_from(args)
-    with task() as own:
-        found = evaluate_robustness(model, **told, sets=sets, progress=own.count)
-    present(found, args.out)
+    present(evaluate_robustness(open_from(args), **told, sets=sets), args.out)
