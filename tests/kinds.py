@@ -32,7 +32,6 @@ from situs.audit.text.scoring import Read
 from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times
 from situs.bench.compare import StepComparison, compare_steps
-from situs.bench.cost import CostCurves, Point
 from situs.bench.kernels import Kernels
 from situs.bench.measure import StepRow
 from situs.bench.step import StepTable
@@ -222,12 +221,6 @@ def _comparison_of_steps() -> StepComparison:
     return compare_steps(replace(before, machine={**before.machine, "device": "another"}), after)
 
 
-def _cost() -> CostCurves:
-    table = _steps()
-    [row] = table.rows
-    return CostCurves(row, {"batch": (Point(256, row),), "image size": (Point(224, row),)}, table)
-
-
 def _tuning() -> LockTuning:
     curves = {way: Curve([0, 2], [2.0, 1.0], [0.25, 0.5]) for way in WAYS}
     names = ("open", "locked, opened with its key", "locked, run by its owner", "locked, without the key")
@@ -289,7 +282,6 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
         lambda: Correlations({"norm": Correlation((2, 2), torch.eye(4).double(), torch.eye(4).double(), 3)}),
         {"maps", "distance", "layers"},
     ),
-    "CostCurves": (_cost, {"batch", "image-size"}),
     "Curves": (_curves, {"noise-psnr", "noise-patches"}),
     "DataCheck": (_checked, set()),
     "Ensemble": (

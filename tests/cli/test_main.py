@@ -16,7 +16,7 @@ import pytest
 import situs
 from situs.audit.judge.gate import ABOVE, NOT_JUDGED
 from situs.cli import main as cli
-from situs.cli.data.check import FOUND
+from situs.cli.data import FOUND
 from situs.cli.main import main
 from situs.cli.result import INTERRUPTED
 

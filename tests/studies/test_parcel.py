@@ -6,6 +6,7 @@ import errno
 import io
 import shutil
 import tarfile
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from situs.backbones import BackboneConfig
-from situs.cli.main import main
 from situs.data.config import DataConfig
 from situs.errors import SitusError
 from situs.methods import METHODS
@@ -22,12 +22,18 @@ from situs.models.model import puzzle_method
 from situs.studies.folder import BEGUN, DONE, FAILED, NOT_FINITE, TAKEN, StudyFolder, Task
 from situs.studies.form import Job
 from situs.studies.load import load_study
-from situs.studies.parcel import _lighter, pack_study, unpack_study
 from situs.studies.reading import read_study
 from situs.train.checkpoint import RunFolder
 from situs.train.checkpoint.files import with_checksum, write_state
 from situs.train.config import TrainConfig
 from situs.train.run import RunConfig, train_run
+
+spec = spec_from_file_location("study_parcel", Path(__file__).parents[2] / "scripts" / "study_parcel.py")
+assert spec is not None
+assert spec.loader is not None
+parcel = module_from_spec(spec)
+spec.loader.exec_module(parcel)
+_lighter, pack_study, unpack_study = parcel._lighter, parcel.pack_study, parcel.unpack_study
 
 STUDY = """
 title = "two"
@@ -157,8 +163,8 @@ def test_of_a_run_that_keeps_its_best_the_best_goes_along(begun: Path, tmp_path:
 
 
 def test_without_models_what_needs_them_waits(begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["study", "pack", str(begun), "--out", str(tmp_path / "parts"), "--no-encoders"]) == 0
-    assert main(["study", "unpack", str(tmp_path / "parts"), "--out", str(tmp_path / "there")]) == 0
+    pack_study(begun, tmp_path / "parts", models=False)
+    unpack_study(tmp_path / "parts", tmp_path / "there")
     shown = capsys.readouterr().out
     assert "study.tar.001of001 (0." in shown and "4 jobs came: pre-0, pre-1, tuned-0, top1-0" in shown
     task = next(task for task in read_study(tmp_path / "there").tasks if task.name == "tuned-1")
@@ -169,7 +175,7 @@ def test_models_of_some_jobs_alone_go_along_and_figures_in_any_case(begun: Path,
     study = tmp_path / "study"
     shutil.copytree(begun, study)
     (study / "jobs" / "tuned-0.json").unlink()  # open again, so that both pretrainings are needed
-    assert main(["study", "pack", str(study), "--out", str(tmp_path / "parts"), "--only", "pre-1"]) == 0
+    pack_study(study, tmp_path / "parts", only=["pre-1"])
     unpack_study(tmp_path / "parts", tmp_path / "there")
     folder = StudyFolder.open(tmp_path / "there")
     assert [folder.model_here(folder.tasks[name]) for name in ("pre-0", "pre-1")] == [False, True]

@@ -30,7 +30,6 @@ PAGES = {
     "Comparison": "settings.page",
     "ConsistencyCurve": "consistency.page",
     "Correlations": "correlation.page",
-    "CostCurves": "bench.cost",
     "Curves": "curve.page",
     "DataCheck": "data.check",
     "Detections": "objects.page",

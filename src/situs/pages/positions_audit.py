@@ -88,7 +88,7 @@ def _vectors(section: Section, audit: PositionAudit) -> None:
             f"{percent(look.spectrum.explained_by(3))}, {percent(look.spectrum.explained_by(5))} and "
             f"{percent(look.spectrum.explained_by(7))} of its variance, and {look.spectrum.components_for(0.9)} hold "
             f"90 %. Cross-validated regression reads row and column with a mean error of {look.decoded.two.mean:.3f} "
-            f"patches (blind: {look.decoded.chance_two:.2f}). `situs analyze positions` shows more."
+            f"patches (blind: {look.decoded.chance_two:.2f}). `situs evaluate position` (vectors) shows more."
         )
         labels, guesses = places.component_labels(look.components.shares[:2]), look.decoded.guesses[:, ::-1]
         panels = [

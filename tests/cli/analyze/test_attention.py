@@ -1,4 +1,4 @@
-"""`situs analyze attention` on tiny runs, on real weights, and on models that have no such attention."""
+"""`situs evaluate attention` on tiny runs, on real weights, and on models that have no such attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 def test_looks_at_a_run_that_has_no_positions(
     outline: Any, trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["analyze", "attention", str(trained.mp3), "--show", "2", "--out", str(tmp_path)]) == 0
+    assert main(["evaluate", "attention", str(trained.mp3), "--show", "2", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "mp3: attention over 15 images"
     assert printed[-1] == str(tmp_path / "attention.html")
@@ -59,7 +59,7 @@ def test_what_cannot_be_looked_at_is_one_sentence(
 ) -> None:
     (tmp_path / "empty").mkdir()
     filled = [word.format(one=trained.one, empty=tmp_path / "empty") for word in words]
-    assert main(["analyze", "attention", *filled, "--data", str(trained.data), "--out", str(tmp_path / "x")]) == 2
+    assert main(["evaluate", "attention", *filled, "--data", str(trained.data), "--out", str(tmp_path / "x")]) == 2
     complaint = capsys.readouterr().err
     assert complaint.count("\n") == 1
     assert said in complaint

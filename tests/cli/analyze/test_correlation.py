@@ -1,4 +1,4 @@
-"""`situs analyze correlation` on tiny runs."""
+"""`situs evaluate attention --kind correlation` on tiny runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from situs.train.run import load_run
 def test_a_run_on_its_own_images(
     outline: Any, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["analyze", "correlation", str(trained.one), "--batch", "4", "--out", str(tmp_path)]) == 0
+    assert (
+        main(
+            ["evaluate", "attention", "--kind", "correlation", str(trained.one), "--batch", "4", "--out", str(tmp_path)]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out.rstrip().splitlines()
     assert printed[-1].startswith(str(tmp_path / "correlation.html"))
     assert printed[-2].startswith("After the final norm the features of two places of one image correlate")
@@ -51,7 +56,7 @@ def test_a_run_on_its_own_images(
 
 def test_mp3_is_looked_at_without_positions(trained: Any, tmp_path: Path) -> None:
     words = [str(trained.mp3), "--count", "6", "--depth", "1", "--out", str(tmp_path)]
-    assert main(["analyze", "correlation", *words]) == 0
+    assert main(["evaluate", "attention", "--kind", "correlation", *words]) == 0
     assert json.loads((tmp_path / "correlation.json").read_text())["positions"] == "left out, as in its training"
     assert "After block 1" in (tmp_path / "correlation.html").read_text()
 
@@ -67,7 +72,7 @@ def test_mp3_is_looked_at_without_positions(trained: Any, tmp_path: Path) -> Non
 def test_mistakes_are_one_sentence(
     trained: Any, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["analyze", "correlation", str(trained.one), *words]) == 2
+    assert main(["evaluate", "attention", "--kind", "correlation", str(trained.one), *words]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1

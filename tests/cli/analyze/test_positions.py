@@ -1,4 +1,4 @@
-"""`situs analyze positions`: one model or several, from runs, exports and names."""
+"""`situs evaluate position --kind vectors`: one model or several, from runs, exports and names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ RELPOS = ["vit_relpos_small_patch16_224", "--weights", "random", "--model-args.d
 
 def test_two_runs_side_by_side(outline: Any, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "look"
-    assert main(["analyze", "positions", str(trained.one), str(trained.mp3), "--out", str(out)]) == 0
+    assert (
+        main(["evaluate", "position", "--kind", "vectors", str(trained.one), str(trained.mp3), "--out", str(out)]) == 0
+    )
     printed = capsys.readouterr().out
     assert printed.rstrip().splitlines()[-1].startswith(str(out / "positions.html"))
     numbers = json.loads((out / "positions.json").read_text())
@@ -53,7 +55,7 @@ def test_a_name_carries_its_weights(tmp_path: Path) -> None:
         state["pos_embed"] = state["pos_embed"] + number * backbone.model.pos_embed.detach().roll(1, 1)
         save_file(state, file)
     words = [f"{name}={files[0]}", name, "--weights", str(files[1]), "--img-size", "64", "--out", str(tmp_path / "o")]
-    assert main(["analyze", "positions", *words]) == 0
+    assert main(["evaluate", "position", "--kind", "vectors", *words]) == 0
     models = json.loads((tmp_path / "o" / "positions.json").read_text())["models"]
     assert [model["name"] for model in models] == [name, f"{name} (b.safetensors)"]
     assert models[0]["explained_variance"] != models[1]["explained_variance"]
@@ -63,19 +65,19 @@ def test_a_name_carries_its_weights(tmp_path: Path) -> None:
     ("words", "said"),
     [
         ([], "MODEL …: must be given"),
-        (RELPOS, "biases between pairs of tokens, so that no place has a vector; ask `situs analyze attention`"),
+        (RELPOS, "biases between pairs of tokens, so that no place has a vector; ask `situs evaluate attention`"),
         (["test_resnet", "--weights", "random"], "it is a convolutional network and has no tokens"),
         (["vit_tiny_patch16_224"], "is neither a run nor an export; a timm name needs weights"),
         (["vit_tiny_patch16_224=random", "--folds", "1"], "folds=1: "),
     ],
 )
 def test_mistakes_are_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["analyze", "positions", *words]) == 2
+    assert main(["evaluate", "position", "--kind", "vectors", *words]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
 
 
 def test_the_same_model_twice_cannot_be_told_apart(trained: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["analyze", "positions", *[str(trained.one)] * 3]) == 2
+    assert main(["evaluate", "position", "--kind", "vectors", *[str(trained.one)] * 3]) == 2
     assert "one: is named twice" in capsys.readouterr().err

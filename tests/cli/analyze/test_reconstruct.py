@@ -1,4 +1,4 @@
-"""`situs analyze reconstruct` on tiny runs of MP3 and DropPos, and on what has no position head."""
+"""`situs evaluate reconstruct` on tiny runs of MP3 and DropPos, and on what has no position head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from situs.cli.main import main
 
 def test_mp3_run(outline: Any, trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--show", "2", "--pairs", "1", "--ratios", "0,0.5", "--out", str(tmp_path)]
-    assert main(["analyze", "reconstruct", str(trained.mp3), *words]) == 0
+    assert main(["evaluate", "reconstruct", str(trained.mp3), *words]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("mp3: puzzles of ")
     assert printed[-1] == str(tmp_path / "reconstruct.html")
@@ -53,7 +53,7 @@ def test_droppos_run(trained, tmp_path: Path) -> None:
     )  # fmt: skip
     train_run(config, out=tmp_path / "run", device="cpu")
     words = ["--ratios", "0", "--position-ratios", "0.5", "--show", "2", "--out", str(tmp_path / "look")]
-    assert main(["analyze", "reconstruct", str(tmp_path / "run"), *words]) == 0
+    assert main(["evaluate", "reconstruct", str(tmp_path / "run"), *words]) == 0
     numbers = json.loads((tmp_path / "look" / "reconstruct.json").read_text())
     assert [(each["ratio"], each["position_ratio"]) for each in numbers["settings"]] == [(0.0, 0.5)]
     assert "Black and hatched" in (tmp_path / "look" / "reconstruct.html").read_text()
@@ -87,7 +87,7 @@ def test_images_of_other_channels(method: str, channels: int, tmp_path: Path) ->
     )  # fmt: skip
     train_run(config, out=tmp_path / "run", device="cpu")
     look = [str(tmp_path / "run"), "--out", str(tmp_path / "look"), "--device", "cpu"]
-    assert main(["analyze", "reconstruct", *look, "--show", "2", "--pairs", "1", "--ratios", "0.5"]) == 0
+    assert main(["evaluate", "reconstruct", *look, "--show", "2", "--pairs", "1", "--ratios", "0.5"]) == 0
     assert f"The images have {channels} channels and are drawn" in (tmp_path / "look/reconstruct.html").read_text()
 
 
@@ -106,7 +106,7 @@ def test_what_has_no_puzzles_is_one_sentence(
     words: list[str], said: str, trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     filled = [word.format(one=trained.one, mp3=trained.mp3) for word in words]
-    assert main(["analyze", "reconstruct", *filled, "--out", str(tmp_path / "x")]) == 2
+    assert main(["evaluate", "reconstruct", *filled, "--out", str(tmp_path / "x")]) == 2
     complaint = capsys.readouterr().err
     assert complaint.count("\n") == 1
     assert said in complaint

@@ -1,4 +1,4 @@
-"""`situs audit curve`: files, flags that have no part, and mistakes in one sentence."""
+"""`situs audit sweep`: files, flags that have no part, and mistakes in one sentence."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from situs.cli.main import main
 
 def test_files_of_a_curve(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "curve"
-    words = ["audit", "curve", "test_vit", "--data", str(photographs), "--img-size", "32", "--out", str(out)]
-    more = ["--count", "1", "--over", "precision", "--attack", "patchembed", "--defence", "none"]
+    words = ["audit", "sweep", "test_vit", "--data", str(photographs), "--img-size", "32", "--out", str(out)]
+    more = ["--count", "1", "--over", "precision", "--attacks", "patchembed", "--defences", "none"]
     assert main([*words, *more]) == 0
     assert "precision, none: every image exactly at fp32" in capsys.readouterr().out
     told = json.loads((out / "curve.json").read_text())
@@ -27,11 +27,11 @@ def test_files_of_a_curve(photographs: Path, tmp_path: Path, capsys: pytest.Capt
     [
         ([], "give images or a file of sentences to attack, one of them (--data, --texts)"),
         (["--data", "x", "--over", "fog"], "--over"),
-        (["--texts", __file__, "--attack", "tokens"], "attacks: has no part in curves of texts"),
+        (["--texts", __file__, "--attacks", "tokens"], "attacks: has no part in curves of texts"),
         (["--texts", __file__, "--weights", "random"], "weights: has no part in curves of texts"),
         (["--texts", __file__], "test_vit: takes images, not texts (--texts)"),  # and not what is drawn by default
     ],
 )
 def test_mistakes(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", "curve", "test_vit", *words, "--out", str(tmp_path / "out")]) == 2
+    assert main(["audit", "sweep", "test_vit", *words, "--out", str(tmp_path / "out")]) == 2
     assert said in capsys.readouterr().err

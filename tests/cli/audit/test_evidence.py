@@ -9,8 +9,7 @@ from typing import Annotated
 
 import pytest
 
-from situs.cli.audit.evidence import command_of
-from situs.cli.audit.gradients import Args
+from situs.cli.audit import Gradients, command_of
 from situs.cli.parser.arguments import parse
 from situs.cli.parser.flags import POSITIONAL
 
@@ -40,7 +39,7 @@ def test_paths_lose_their_folders_and_names_do_not(tmp_path: Path, monkeypatch: 
 
 def test_the_command_means_the_same_when_it_is_given_again() -> None:
     words = ["m", "--data", "x", "--img-size", "3,4", "--count", "2", "--fail-above", "psnr=20", "--no-pictures"]
-    args = parse(Args, words, prog="situs audit gradients", description="")
+    args = parse(Gradients, words, prog="situs audit gradients")
     command = shlex.split(command_of("audit gradients", args))
     assert command[:3] == ["situs", "audit", "gradients"]
-    assert parse(Args, command[3:], prog="situs audit gradients", description="") == args
+    assert parse(Gradients, command[3:], prog="situs audit gradients") == args

@@ -36,7 +36,7 @@ def test_of_a_run(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_of_a_locked_folder_with_its_key(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key, locked, opened = (str(tmp_path / name) for name in ("owner.key", "locked", "opened"))
     assert main(["export", str(trained.one), "--out", opened]) == 0
-    assert main(["key", "new", "--out", key]) == 0
+    assert main(["keygen", "--out", key]) == 0
     assert main(["lock", opened, "--key", key, "--out", locked]) == 0
     lacking, second = str(tmp_path / "lacking"), str(tmp_path / "second")
     apart = ["--withhold", "embedding", "--withheld", second]

@@ -67,13 +67,13 @@ def test_what_another_verb_or_model_left_is_not_lost_without_a_word(
     for name in others:
         (out / name).write_text(name)
     words = ["audit", "gradients", *SMALL, "--data", str(photographs), "--img-size", "32", "--out", str(out)]
-    more = ["--count", "1", "--attack", "patchembed", "--defence", "none"]
+    more = ["--count", "1", "--attacks", "patchembed", "--defences", "none"]
     assert main([*words, *more]) == 0
     replaced = f"situs: {out / 'gradients'}.html and .json are there, and what this finds replaces them"
     assert replaced not in capsys.readouterr().err and all((out / name).read_text() == name for name in others)
     assert main([*words, *more]) == 0 and replaced in capsys.readouterr().err
     (out / "study.toml").touch()
-    assert main([*words, "--setting", "a"]) == 2
+    assert main([*words, "--settings", "a"]) == 2
     assert "is the folder of a study, whose settings.json is its own (--out)" in capsys.readouterr().err
 
 
@@ -86,7 +86,7 @@ def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsy
     out.mkdir()
     (out / "gradients.html").write_text("the page before, for all to read")
     words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "32", "--out", str(out)]
-    more = ["--count", "2", "--attack", "patchembed", "--defence", "none"]
+    more = ["--count", "2", "--attacks", "patchembed", "--defences", "none"]
     assert main([*words, *more]) == 0
     path, told = out / "gradients.html", json.loads((out / "gradients.json").read_text())
     assert path.stat().st_mode & 0o777 == 0o600
@@ -94,8 +94,8 @@ def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsy
     assert page.index("This page holds private images") < page.index("Threat model") and "<img" in page
     victim = open_victim(NAME, img_size=(32, 32))
     assert told["weights_sha256"] == weights_digest(victim.trains) and told["weights_file_sha256"] is None
-    command = f"situs audit gradients {NAME} --count 2 --img-size 32 --data {photographs.name} --attack patchembed"
-    assert told["command"] == f"{command} --defence none --out audit"
+    command = f"situs audit gradients {NAME} --count 2 --img-size 32 --data {photographs.name} --attacks patchembed"
+    assert told["command"] == f"{command} --defences none --out audit"
     assert abs(datetime.fromisoformat(told["made"]) - datetime.now(UTC)) < timedelta(minutes=5)
     for name in ("made", "command", "situs", "torch", "weights_sha256"):
         assert told[name] in page, name
@@ -117,14 +117,14 @@ def test_the_weights_file_is_hashed(photographs: Path, tmp_path: Path) -> None:
     weights = tmp_path / "w.safetensors"
     save_file(timm.create_model(NAME, img_size=32).state_dict(), weights)
     words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "32", "--count", "1"]
-    more = ["--weights", str(weights), "--attack", "patchembed", "--defence", "none", "--no-pictures"]
+    more = ["--weights", str(weights), "--attacks", "patchembed", "--defences", "none", "--no-pictures"]
     assert main([*words, *more, "--out", str(tmp_path / "audit")]) == 0
     told = json.loads((tmp_path / "audit" / "gradients.json").read_text())
     assert told["weights_file_sha256"] == hashlib.sha256(weights.read_bytes()).hexdigest()
     assert told["weights"] == "w.safetensors" and "--weights w.safetensors" in told["command"]
 
 
-GATE = ["--attack", "patchembed,april", "--fail-above", "psnr=20"]
+GATE = ["--attacks", "patchembed,april", "--fail-above", "psnr=20"]
 
 CLIP, CLIPPED = "clip=1:1e3", "clip C=1, noise 1000·C"
 
@@ -142,20 +142,20 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("more", "status", "said"),
     [
         ([], 3, "none, above: 5 of 5 images above; the most exposed, "),
-        (["--defence", CLIP], 0, f"is passed, {SCOPE}. {CLIPPED}, passed: patchembed solved all 5 images"),
-        (["--defence", CLIP, "--fail-above", "blind"], 0, f"The gate blind is passed, {SCOPE}. {CLIPPED}, passed: "),
-        (["--defence", CLIP, "--count", "4"], 4, "4 images are too few to tell finding them again from chance: give"),
-        (["--defence", "clip=1:0"], 3, "5 of 5 images above"),  # without noise it is the same picture
-        (["--defence", CLIP, "--attack", "april"], 4, "april proves nothing"),
-        (["--defence", CLIP, "--batch", "2", "--count", "4"], 4, "proves nothing: it is not exact here (a batch of 2"),
-        (["--defence", "mjp=0.5", "--attack", "april"], 4, "april proves nothing: it is not exact here"),
-        (["--defence", f"{CLIP},none"], 3, f"{CLIPPED}, passed: patchembed solved all 5 images"),
+        (["--defences", CLIP], 0, f"is passed, {SCOPE}. {CLIPPED}, passed: patchembed solved all 5 images"),
+        (["--defences", CLIP, "--fail-above", "blind"], 0, f"The gate blind is passed, {SCOPE}. {CLIPPED}, passed: "),
+        (["--defences", CLIP, "--count", "4"], 4, "4 images are too few to tell finding them again from chance: give"),
+        (["--defences", "clip=1:0"], 3, "5 of 5 images above"),  # without noise it is the same picture
+        (["--defences", CLIP, "--attacks", "april"], 4, "april proves nothing"),
+        (["--defences", CLIP, "--batch", "2", "--count", "4"], 4, "proves nothing: it is not exact here (a batch of 2"),
+        (["--defences", "mjp=0.5", "--attacks", "april"], 4, "april proves nothing: it is not exact here"),
+        (["--defences", f"{CLIP},none"], 3, f"{CLIPPED}, passed: patchembed solved all 5 images"),
         (
-            ["--defence", f"{CLIP},mjp=0.5", "--attack", "april"],
+            ["--defences", f"{CLIP},mjp=0.5", "--attacks", "april"],
             4,
             "is inconclusive (not a pass), for an honest server",
         ),
-        (["--defence", CLIP, "--attack", "matching", "--iterations", "2"], 4, "no closed form was run"),
+        (["--defences", CLIP, "--attacks", "matching", "--iterations", "2"], 4, "no closed form was run"),
     ],
 )
 def test_the_gate(
@@ -192,7 +192,7 @@ def test_a_gate_judges_what_would_be_sent_and_nothing_else(photographs: Path, tm
 
 def test_one_image_is_not_re_identified(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["audit", "gradients", *SMALL, "--data", str(photographs), "--img-size", "32", "--count", "1"]
-    assert main([*words, "--defence", "noise=10", "--no-pictures", "--out", str(tmp_path / "audit")]) == 0
+    assert main([*words, "--defences", "noise=10", "--no-pictures", "--out", str(tmp_path / "audit")]) == 0
     told = json.loads((tmp_path / "audit" / "gradients.json").read_text())
     assert [pair["images"][0]["reidentified"] for pair in told["pairs"]] == [None] * 4
     assert "re-identified)" not in capsys.readouterr().out
@@ -218,26 +218,26 @@ def test_a_model_without_an_attack(
 
 def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["audit", "gradients", str(trained.one), "--data", str(trained.data), "--count", "3"]
-    assert main([*words, "--attack", "patchembed", "--defence", "none", "--out", str(tmp_path)]) == 0
+    assert main([*words, "--attacks", "patchembed", "--defences", "none", "--out", str(tmp_path)]) == 0
     assert "3 of 3 images recovered exactly" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--attack", "magic"], "matching, patchembed"),
-        (["--defence", "fog"], "no-pe-gradient"),
-        (["--attack", ","], "must be one or more of them (--attack)"),
-        (["--defence", ""], "(--defence)"),
+        (["--attacks", "magic"], "matching, patchembed"),
+        (["--defences", "fog"], "no-pe-gradient"),
+        (["--attacks", ","], "must be one or more of them (--attacks)"),
+        (["--defences", ""], "(--defences)"),
         (["--fail-above", "beauty=3"], "psnr"),
         (["--fail-above", "lpips=0.1"], "falls as an image leaks"),
         (["--count", "0"], "--count"),
         (["--data", "absent"], "absent: no such folder or file (--data)"),
-        (["--setting", "a", "--fail-above", "psnr=20"], "(--fail-above, --setting)"),
+        (["--settings", "a", "--fail-above", "psnr=20"], "(--fail-above, --settings)"),
         (["--find-defence", "psnr=20", "--fail-above", "psnr=20"], "(--find-defence, --fail-above)"),
-        (["--find-defence", "psnr=20", "--defence", "noise"], "(--find-defence, --defence)"),
+        (["--find-defence", "psnr=20", "--defences", "noise"], "(--find-defence, --defences)"),
         (["--find-defence", "beauty=3"], "(--find-defence)"),
-        (["--setting", "a", "--batch", "2"], "(--batch, --setting)"),
+        (["--settings", "a", "--batch", "2"], "(--batch, --settings)"),
         (["--tune-data", "x"], "none is looked for (--tune-data, --find-defence)"),
         (["--junit", "x.xml"], "there is none (--junit, --fail-above)"),
         (["--fail-above", "psnr=20", "--junit", "."], "must be a file that can be written (--junit)"),
@@ -263,7 +263,7 @@ def test_broken_images_are_said(photographs: Path, tmp_path: Path, capsys: pytes
     assert "its only image cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "audit").exists()
     (folder / "whole.png").write_bytes((photographs / "0.png").read_bytes())
-    assert main([*words, "--attack", "patchembed", "--defence", "none"]) == 0
+    assert main([*words, "--attacks", "patchembed", "--defences", "none"]) == 0
     shown = capsys.readouterr()
     assert "1 of 2 images of images could not be read and was skipped" in shown.err
     assert "1 of 1 image recovered exactly" in shown.out
@@ -279,7 +279,7 @@ def test_in_the_place_of_a_broken_image_comes_the_next(
     (folder / "05-broken.png").write_text("no picture")
     os.mkfifo(folder / "06-pipe.png")
     words = ["audit", "gradients", *SMALL, "--data", str(folder), "--img-size", "32", "--out", str(out)]
-    assert main([*words, "--count", "2", "--attack", "patchembed", "--defence", "none"]) == 0
+    assert main([*words, "--count", "2", "--attacks", "patchembed", "--defences", "none"]) == 0
     shown = capsys.readouterr()
     assert "none: 2 of 2 images recovered exactly" in shown.out
     names = [image["image"] for image in json.loads((out / "gradients.json").read_text())["pairs"][0]["images"]]
@@ -360,7 +360,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_users_own_module(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["audit", "gradients", f"{own}:named", "--data", str(photographs), "--count", "2"]
-    assert main([*words, "--defence", "none,mjp", "--attack", "patchembed"]) == 0
+    assert main([*words, "--defences", "none,mjp", "--attacks", "patchembed"]) == 0
     shown = capsys.readouterr().out
     assert "none: 2 of 2 images recovered exactly" in shown
     assert "runs only as a whole" in shown
@@ -371,13 +371,13 @@ def test_a_users_own_module(own: str, photographs: Path, capsys: pytest.CaptureF
 def test_a_bare_module_is_solved_without_names(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It passed the gate once, while the same module with names gave every byte."""
     words = ["audit", "gradients", f"{own}:bare", "--data", str(photographs), "--count", "2", "--img-size", "16"]
-    assert main([*words, "--attack", "patchembed", "--fail-above", "psnr=20", "--no-pictures"]) == 3
+    assert main([*words, "--attacks", "patchembed", "--fail-above", "psnr=20", "--no-pictures"]) == 3
     assert "none: 2 of 2 images recovered exactly" in capsys.readouterr().out
 
 
 def test_a_module_without_a_table_is_matched(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["audit", "gradients", f"{own}:plain", "--data", str(photographs), "--count", "2", "--batch", "2"]
-    settings = ["--attack", "patchembed,matching", "--defence", "none", "--iterations", "2", "--img-size", "16"]
+    settings = ["--attacks", "patchembed,matching", "--defences", "none", "--iterations", "2", "--img-size", "16"]
     assert main([*words, *settings]) == 0
     shown = capsys.readouterr()
     assert "matching: iteration 2 of 2" in shown.err
@@ -395,7 +395,7 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
 
     monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2, iterations=100))
     words = ["audit", "gradients", f"{own}:plain", "--data", str(five), "--count", "3", "--img-size", "16"]
-    assert main([*words, "--fail-above", "psnr=5", "--attack", "patchembed", "--no-pictures"]) == 3
+    assert main([*words, "--fail-above", "psnr=5", "--attacks", "patchembed", "--no-pictures"]) == 3
     shown = capsys.readouterr()
     said = "no closed form applies, so matching is run by itself on 2 of 3 images (100 iterations, at most 120 s)"
     assert said in shown.err and said in shown.out
@@ -403,27 +403,27 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
     assert [(pair["attack"], pair["applies"]) for pair in pairs] == [("patchembed", False), ("matching", True)]
     assert pairs[1]["by_itself"] and len(pairs[1]["images"]) == 2 and pairs[1]["partial"] is None
     monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2, seconds=0.05))
-    assert main([*words, "--fail-above", "psnr=190", "--attack", "patchembed", "--no-pictures"]) == 4
+    assert main([*words, "--fail-above", "psnr=190", "--attacks", "patchembed", "--no-pictures"]) == 4
     shown = capsys.readouterr().out
     assert f"is inconclusive (not a pass), {SCOPE}. none, inconclusive: matching was stopped after" in shown
     assert "no closed form applies; what matching does not find may still be there" in shown
     told = json.loads(Path("audit/gradients.json").read_text())
     assert not told["gate"]["passed"] and not told["partial"]
     monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2))
-    more = ["--fail-above", "psnr=190", "--attack", "patchembed,matching", "--iterations", "2", "--no-pictures"]
+    more = ["--fail-above", "psnr=190", "--attacks", "patchembed,matching", "--iterations", "2", "--no-pictures"]
     assert main([*words, *more]) == 4  # asked for, it is not run again
     assert len(json.loads(Path("audit/gradients.json").read_text())["pairs"]) == 2
 
 
 def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["audit", "gradients", f"{own}:named", "--data", str(photographs), "--count", "2", "--batch", "2"]
-    settings = ["--attack", "matching", "--iterations", "1000000", "--time-limit", "0.2", "--no-pictures"]
+    settings = ["--attacks", "matching", "--iterations", "1000000", "--time-limit", "0.2", "--no-pictures"]
     assert main([*words, *settings, "--fail-above", "psnr=190"]) == 4
     shown = capsys.readouterr().out
     assert "inconclusive: matching was stopped after" in shown and "of 1,000,000 iterations" in shown
     told = json.loads(Path("audit/gradients.json").read_text())
     assert not told["gate"]["passed"] and len(told["pairs"][0]["images"]) == 2  # whatever number of images it saw
-    more = ["--attack", "patchembed,matching", "--batch", "1", "--time-limit", "1", "--fail-above", "psnr=20"]
+    more = ["--attacks", "patchembed,matching", "--batch", "1", "--time-limit", "1", "--fail-above", "psnr=20"]
     assert main([*words, *settings, *more]) == 3  # above, also where another attack was stopped
 
 
@@ -444,10 +444,10 @@ def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.
             ["--iterations", "5"],
             "iterations=5: is a setting of matching and april-optimisation, and no such attack is made (",
         ),
-        ("{own}:named", ["--iterations", "5", "--fail-above", "psnr=20"], "(--iterations, --attack)"),
+        ("{own}:named", ["--iterations", "5", "--fail-above", "psnr=20"], "(--iterations, --attacks)"),
         ("{own}:named", ["--restarts", "2"], "restarts=2: is a setting of matching"),
         ("{own}:named", ["--labels", "known"], "labels=known: is a setting of matching"),
-        ("{own}:named", ["--attack", "april", "--search-seconds", "9"], "search_seconds=9.0: is a setting of tokens"),
+        ("{own}:named", ["--attacks", "april", "--search-seconds", "9"], "search_seconds=9.0: is a setting of tokens"),
     ],
 )
 def test_mistakes_with_an_own_module(
@@ -459,7 +459,7 @@ def test_mistakes_with_an_own_module(
 
 def test_a_time_limit_leaves_a_whole_report(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["audit", "gradients", f"{own}:named", "--data", str(photographs), "--count", "2", "--batch", "2"]
-    settings = ["--attack", "matching", "--defence", "none", "--iterations", "1000000", "--time-limit", "0.2"]
+    settings = ["--attacks", "matching", "--defences", "none", "--iterations", "1000000", "--time-limit", "0.2"]
     assert main([*words, *settings, "--labels", "known"]) == 0
     assert "A partial result: stopped by the time limit of 0.2 s" in capsys.readouterr().out
     told = json.loads(Path("audit/gradients.json").read_text())
@@ -473,7 +473,7 @@ def test_a_time_limit_leaves_a_whole_report(own: str, photographs: Path, capsys:
 def test_ctrl_c_leaves_a_whole_report(own: str, photographs: Path) -> None:
     """A real signal to a real process, once its search has begun."""
     words = ["audit", "gradients", f"{own}:named", "--data", str(photographs), "--count", "2", "--batch", "2"]
-    settings = ["--attack", "patchembed,matching", "--defence", "noise=1e3,noise=2e3", "--iterations", "600"]
+    settings = ["--attacks", "patchembed,matching", "--defences", "noise=1e3,noise=2e3", "--iterations", "600"]
     command = [sys.executable, "-m", "situs", *words, *settings, "--fail-above", "psnr=190"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None and process.stdout is not None
@@ -502,7 +502,7 @@ def test_ctrl_c_after_an_image_was_above_is_above(
 
     monkeypatch.setattr(Matching, "recover", cut)
     words = ["audit", "gradients", f"{own}:named", "--data", str(photographs), "--count", "2", "--no-pictures"]
-    more = ["--attack", "patchembed,matching", "--defence", defence, "--fail-above", "psnr=20", "--junit", "j.xml"]
+    more = ["--attacks", "patchembed,matching", "--defences", defence, "--fail-above", "psnr=20", "--junit", "j.xml"]
     assert main([*words, *more]) == status
     told = json.loads(Path("audit/gradients.json").read_text())
     assert told["stopped"].startswith("Ctrl-C") and not told["gate"]["passed"]
@@ -516,11 +516,11 @@ def test_a_locked_model_leaks_all_the_same(trained: Any, tmp_path: Path, capsys:
     pytest.importorskip("cryptography")
     export, key, locked = (str(tmp_path / name) for name in ("export", "owner.key", "locked"))
     assert main(["export", str(trained.one), "--out", export]) == 0
-    assert main(["key", "new", "--out", key]) == 0
+    assert main(["keygen", "--out", key]) == 0
     assert main(["lock", export, "--key", key, "--out", locked]) == 0
-    words = ["audit", "gradients", locked, "--data", str(trained.data), "--count", "2", "--defence", "none"]
+    words = ["audit", "gradients", locked, "--data", str(trained.data), "--count", "2", "--defences", "none"]
     capsys.readouterr()
-    assert main([*words, "--attack", "patchembed", "--out", str(tmp_path / "audit")]) == 0
+    assert main([*words, "--attacks", "patchembed", "--out", str(tmp_path / "audit")]) == 0
     assert "2 of 2 images recovered exactly" in capsys.readouterr().out
     assert "locked with the key" in (tmp_path / "audit" / "gradients.html").read_text()
     assert main(["lock", export, "--key", key, "--out", f"{locked}-sealed", "--seal"]) == 0
@@ -571,7 +571,7 @@ def test_a_run_of_mjp_is_audited_with_its_own_method(
     assert torch.equal(hidden_places(sent["model.pos_embed"][0, 1:]), mask)
     assert float(sent["unknown"].abs().sum()) > 0
     words = ["audit", "gradients", str(mjp_run), "--data", str(trained.data), "--count", "2"]
-    assert main([*words, "--attack", "patchembed", "--defence", "none,mjp=0", "--out", str(tmp_path)]) == 0
+    assert main([*words, "--attacks", "patchembed", "--defences", "none,mjp=0", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "none: at least" in shown  # MJP is at work although no defence is named
     assert "mjp γ=0: at least 2 of 2 images recovered exactly" in shown  # its own DAL, subtracted
@@ -587,7 +587,7 @@ def test_an_mp3_run_is_asked_about_the_order(trained: Any, tmp_path: Path, monke
         adaptive, "order_hidden", lambda *args, predictor: asked.append(predictor) or order(*args, predictor=predictor)
     )
     words = ["audit", "gradients", str(trained.one), "--data", str(trained.data), "--count", "1"]
-    words += ["--attack", "adaptive-mjp", "--defence", "mjp=0.6", "--out", str(tmp_path / "audit")]
+    words += ["--attacks", "adaptive-mjp", "--defences", "mjp=0.6", "--out", str(tmp_path / "audit")]
     assert main([*words, "--predictor", str(trained.mp3)]) == 0
     assert [type(each) for each in asked] == [MP3]
     assert not asked[0].training
@@ -612,7 +612,7 @@ def test_a_predictor_that_cannot_be_asked_is_refused(
 ) -> None:
     model = str(trained.one) if predictor == "one" else NAME
     size = [] if predictor == "one" else ["--img-size", "64"]
-    words = ["audit", "gradients", model, "--data", str(photographs), *size, "--attack", attack]
+    words = ["audit", "gradients", model, "--data", str(photographs), *size, "--attacks", attack]
     words += ["--predictor", str(getattr(trained, predictor)), "--out", str(tmp_path / "audit")]
     assert main(words) == 2
     assert said in capsys.readouterr().err
@@ -621,16 +621,16 @@ def test_a_predictor_that_cannot_be_asked_is_refused(
 
 SCRIPT = r"""
 audit() { "$PYTHON" -m situs audit gradients "$@" --data "$IMAGES" --fail-above psnr=20 --no-pictures --junit j.xml; }
-audit test_vit --img-size 32 --attack patchembed --defence clip=1:1e3 > passed.txt; echo "passed $?"
+audit test_vit --img-size 32 --attacks patchembed --defences clip=1:1e3 > passed.txt; echo "passed $?"
 cp j.xml passed.xml
 audit test_vit --img-size 32 --count 2 > above.txt; echo "above $?"; cp j.xml above.xml
-audit OWN:named --attack matching --iterations 1000000 --time-limit 1 --count 2 --defence noise=1e3 > stopped.txt
+audit OWN:named --attacks matching --iterations 1000000 --time-limit 1 --count 2 --defences noise=1e3 > stopped.txt
 echo "stopped $?"; cp j.xml stopped.xml
-audit OWN:plain --img-size 16 --count 2 --defence noise=1e3 > nothing.txt; echo "nothing applies $?"
+audit OWN:plain --img-size 16 --count 2 --defences noise=1e3 > nothing.txt; echo "nothing applies $?"
 cp j.xml nothing.xml
-audit test_vit --img-size 64 --attack magic 2> wrong.txt; echo "wrong call $?"
+audit test_vit --img-size 64 --attacks magic 2> wrong.txt; echo "wrong call $?"
 "$PYTHON" -m situs audit gradients OWN:plain --img-size 16 --data "$IMAGES" --no-pictures --fail-above psnr=150 \
-    --attack matching --defence noise=1e3 --iterations 1000000 --junit j.xml > ctrl-c.txt 2> ctrl-c.err & pid=$!
+    --attacks matching --defences noise=1e3 --iterations 1000000 --junit j.xml > ctrl-c.txt 2> ctrl-c.err & pid=$!
 until grep -q "matching: iteration" ctrl-c.err || ! kill -0 $pid; do sleep 0.2; done
 kill -INT $pid; wait $pid; echo "Ctrl-C $?"; cp j.xml ctrl-c.xml
 """
@@ -675,7 +675,7 @@ def settings_words(photographs: Path, out: Path, *more: str) -> list[str]:
 
 def test_table_verdict_and_files(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One hidden patch of 16: nothing to search for, and nothing to order."""
-    more = ("--setting", "a,c", "--defence", "mjp=0.1", "--count", "2", "--attack", "patchembed")
+    more = ("--settings", "a,c", "--defences", "mjp=0.1", "--count", "2", "--attacks", "patchembed")
     assert main(settings_words(photographs, tmp_path, *more)) == 0
     shown = capsys.readouterr().out
     assert "test_vit with MJP's step: MJP's privacy claim does not survive" in shown
@@ -697,12 +697,12 @@ def test_table_verdict_and_files(photographs: Path, tmp_path: Path, capsys: pyte
 
 
 def test_an_unknown_setting_is_refused(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(settings_words(photographs, tmp_path, "--setting", "d", "--count", "1")) != 0
+    assert main(settings_words(photographs, tmp_path, "--settings", "d", "--count", "1")) != 0
     assert "a, b, c" in capsys.readouterr().err
 
 
 def test_no_pictures_where_none_are_wanted(photographs: Path, tmp_path: Path) -> None:
-    more = ("--setting", "a", "--defence", "mjp=0.1", "--count", "1", "--attack", "patchembed", "--no-pictures")
+    more = ("--settings", "a", "--defences", "mjp=0.1", "--count", "1", "--attacks", "patchembed", "--no-pictures")
     assert main(settings_words(photographs, tmp_path, *more)) == 0
     page = (tmp_path / "settings.html").read_text()
     assert "<img" not in page and "private images" not in page
@@ -718,7 +718,7 @@ def test_ctrl_c_before_the_first_remedy_keeps_the_audit(
 
     monkeypatch.setattr("situs.audit.remedies.find.open_audit", pressed)
     words = ["audit", "gradients", *SMALL, "--data", str(photographs), "--img-size", "32", "--out", str(tmp_path)]
-    assert main([*words, "--count", "1", "--attack", "patchembed", "--find-defence", "psnr=20"]) == 130
+    assert main([*words, "--count", "1", "--attacks", "patchembed", "--find-defence", "psnr=20"]) == 130
     told = capsys.readouterr()
     assert "1 of 1 image recovered exactly" in told.out and str(tmp_path / "gradients.html") in told.out
     assert "before any defence was tried" in told.err
@@ -728,7 +728,7 @@ def test_ctrl_c_before_the_first_remedy_keeps_the_audit(
 def test_remedies_are_searched_and_written_beside_their_page(photographs: Path, tmp_path: Path) -> None:
     out = tmp_path / "found"
     words = ["audit", "gradients", *SMALL, "--data", str(photographs), "--img-size", "32", "--out", str(out)]
-    assert main([*words, "--count", "1", "--attack", "april", "--find-defence", "psnr=20"]) == 4  # it proves nothing
+    assert main([*words, "--count", "1", "--attacks", "april", "--find-defence", "psnr=20"]) == 4  # it proves nothing
     told = json.loads((out / "defences.json").read_text())
     assert told["schema"] == "situs-audit-defences/1" and (told["searched"], told["held_out"]) == (1, 1)
     assert [each["named"] for each in told["defences"]] == [None] * 5

@@ -1,4 +1,4 @@
-"""`situs audit gradients FOLDER --texts FILE`."""
+"""`situs audit texts FOLDER --data FILE`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_texts_make_a_table_files_and_a_gate(
     [
         ((), "give images or a file of sentences"),
         (("--texts", "TEXTS", "--data", "samples"), "one of them"),
-        (("--texts", "TEXTS", "--attack", "matching"), "has no part in an audit of texts"),
+        (("--texts", "TEXTS", "--attacks", "matching"), "has no part in an audit of texts"),
         (("--texts", "TEXTS", "--local-steps", "2"), "(--local-steps, --texts)"),
         (("--texts", "TEXTS", "--count", "9"), "9 are asked for (--count"),
         (("--texts", "nowhere.txt"), "no such file"),

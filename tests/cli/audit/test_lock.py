@@ -36,7 +36,7 @@ def locked(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Locked:
     with pytest.MonkeyPatch.context() as patch:  # some keys of 16 channels hardly change what such a model answers
         patch.setattr("secrets.token_bytes", lambda count: bytes(range(count)))
         patch.setattr("secrets.token_hex", lambda count: "5a" * count)
-        assert main(["key", "new", "--out", str(made.key)]) == 0
+        assert main(["keygen", "--out", str(made.key)]) == 0
         words = ["lock", str(made.export), "--key", str(made.key), "--out"]
         assert main([*words, str(made.plain)]) == 0
         assert main([*words, str(made.cover), "--cover"]) == 0
@@ -50,7 +50,7 @@ def audit(*words: Any) -> int:
 def test_a_public_base_opens_it(locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (locked.plain, locked.cover):
         out = tmp_path / folder.name
-        assert audit(folder, "--attacker", "public-base", "--base", locked.export, "--out", out) == 0
+        assert audit(folder, "--attacks", "public-base", "--base", locked.export, "--out", out) == 0
         printed = capsys.readouterr().out
         assert "100.0 % (16 of 16)" in printed
         assert "min(256, best attack) = 0 bits" in printed
@@ -66,7 +66,7 @@ def test_a_public_base_opens_it(locked: Locked, tmp_path: Path, capsys: pytest.C
 def test_several_attackers_with_data_and_key(
     trained: Any, locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["--attacker", "drifted-base,no-base,labels"]
+    names = ["--attacks", "drifted-base,no-base,labels"]
     words = ["--base", trained.two, "--key", locked.key, "--data", trained.data, "--drift", "0,0.3", "--steps", 4]
     assert audit(locked.plain, *names, *words, "--k", 6, "--out", tmp_path) == 0
     written = json.loads((tmp_path / "audit.json").read_text())
@@ -99,7 +99,7 @@ def test_several_attackers_with_data_and_key(
 
 
 def test_what_nobody_knows_is_not_judged(trained: Any, locked: Locked, capsys: pytest.CaptureFixture[str]) -> None:
-    assert audit(locked.plain, "--base", trained.two, "--attacker", "public-base") == 0
+    assert audit(locked.plain, "--base", trained.two, "--attacks", "public-base") == 0
     printed = capsys.readouterr().out
     assert "Not judged, because the true key was not given: public-base." in printed
     assert "No strength can be given." in printed
@@ -137,7 +137,7 @@ def test_a_sealed_lock_is_attacked_below_its_seal(
 def test_who_runs_the_blocks_reads_the_key_off_the_stream(
     locked: Locked, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--attacker", "activations", "--images", trained.data, "--out", tmp_path]
+    words = ["--attacks", "activations", "--images", trained.data, "--out", tmp_path]
     assert audit(locked.cover, *words, "--key", locked.key) == 0
     [written] = json.loads((tmp_path / "audit.json").read_text())["attacks"]
     assert (written["attacker"], written["right"], written["size"], written["bits"]) == ("activations", 16, 16, 0)
@@ -226,7 +226,7 @@ def test_an_attack_that_was_stopped_says_nothing(
 
     monkeypatch.setattr(f"situs.locks.attacks.audit.{attack}", stopped)
     words = ["--images", pictures(tmp_path / "pictures", leaves(3)), "--base", locked.export, "--out", tmp_path / "out"]
-    assert audit(locked.plain, "--key", locked.key, *words, "--attacker", "images,no-base,public-base") != 0
+    assert audit(locked.plain, "--key", locked.key, *words, "--attacks", "images,no-base,public-base") != 0
     assert "bits" not in capsys.readouterr().out and not (tmp_path / "out").exists()
 
 
@@ -261,7 +261,7 @@ def test_what_is_left_is_attacked(
     ]
     assert written["attacks"][2]["right"] == 16  # the second block alone gives the key to who has the base
     assert "first block withheld" in (tmp_path / "1" / "audit.html").read_text()
-    assert audit(few, "--base", locked.export, "--attacker", "public-base") == 0  # which also proves it
+    assert audit(few, "--base", locked.export, "--attacks", "public-base") == 0  # which also proves it
     assert "= 0 bits" in capsys.readouterr().out
 
     blind = lock_less(locked, tmp_path / "blind", "embedding", "--seal")
@@ -276,13 +276,13 @@ def test_what_is_left_is_attacked(
     assert "public-base (the model that it was made from)" in printed and "bits." not in printed
     assert audit(blind, "--key", locked.key, "--base", locked.export) == 0
     assert "16 of 16" in (printed := capsys.readouterr().out) and "= 0 bits" in printed
-    assert audit(blind, "--key", locked.key, "--images", trained.data, "--attacker", "images") == 0
+    assert audit(blind, "--key", locked.key, "--images", trained.data, "--attacks", "images") == 0
     printed = capsys.readouterr().out
     assert "Not attacked: no strength can be given." in printed and "bits." not in printed
     assert audit(few, "--key", locked.key, "--data", trained.data) == 2
     assert "parts of the model are withheld" in capsys.readouterr().err
     assert audit(few, "--base", locked.export, "--drift", "1") == 2
-    assert "is for the attacker drifted-base, who is not asked (--drift, --attacker)" in capsys.readouterr().err
+    assert "is for the attacker drifted-base, who is not asked (--drift, --attacks)" in capsys.readouterr().err
 
 
 def spoil(folder: Path, out: Path) -> Path:
@@ -318,13 +318,13 @@ def test_mistakes_are_one_sentence(
     assert main(["lock", str(locked.export), "--key", str(locked.key), "--out", str(sealed), "--seal"]) == 0
     capsys.readouterr()
     for words, said in (
-        ([locked.plain, "--attacker", "guess"], "guess"),
-        ([locked.plain, "--attacker", "public-base"], "(--base)"),
-        ([locked.plain, "--attacker", "labels"], "(--data)"),
+        ([locked.plain, "--attacks", "guess"], "guess"),
+        ([locked.plain, "--attacks", "public-base"], "(--base)"),
+        ([locked.plain, "--attacks", "labels"], "(--data)"),
         ([locked.plain, "--base", "vit_tiny_patch16_224"], "(--base)"),
         ([locked.plain, "--base", locked.export, "--drift", -1], "drift[0]=-1: must be >= 0 (--drift)"),
         ([locked.plain, "--k", 0], "(--k)"),
-        ([locked.plain, "--attacker", "images"], "needs unlabelled images or texts (--images, --texts)"),
+        ([locked.plain, "--attacks", "images"], "needs unlabelled images or texts (--images, --texts)"),
         ([locked.plain, "--images", "x", "--texts", "y"], "a model takes one or the other"),
         ([locked.plain, "--images", trained.data, "--count", 0], "(--count)"),
         ([locked.export], "holds no manifest.json"),

@@ -1,4 +1,4 @@
-"""`situs audit positions` on tiny runs."""
+"""`situs evaluate position --kind all` on tiny runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from situs.cli.main import main
 
 def test_a_classifier(outline: Any, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(trained.one), "--ratios", "0.5", "--out", str(tmp_path)]
-    assert main(["audit", "positions", *words]) == 0
+    assert main(["evaluate", "position", "--kind", "all", *words]) == 0
     printed = capsys.readouterr().out.rstrip().splitlines()
     assert printed[-2].startswith("`one` is told its 2 × 2 places by a vector added to each token.")
     assert printed[-1].startswith(str(tmp_path / "positions-audit.html"))
@@ -42,7 +42,10 @@ def test_a_classifier(outline: Any, trained: Any, tmp_path: Path, capsys: pytest
 
 
 def test_mp3_is_audited_without_positions(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", "positions", str(trained.mp3), "--no-equivariance", "--out", str(tmp_path)]) == 0
+    assert (
+        main(["evaluate", "position", "--kind", "all", str(trained.mp3), "--no-equivariance", "--out", str(tmp_path)])
+        == 0
+    )
     assert "`mp3` is told no positions: it was trained without them." in capsys.readouterr().out
     numbers = json.loads((tmp_path / "positions-audit.json").read_text())
     assert list(numbers["readings"]) == ["as it is"]
@@ -59,10 +62,12 @@ def test_mp3_is_audited_without_positions(trained: Any, tmp_path: Path, capsys: 
     ],
 )
 def test_mistakes_are_said(trained: Any, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", "positions", str(trained.one), "--no-equivariance", *words]) == 2
+    assert main(["evaluate", "position", "--kind", "all", str(trained.one), "--no-equivariance", *words]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_a_convolution_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", "positions", "test_resnet", "--weights", "random", "--data", "samples"]) == 2
+    assert (
+        main(["evaluate", "position", "--kind", "all", "test_resnet", "--weights", "random", "--data", "samples"]) == 2
+    )
     assert "has no tokens" in capsys.readouterr().err

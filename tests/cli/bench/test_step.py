@@ -1,4 +1,4 @@
-"""`situs bench step` from the command line, on a model of nothing."""
+"""`situs bench` from the command line, on a model of nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL = ["--models", "vit_tiny_patch16_224", "--img-size", "8,16", "--patch-size
 
 def test_a_table_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "step.json").touch()
-    assert main(["bench", "step", "supervised", "mp3:0.5,batch=3", *SMALL, "--out", str(tmp_path)]) == 0
+    assert main(["bench", "supervised", "mp3:0.5,batch=3", *SMALL, "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr()
     assert "step.html and .json are there, and what this finds replaces them" in printed.err
     assert [line.split()[0] for line in printed.out.splitlines()[1:4]] == ["case", "supervised", "mp3:mask_ratio=0.5"]
@@ -29,7 +29,7 @@ def test_a_table_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_case_that_fails_is_told_by_the_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "step", "mp3:model=nosuch", "supervised", *SMALL, "--out", str(tmp_path)]) == 1
+    assert main(["bench", "mp3:model=nosuch", "supervised", *SMALL, "--out", str(tmp_path)]) == 1
     assert "failed: mp3, nosuch" in capsys.readouterr().out
     found = json.loads((tmp_path / "step.json").read_text())
     assert [row["name"] for row in found["rows"]] == ["supervised"] and len(found["failed"]) == 1
@@ -44,7 +44,7 @@ def test_a_case_that_fails_is_told_by_the_status(tmp_path: Path, capsys: pytest.
     ],
 )
 def test_a_mistake_is_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "step", *words]) == 2
+    assert main(["bench", *words]) == 2
     assert capsys.readouterr().err == f"situs: {said}\n"
 
 

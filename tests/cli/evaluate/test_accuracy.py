@@ -72,7 +72,7 @@ def test_a_locked_model_is_called_locked_and_its_key_opens_it(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(trained.one), "--out", str(tmp_path / "x")]) == 0
-    assert main(["key", "new", "--out", str(tmp_path / "key.json")]) == 0
+    assert main(["keygen", "--out", str(tmp_path / "key.json")]) == 0
     key = ["--key", str(tmp_path / "key.json")]
     assert main(["lock", str(tmp_path / "x"), *key, "--out", str(tmp_path / "locked")]) == 0
     capsys.readouterr()
@@ -99,7 +99,7 @@ def test_the_owner_looks_at_a_lock_that_is_no_whole_model(
 ) -> None:
     pytest.importorskip("cryptography")
     assert main(["export", str(trained.one), "--out", str(tmp_path / "x")]) == 0
-    assert main(["key", "new", "--out", str(tmp_path / "key.json")]) == 0
+    assert main(["keygen", "--out", str(tmp_path / "key.json")]) == 0
     key = ["--key", str(tmp_path / "key.json")]
     assert main(["lock", str(tmp_path / "x"), *key, "--out", str(tmp_path / "locked"), *flags]) == 0
     second = [] if "--seal" in flags else ["--withheld", str(tmp_path / "locked.withheld.safetensors")]

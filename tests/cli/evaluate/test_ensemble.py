@@ -1,4 +1,4 @@
-"""`situs evaluate ensemble`: two runs that were trained with different normalisations."""
+"""`situs evaluate accuracy`: two runs that were trained with different normalisations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def slow_mean(trained: Any) -> float:
 def test_two_runs(outline: Any, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "look"
     out = folder / "ensemble.json"
-    assert main(["evaluate", "ensemble", str(trained.one), str(trained.two), "--out", str(folder)]) == 0
+    assert main(["evaluate", "accuracy", str(trained.one), str(trained.two), "--out", str(folder)]) == 0
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert rows == ["data", "top-1,", "one", "two", "together", "Together", str(folder / "ensemble.html")]
     assert sorted(path.suffix for path in folder.iterdir()) == [".html", ".json", ".png", ".png"]
@@ -50,7 +50,7 @@ def test_two_runs(outline: Any, trained: Any, tmp_path: Path, capsys: pytest.Cap
         assert main(["evaluate", "accuracy", str(getattr(trained, name)), "--out", str(single)]) == 0
         assert json.loads((single / "accuracy.json").read_text())["top1"] == found["alone"][name]["top1"]
     words = [str(trained.one), str(trained.two), "--average", "logits", "--out", str(folder)]
-    assert main(["evaluate", "ensemble", *words]) == 0
+    assert main(["evaluate", "accuracy", *words]) == 0
     assert json.loads(out.read_text())["together"]["loss"] != found["together"]["loss"]
 
 
@@ -60,7 +60,7 @@ def test_mistakes_are_one_sentence(trained: Any, capsys: pytest.CaptureFixture[s
         ([str(trained.one), str(trained.one)], "one: is named twice"),
         ([str(trained.one), str(trained.mp3)], "no trained classifier"),
     ):
-        assert main(["evaluate", "ensemble", *words]) == 2
+        assert main(["evaluate", "accuracy", *words]) == 2
         printed = capsys.readouterr().err
         assert printed.startswith("situs: ")
         assert printed.count("\n") == 1

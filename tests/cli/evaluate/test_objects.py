@@ -1,4 +1,4 @@
-"""`situs finetune --preset coco-maskrcnn` and `situs evaluate objects` on COCO's layout, and their faults."""
+"""`situs finetune --preset coco-maskrcnn` and `situs evaluate accuracy` on COCO's layout, and their faults."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
     assert lines[0].startswith("coco (train): 4 images of 3 classes, streamed")
     assert lines[1] == "coco (train): is streamed whatever resident says, as images with objects are"
     assert "val ap" in lines[-2]
-    assert lines[-1].startswith(f"next: situs evaluate objects {tmp_path / 'ft'}, or situs export")
+    assert lines[-1].startswith(f"next: situs evaluate accuracy {tmp_path / 'ft'}, or situs export")
     config = json.loads((tmp_path / "ft" / "config.json").read_text())
     assert config["data"]["objects"] == {"classes": ["rectangle", "disc", "crowd of dots"]}
     look = ["--device", "cpu", "--out", str(tmp_path / "look"), "--pictures", "2"]
     file = tmp_path / "found.json"
-    assert main(["evaluate", "objects", str(tmp_path / "ft"), "--save-detections", str(file), *look]) == 0
+    assert main(["evaluate", "accuracy", str(tmp_path / "ft"), "--save-detections", str(file), *look]) == 0
     assert "of masks on 4 objects of 3 classes in 3 images" in capsys.readouterr().out.replace("\n", " ")
     held = json.loads((tmp_path / "look" / "objects.json").read_text())
     assert len(held["worst"]) == 2 and (tmp_path / "look" / "objects.html").is_file()
@@ -70,7 +70,7 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
     means, _ = by_pycocotools(data / "annotations" / "instances_val2017.json", results, "bbox")
     assert len(results) > 3 and held["boxes"]["ap"] == pytest.approx(means[0], abs=1e-6)
     assert main(["export", str(tmp_path / "ft"), "--out", str(tmp_path / "exported")]) == 0
-    again = ["evaluate", "objects", str(tmp_path / "exported"), "--data", str(data), "--device", "cpu"]
+    again = ["evaluate", "accuracy", str(tmp_path / "exported"), "--data", str(data), "--device", "cpu"]
     assert main([*again, "--out", str(tmp_path / "other")]) == 0
     assert json.loads((tmp_path / "other" / "objects.json").read_text())["boxes"] == held["boxes"]
     capsys.readouterr()

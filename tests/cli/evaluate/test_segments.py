@@ -1,4 +1,4 @@
-"""`situs finetune --preset ade20k-upernet` and `situs evaluate segments` on ADE20K's folders, and their faults."""
+"""`situs finetune --preset ade20k-upernet` and `situs evaluate accuracy` on ADE20K's folders, and their faults."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("ade (training): 4 images of 2 classes, streamed")
     assert "val miou" in lines[-2]
-    assert lines[-1].startswith(f"next: situs evaluate segments {tmp_path / 'ft'}, or situs export")
+    assert lines[-1].startswith(f"next: situs evaluate accuracy {tmp_path / 'ft'}, or situs export")
     config = json.loads((tmp_path / "ft" / "config.json").read_text())
     assert config["data"]["masks"] == {"first": 1, "void": [0], "classes": ["ground", "disc"]}
     look = ["--device", "cpu", "--out", str(tmp_path / "look"), "--pictures", "2"]
-    assert main(["evaluate", "segments", str(tmp_path / "ft"), *look]) == 0
+    assert main(["evaluate", "accuracy", str(tmp_path / "ft"), *look]) == 0
     assert "% mIoU on 3 images of 2 classes" in capsys.readouterr().out
     held = json.loads((tmp_path / "look" / "segments.json").read_text())
     assert len(held["worst"]) == 2 and (tmp_path / "look" / "segments.html").is_file()
     assert main(["export", str(tmp_path / "ft"), "--out", str(tmp_path / "exported")]) == 0
     assert tune(data, tmp_path, "--from", str(tmp_path / "exported"), out="again") == 0
-    again = ["evaluate", "segments", str(tmp_path / "exported"), "--data", str(data), "--mode", "whole", *look[:2]]
+    again = ["evaluate", "accuracy", str(tmp_path / "exported"), "--data", str(data), "--mode", "whole", *look[:2]]
     assert main([*again, "--out", str(tmp_path / "other")]) == 0
     assert main(["evaluate", "accuracy", str(tmp_path / "ft"), "--device", "cpu"]) == 2
     assert "tells the class of each pixel, and none of a whole image" in capsys.readouterr().err
@@ -123,5 +123,5 @@ def test_methods_and_targets_that_do_not_fit_are_one_sentence(
     assert refused(capsys).startswith(
         "supervised learns a class of each sample, and masks are asked for (--data.target"
     )
-    assert main(["evaluate", "segments", str(trained.one), "--device", "cpu"]) == 2
+    assert main(["evaluate", "accuracy", str(trained.one), "--device", "cpu"]) == 2
     assert "was not trained to segment" in refused(capsys)

@@ -1,4 +1,4 @@
-"""`situs key new`, `situs lock` and `situs unlock`: the owner's whole way."""
+"""`situs keygen`, `situs lock` and `situs unlock`: the owner's whole way."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    assert main(["key", "new", "--out", str(tmp_path / "owner.key")]) == 0
+    assert main(["keygen", "--out", str(tmp_path / "owner.key")]) == 0
     capsys.readouterr()
     return tmp_path / "owner.key"
 
 
 def test_key_new_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "owner.key"
-    assert main(["key", "new", "--out", str(path)]) == 0
+    assert main(["keygen", "--out", str(path)]) == 0
     said = capsys.readouterr().out
     held = json.loads(path.read_text())
     assert held["id"] in said and "0600" in said and held["seed"] not in said
     assert path.stat().st_mode & 0o777 == 0o600
-    assert main(["key", "new", "--out", str(path)]) == 2
+    assert main(["keygen", "--out", str(path)]) == 2
     assert "never overwritten" in capsys.readouterr().err
     assert json.loads(path.read_text()) == held
 
@@ -127,7 +127,7 @@ def test_a_run_is_locked_as_its_export_is(trained: Any, key: Path, tmp_path: Pat
 def test_mistakes_are_one_sentence(model: Path, key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     locked = str(tmp_path / "locked")
     assert main(["lock", str(model), "--key", str(key), "--out", locked]) == 0
-    assert main(["key", "new", "--out", str(tmp_path / "other.key")]) == 0
+    assert main(["keygen", "--out", str(tmp_path / "other.key")]) == 0
     out = str(tmp_path / "open")
     cases = {
         "a timm name needs weights": ["lock", "vit_tiny_patch16_224", "--key", str(key), "--out", out],
@@ -171,10 +171,10 @@ def test_passphrase(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, locked = str(tmp_path / "owner.key"), str(tmp_path / "locked")
-    assert main(["key", "new", "--out", key, "--passphrase"]) == 2  # no terminal here
+    assert main(["keygen", "--out", key, "--passphrase"]) == 2  # no terminal here
     assert "SITUS_PASSPHRASE" in capsys.readouterr().err
     monkeypatch.setenv("SITUS_PASSPHRASE", "correct horse")
-    assert main(["key", "new", "--out", key, "--passphrase"]) == 0
+    assert main(["keygen", "--out", key, "--passphrase"]) == 0
     assert main(["lock", str(model), "--key", key, "--out", locked]) == 0
     monkeypatch.setenv("SITUS_PASSPHRASE", "wrong")
     capsys.readouterr()
@@ -192,7 +192,7 @@ def test_passphrase_asked_at_a_terminal(tmp_path: Path, capsys: pytest.CaptureFi
     monkeypatch.setattr("getpass.getpass", lambda _: next(answers))
     key = str(tmp_path / "owner.key")
     for said in ("differ", "empty"):
-        assert main(["key", "new", "--out", key, "--passphrase"]) == 2
+        assert main(["keygen", "--out", key, "--passphrase"]) == 2
         assert said in capsys.readouterr().err
-    assert main(["key", "new", "--out", key, "--passphrase"]) == 0
+    assert main(["keygen", "--out", key, "--passphrase"]) == 0
     assert load_key(key, "one").id in capsys.readouterr().out

@@ -143,7 +143,7 @@ class FreeArgs(Recipe):
 
 
 def test_none_takes_back_what_a_file_gave(tmp_path: Path) -> None:
-    from situs.cli.pretrain import Args as Pretrain
+    from situs.cli.train import Pretrain
 
     (tmp_path / "own.toml").write_text('init = "weights.safetensors"\n[data]\nsplit = "test"\n')
     words = ["--config", str(tmp_path / "own.toml"), "--data", "samples"]
@@ -159,7 +159,7 @@ def test_none_takes_back_what_a_file_gave(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("word", "size"), [("28", (28, 28)), ("28,56", (28, 56)), ("none", None)])
 def test_one_number_is_both_sides_of_the_images(word: str, size: tuple[int, int] | None) -> None:
-    from situs.cli.pretrain import Args as Pretrain
+    from situs.cli.train import Pretrain
 
     words = ["--data", "samples", "--backbone.img-size", word]
     assert parse(Pretrain, words, "situs pretrain").config.backbone.size == size

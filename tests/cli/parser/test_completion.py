@@ -39,7 +39,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("situs pretrain --method.dal-w", {"--method.dal-weight", "--method.dal-warmup"}),
         ("situs evaluate probe --kind ", {"position", "class", "segments"}),
         ("situs pretrain --preset samp", {"samples-mp3"}),
-        ("situs verify --j", {"--json"}),
+        ("situs info --j", {"--json"}),
     ],
 )
 def test_bash_completes(line: str, words: set[str], script: Path) -> None:
@@ -56,8 +56,8 @@ def test_bash_completes(line: str, words: set[str], script: Path) -> None:
 def test_other_shells_get_a_script(
     shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = {verb: VERBS[verb] for verb in ("finetune", "audit positions")}  # bash has them all above
-    monkeypatch.setattr("situs.cli.parser.completion.VERBS", few)
+    few = {verb: VERBS[verb] for verb in ("finetune", "evaluate position --kind all")}  # bash has them all above
+    monkeypatch.setattr("situs.cli.install.VERBS", few)
     assert main(["completion", shell]) == 0
     printed = capsys.readouterr().out
     assert "audit" in printed and "positions" in printed and "optim.warmup-epochs" in printed
@@ -66,7 +66,7 @@ def test_other_shells_get_a_script(
 def test_it_installs_itself_for_the_shell_at_hand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("situs.cli.parser.completion.VERBS", {"doctor": VERBS["doctor"]})
+    monkeypatch.setattr("situs.cli.install.VERBS", {"doctor": VERBS["doctor"]})
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SHELL", "/bin/bash")
     assert main(["--install-completion"]) == 0

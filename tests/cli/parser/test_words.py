@@ -21,7 +21,7 @@ GRADIENTS = "audit gradients x --data y"
         ("evaluate accuracy", "MODEL: must be given"),
         ("pretrain photos --out x", "photos: situs pretrain takes no word without its flag; perhaps --data photos ("),
         ("finetune runs/a --out x", "runs/a: situs finetune takes no word without its flag; perhaps --from runs/a ("),
-        ("key new my.key", "--out: must be given"),
+        ("keygen my.key", "--out: must be given"),
         (
             "pretrain --model vit_tiny_patch16_224",
             "--model: situs pretrain has no such flag; perhaps --backbone (",

@@ -90,12 +90,12 @@ def test_train_infer_and_merge(tmp_path, certs, capsys) -> None:
 
 def test_without_a_server_it_is_an_ordinary_run(tmp_path, capsys) -> None:
     run, where = str(tmp_path / "run"), ("--server", "local")
-    hide = ("--permute", "rows", "--defence", "noise=1")
+    hide = ("--permute", "rows", "--defences", "noise=1")
     told = said(capsys, "split", "train", *where, *FLAGS, *hide, "--out", run)
     assert "done: 2 steps" in told and f"situs evaluate accuracy {run}" in told
     assert "done: 3 steps" in said(capsys, "split", "train", *where, "--resume", run, "--steps", "3")
-    told = said(capsys, "split", "train", *where, "--resume", run, "--steps", "4", "--defence", "none", status=2)
-    assert "defence='none': must be noise=1" in told and "(--defence)" in told
+    told = said(capsys, "split", "train", *where, "--resume", run, "--steps", "4", "--defences", "none", status=2)
+    assert "defence='none': must be noise=1" in told and "(--defences)" in told
     assert "recognises" in said(capsys, "split", "infer", run, *where, "--count", "50", "--out", str(tmp_path / "page"))
     assert "top1" in (tmp_path / "page" / "accuracy.json").read_text()
     no = ("--out", str(tmp_path / "no"))

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from situs.cli.main import main
-from situs.cli.study.run import _paths
-from situs.cli.study.words import check_words
+from situs.cli.study import _paths, check_words
 from situs.errors import SitusError
 from situs.studies import run as running
 from situs.studies.folder import StudyFolder
@@ -122,7 +121,7 @@ def test_an_option_that_a_verb_does_not_take_names_job_and_file(study: Path) -> 
 
 def test_keys_locks_and_exports_are_jobs_too(study: Path) -> None:
     jobs = {
-        "key": ("key new", ""),
+        "key": ("keygen", ""),
         "small": ("export", "mp3"),
         "locked": ("lock", "small"),
         "thief": ("audit lock", "locked"),

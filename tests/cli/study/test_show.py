@@ -1,4 +1,4 @@
-"""`situs study show` and `situs study list` print what files and folders hold."""
+"""`situs study show` and `situs study show` print what files and folders hold."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from situs.studies.load import load_study, study_file
 
 
 def test_the_list_and_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["study", "list", "--paper", "mp3"]) == 0
+    assert main(["study", "show", "--paper", "mp3"]) == 0
     shown = capsys.readouterr().out
     assert "mp3-table3" in shown and "mjp-table4" not in shown and "~: estimated, not measured" in shown
-    assert main(["study", "list", "--paper", "mjp", "--numbers"]) == 0
+    assert main(["study", "show", "--paper", "mjp", "--numbers"]) == 0
     assert "J: A + JP + UNK + DAL (NLN)" in capsys.readouterr().out
 
 

@@ -1,7 +1,4 @@
-"""What is installed here, what is missing and how to get it. Exits with 1 when something needed is broken.
-
-For example: situs doctor
-"""
+"""Verbs about the installation: `doctor`, `completion`, `export`."""
 
 from __future__ import annotations
 
@@ -12,27 +9,49 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
+from cyclopts import App, Parameter
 from packaging.requirements import Requirement
 
+from situs.cli.main import VERBS, verb_type
+from situs.cli.parser.flags import POSITIONAL, SHELL, Flag, flags_of
+from situs.cli.parser.words import app_of
 from situs.cli.shell import answer, as_document
 from situs.cli.tables import print_table
+from situs.errors import SitusError
+from situs.presets import preset_names
 from situs.results import Table
 
 IMPORTED = ("torch", "torchvision", "timm")
 """Packages whose import is tried: compiled parts of the wrong build fail only there, not in their version."""
 
+
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Args:
-    """What is installed here, what is missing and how to get it."""
+class Doctor:
+    """What is installed here, what is missing and how to get it. Exits with 1 when something needed is broken.
+
+    For example: situs doctor
+    """
+
+    def run(self) -> int:
+        """Gathers every finding and prints them."""
+        sections = {"Packages": [*packages()], "Extras": [*extras()], "Devices": [*devices()], "Machine": [*machine()]}
+        broken = [each.name for found in sections.values() for each in found if each.state == "broken"]
+        answer([{"section": name, **each._asdict()} for name, found in sections.items() for each in found])
+        if not as_document():
+            for name, found in sections.items():
+                rows = [(f.name, f.state, "; ".join(filter(None, (f.value, f.advice)))) for f in found]
+                print_table(Table(name, (), rows))
+            print(f"broken: {', '.join(broken)}" if broken else "Everything that situs needs is here.")
+        return int(bool(broken))
 
 
 class Check(NamedTuple):
@@ -42,19 +61,6 @@ class Check(NamedTuple):
     state: str
     value: str
     advice: str = ""
-
-
-def run(_: Args) -> int:
-    """Gathers every finding and prints them."""
-    sections = {"Packages": [*packages()], "Extras": [*extras()], "Devices": [*devices()], "Machine": [*machine()]}
-    broken = [each.name for found in sections.values() for each in found if each.state == "broken"]
-    answer([{"section": name, **each._asdict()} for name, found in sections.items() for each in found])
-    if not as_document():
-        for name, found in sections.items():
-            rows = [(f.name, f.state, "; ".join(filter(None, (f.value, f.advice)))) for f in found]
-            print_table(Table(name, (), rows))
-        print(f"broken: {', '.join(broken)}" if broken else "Everything that situs needs is here.")
-    return int(bool(broken))
 
 
 def packages() -> Iterator[Check]:
@@ -151,3 +157,53 @@ def machine() -> Iterator[Check]:
     if shared.is_dir() and (size := shutil.disk_usage(shared).total) < GIB:
         advice = "loader workers pass batches through it: docker run --shm-size 8g, or no workers"
         yield Check("shared memory", "warning", f"{size / GIB:.2f} GiB", advice)
+
+
+Shell = Literal["bash", "zsh", "fish", "powershell"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A script that completes verbs, flags and their words in your shell.
+
+    For example: situs completion bash --install
+    """
+
+    shell: Annotated[Shell | None, POSITIONAL, Parameter(metavar="SHELL")] = None
+    """bash, zsh, fish or powershell; by default that of $SHELL."""
+
+    install: bool = False
+    """Write the script where the shell finds it, and name it in the shell's startup file."""
+
+    def run(self) -> None:
+        """Prints the script, or writes it where the shell finds it."""
+        own = Path(os.environ.get("SHELL", "")).name
+        shell: Any = self.shell or (own if own in get_args(Shell) else None)
+        if shell is None:
+            raise SitusError("which shell it is cannot be told: say bash, zsh, fish or powershell", field="shell")
+        if self.install:
+            path = whole_app().install_completion(shell=shell)
+            answer({"file": path}, f"{path}: open a new {shell} to use it")
+            return
+        print(whole_app().generate_completion(prog_name="situs", shell=shell))
+
+
+def whole_app() -> App:
+    """Every verb with its flags, those of all methods among them."""
+    root = App(name="situs", help_flags=("--help", "-h"), version_flags=("--version",))
+    groups: dict[str, App] = {}
+    for verb, (_, text) in VERBS.items():
+        group, _, name = verb.rpartition(" ")
+        if group and group not in groups:
+            groups[group] = App(name=group)
+            root.command(groups[group])
+        flags = [*map(_named, flags_of(verb_type(verb), every=True)), *SHELL]
+        (groups[group] if group else root).command(app_of(flags, name, text))
+    return root
+
+
+def _named(flag: Flag) -> Flag:
+    """A flag whose words are names that come with situs."""
+    if flag.name != "--preset":
+        return flag
+    return replace(flag, kind=Literal[tuple(preset_names())])  # pyright: ignore[reportInvalidTypeForm]

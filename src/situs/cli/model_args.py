@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from cyclopts import Parameter
 
@@ -17,9 +17,18 @@ if TYPE_CHECKING:
     from situs.models import Model
 
 
+OUT = Path("results")
+"""Where results go, of every verb that is not told."""
+
+SHAPE = ("weights", "img_size", "patch_size", "in_chans", "model_args", "ema", "key", "withheld")
+"""Flags that say how a model is opened."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShapeArgs:
     """How a model is made where its name or its code alone is given."""
+
+    topics: ClassVar[dict[str, tuple[str, ...]]] = {"model": SHAPE}
 
     weights: Annotated[str | None, Parameter(metavar="FILE|pretrained|random")] = None
     """For a timm name: a file, what timm publishes, or random."""
@@ -77,8 +86,8 @@ class ModelArgs(NamedArgs):
 class LookArgs(ModelArgs):
     """Which model, and where what is found goes."""
 
-    out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("look")
-    """Where the numbers (.json), the page (.html) and the figures (.png) go."""
+    out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
+    """For the numbers (.json), the page (.html) and its figures; none: not written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,14 +153,17 @@ def check_folder(folder: Path | None, *results: str) -> None:
             )
 
 
-def open_from(args: NamedArgs, *, any_weights: bool = False, device: str | None = None) -> Model:
+def open_from(
+    args: NamedArgs, source: str | None = None, *, any_weights: bool = False, device: str | None = None
+) -> Model:
     """The model that the flags name, on its device and in eval mode.
 
-    any_weights: a name without weights gets random ones. device: instead of that of the flags.
+    source: the model, where it is not `args.model`. any_weights: a name without weights gets random ones. device:
+    instead of that of the flags.
     """
     if isinstance(args, LookArgs):
         check_folder(args.out)
-    model = open_named(args.model, args, any_weights=any_weights, device=device)
+    model = open_named(source or args.model, args, any_weights=any_weights, device=device)
     if not isinstance(args, DataArgs) or args.held_out is None:
         return model
     from situs.train.inputs import check_held_out
@@ -178,7 +190,7 @@ def open_named(source: str, args: OpenArgs, *, any_weights: bool = False, device
 def asked_of(source: str, args: OpenArgs, device: str | None = None) -> dict[str, Any]:
     """What the flags ask of `open_model`, by its arguments. device: instead of that of the flags."""
     from situs.api import unlock_of
-    from situs.cli.locks.passphrase import read_key
+    from situs.cli.keys import read_key
     from situs.train.distributed import start
 
     unlock = unlock_of(source, None if args.key is None else read_key(args.key), args.withheld)

@@ -1,5 +1,9 @@
 """A study's folder as a few small files, to go on with on another machine: results, logs and the models still needed.
 
+    python scripts/study_parcel.py pack runs/lock parts
+    python scripts/study_parcel.py unpack parts runs/elsewhere
+
+
 A model goes along as a run whose weights are in half precision (ViT-S: 41 MiB), with its head, and without what
 training would go on from. Its log goes with it in any case, so that the job stays done and its figures can be read.
 Checkpoints of what was cut stay behind: it begins again.
@@ -7,10 +11,12 @@ Checkpoints of what was cut stay behind: it begins again.
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import io
 import re
 import shutil
+import sys
 import tarfile
 import tempfile
 import zlib
@@ -219,3 +225,27 @@ def _more(come: StudyFolder, here: StudyFolder, task: Task) -> bool:
 def _made(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def main() -> None:
+    """Packs or unpacks, and says what was written."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=("pack", "unpack"))
+    parser.add_argument("source", type=Path, help="the study's folder, or that of the files")
+    parser.add_argument("out", type=Path, help="the folder to write")
+    parser.add_argument("--mib", type=int, default=15, help="size of a file at most")
+    parser.add_argument("--no-models", action="store_true", help="leave the models behind that jobs still start from")
+    parser.add_argument("--only", nargs="*", default=(), metavar="JOB", help="the models of these jobs, by pattern")
+    args = parser.parse_args()
+    try:
+        if args.verb == "pack":
+            written = pack_study(args.source, args.out, mib=args.mib, models=not args.no_models, only=args.only)
+        else:
+            written = unpack_study(args.source, args.out)
+    except SitusError as error:
+        sys.exit(f"study_parcel: {error}")
+    print("\n".join(map(str, written)))
+
+
+if __name__ == "__main__":
+    main()
