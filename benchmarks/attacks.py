@@ -26,8 +26,7 @@ from torch import Tensor
 
 from situs.audit.attacks.april import April
 from situs.audit.attacks.base import Attack, Knowledge, Refused
-from situs.audit.attacks.matching.attack import AprilOptimisation, Matching
-from situs.audit.attacks.matching.search import MatchingConfig
+from situs.audit.attacks.matching import AprilOptimisation, Matching, MatchingConfig
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
 from situs.audit.attacks.tokens.attack import TokensConfig, TokenSpans
 from situs.audit.cases import EXACT

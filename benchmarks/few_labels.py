@@ -5,9 +5,9 @@
 
 Oxford-IIIT Pets with 1, 5 and 22 labels a class at 98 px, CIFAR-100 with 10, 50 and 500 at 56 px; from
 DINOv2's ViT-S/14, from the same after MP3, DropPos or MAE on the set's training images without their labels, and random
-weights. Weight decays, rates and the moment to stop are chosen by cross-validation on the training labels: rates with
-the first draw of labels from DINOv2, at 500 labels those of 50. At one label a class nothing can be chosen: rates are
-those of five labels, and a training takes its last update. A seed draws the labels, the folds and the order.
+weights. Rates are those of `situs adapt` (random weights: the better of two on the folds of the first draw); weight
+decays and the moment to stop are chosen by cross-validation on the training labels. At one label a class nothing can be
+chosen: a training takes its last update. A seed draws the labels, the folds and the order.
 
 A row lies in its own file as soon as it is measured; the same command again goes on with what is missing.
 """
@@ -49,15 +49,13 @@ from situs.models.open import open_model
 MODEL = "vit_small_patch14_dinov2"
 SIDES, COUNTS = {"pets": 98, "cifar": 56}, {"pets": (1, 5, 22), "cifar": (10, 50, 500)}
 PRETRAINED, SCRATCH, DINO = ("mp3", "droppos", "mae"), "scratch", "dinov2"
-RATES: dict[str, tuple[float, ...]] = {
-    "head": (1e-3, 3e-3, 1e-2), "LoRA": (3e-4, 1e-3, 3e-3), "all layers": (3e-5, 1e-4, 3e-4),
-}  # fmt: skip
+SCRATCH_RATES = (3e-4, 1e-3)
 FOLDS = {("pets", 5): 5, ("pets", 22): 3, ("cifar", 10): 3, ("cifar", 50): 2, ("cifar", 500): 1}
 LENGTH = {"pets": 1000, "cifar": 2000}
 
 
 class Job(NamedTuple):
-    """kind: pretrain, frozen, way or fresh (a new head, on the folds alone)."""
+    """kind: pretrain, frozen or way."""
 
     kind: str
     set: str
@@ -74,11 +72,9 @@ class Job(NamedTuple):
 
     @property
     def grid(self) -> Job | None:
-        """The job that chooses its rate, where it is not this one."""
-        count = {1: 5, 500: 50}.get(self.labels, self.labels)
-        start = SCRATCH if self.start == SCRATCH else DINO
-        other = self._replace(kind="way", labels=count, seed=0, start=start)
-        return None if other == self else other
+        """The job that chooses its rate, where there is one and it is not this one."""
+        other = self._replace(labels={1: 5, 500: 50}.get(self.labels, self.labels), seed=0)
+        return None if other == self or self.start != SCRATCH else other
 
     @property
     def needs(self) -> list[Job]:
@@ -88,9 +84,9 @@ class Job(NamedTuple):
             if self.start not in PRETRAINED or self.kind == "pretrain"
             else [Job("pretrain", self.set, start=self.start)]
         )
-        if self.kind in ("way", "fresh"):
+        if self.kind == "way":
             jobs.append(self._replace(kind="frozen", way=""))
-            jobs += [self.grid] if self.grid is not None and self.kind == "way" else []
+            jobs += [self.grid] if self.grid is not None else []
         return jobs
 
 
@@ -98,24 +94,23 @@ def jobs_of(sets: Sequence[str]) -> list[Job]:
     """All of them, the most important first."""
     pairs = [(each, count) for each in sets for count in COUNTS[each]]
     small = [pair for pair in pairs if pair[1] != 500]
-    ways, after = tuple(PARTS), (*PRETRAINED,)
-    jobs = [Job("pretrain", each, start=start) for each in sets for start in after]
-    jobs += [Job("frozen", *pair, 0, start) for start in (DINO, *after, SCRATCH) for pair in pairs]
+    large = [pair for pair in pairs if pair[1] == 500]
+    starts, seeds = (DINO, *PRETRAINED, SCRATCH), (0, 1, 2)
+    jobs = [Job("pretrain", each, start=start) for each in sets for start in PRETRAINED]
+    jobs += [Job("frozen", *pair, seed, start) for seed in seeds for start in starts for pair in pairs]
+    jobs += [Job("way", *pair, 0, start, "all layers") for start in starts for pair in large]
+    jobs += [Job("way", *pair, 0, DINO, way) for pair in large for way in PARTS]
+    jobs += [Job("way", *pair, seed, DINO, way) for seed in seeds for pair in small for way in PARTS]
+    jobs += [Job("way", *pair, 0, SCRATCH, "all layers") for pair in small]
     jobs += [
-        Job("frozen", *pair, seed, start) for seed in (1, 2) for start in (DINO, *after, SCRATCH) for pair in pairs
+        Job("way", *pair, seed, start, way)
+        for way in ("all layers", "LoRA", "head")
+        for seed in seeds
+        for start in PRETRAINED
+        for pair in small
     ]
-    jobs += [Job("way", *pair, 0, DINO, way) for pair in small for way in ways if pair[1] != 1]
-    jobs += [Job("way", "cifar", 500, 0, DINO, way) for way in reversed(ways) if "cifar" in sets]
-    jobs += [Job("way", *pair, 0, start, way) for start in after for pair in small for way in reversed(ways)]
-    jobs += [Job("way", *pair, 0, SCRATCH, "all layers") for pair in pairs]
-    jobs += [Job("way", *pair, seed, DINO, way) for seed in (0, 1, 2) for pair in small for way in ways]
-    jobs += [Job("fresh", *pair, 0, DINO, way) for pair in small for way in ways if pair[1] != 1]
-    jobs += [Job("way", "cifar", 500, 0, start, way) for start in after for way in reversed(ways) if "cifar" in sets]
-    jobs += [
-        Job("way", *pair, seed, start, way) for seed in (1, 2) for start in after for pair in small for way in ways
-    ]
-    jobs += [Job("way", *pair, seed, SCRATCH, "all layers") for seed in (1, 2) for pair in small]
-    jobs += [Job("way", "cifar", 500, seed, DINO, way) for seed in (1, 2) for way in ways if "cifar" in sets]
+    jobs += [Job("way", *pair, seed, SCRATCH, "all layers") for seed in seeds for pair in small]
+    jobs += [Job("way", *pair, seed, DINO, way) for seed in seeds for pair in large for way in ("LoRA", "head")]
     return list(dict.fromkeys(jobs))
 
 
@@ -170,7 +165,7 @@ class Study:
         classes = tuple(images["classes"])
         train = TensorSource(pixels[rows], labels[rows], classes, job.set)
         test = TensorSource(images["test"][0], images["test"][1], classes, f"{job.set} (test)")
-        return Bench(config, train, test, labels[rows], classes, self.device, starting(None), job.kind == "fresh")
+        return Bench(config, train, test, labels[rows], classes, self.device, starting(None))
 
     def measure(self, job: Job) -> dict[str, Any]:
         """The row of a job."""
@@ -189,28 +184,21 @@ class Study:
         if job.start == SCRATCH:
             total *= 2
         way: Any = job.way
-        rates = {3e-4, 1e-3} if job.start == SCRATCH else {*RATES[way]}
-        grid = job.grid if job.kind == "way" else None
-        if grid is not None:
-            rates = {self.row(grid)["rate"]}
+        rates: list[float | None] = [None]  # those of adapt
+        if job.start == SCRATCH:
+            rates = [*SCRATCH_RATES] if job.grid is None else [self.row(job.grid)["rate"]]
+        optim = {rate: {} if rate is None else {"lr": rate, "layer_decay": 1.0} for rate in rates}
         if job.labels == 1:
-            rate, best = rates.pop(), None
+            rate = rates[0]
             tried = Tried(way, origin, torch.full((len(labels),), torch.nan), 0.0, total, total)
         else:
-            told: Any = (way, origin, features, decay, folds, FOLDS[job.set, job.labels], total)
-            own = self._optim(job)
-            every = {rate: bench.trained(*told, lr=rate, **own) for rate in sorted(rates)}
+            settings: Any = (way, origin, features, decay, folds, FOLDS[job.set, job.labels], total)
+            every = {rate: bench.trained(*settings, **optim[rate]) for rate in rates}
             rate = max(every, key=lambda each: float(every[each].right.nansum()))
-            tried, best = every[rate], {str(each): float(row.right.nanmean()) for each, row in every.items()}
-        row = {"rate": rate, "rates": best, "updates": tried.updates, "total": total, "right": letters(tried.right),
-               "seconds_folds": tried.seconds}  # fmt: skip
-        if job.kind == "way":
-            test, _ = bench.judge(bench.refit(tried, features, decay, lr=rate, **self._optim(job))[1].backbone)
-            row |= {"hits": round(test.top1 * test.count), "count": test.count}
-        return row
-
-    def _optim(self, job: Job) -> dict[str, Any]:
-        return {"layer_decay": 1.0} if job.start == SCRATCH else {}
+            tried = every[rate]
+        test, _ = bench.judge(bench.refit(tried, features, decay, **optim[rate])[1].backbone)
+        return {"rate": rate, "updates": tried.updates, "total": total, "right": letters(tried.right),
+                "hits": round(test.top1 * test.count), "count": test.count}  # fmt: skip
 
     def _pretrain(self, job: Job, bench: Bench) -> dict[str, Any]:
         source = TensorSource(self.images(job.set)["train"][0], None, None, job.set)

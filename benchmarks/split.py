@@ -6,36 +6,47 @@
 Each row trains the same model on the same random batch. Wire: the time a client waits that the server does not compute,
 over all time. CPU: seconds of all threads of both processes a step, which other work on the machine does not change
 much; local over it is the share of local steps that is possible where the processor is all that is waited for.
-Raw: features of the same size sent there and back with nothing computed. Operations, bytes and memory with and without
-permutations are counted by `situs split cost`.
+Raw: features of the same size sent there and back with nothing computed.
+
+    python benchmarks/split.py --count --model vit_base_patch16_224 --img-size 224 --patch-size 16 --batch 8
+
+counts operations, bytes and memory of a step with permutations and without (the fourth paper's Figure 8): client and
+server stand in one process, and each case runs in a process of its own, which has held nothing before.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import multiprocessing
 import os
 import queue
+import resource
 import socket
 import tempfile
 import threading
 import time
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from situs.backbones.config import BackboneConfig
 from situs.core.when import When
 from situs.data.batch import Batch
-from situs.locks.features import Defence
+from situs.data.config import DataConfig
 from situs.locks.key import Key
+from situs.locks.veil import parse_veil
 from situs.methods.base import Method
+from situs.methods.supervised import SupervisedConfig
 from situs.split import remote
 from situs.split.client import Client
-from situs.split.cost import CostConfig, random_batch, stepper_of
+from situs.split.hiding import make_cut
 from situs.split.message import Expected, Message
 from situs.split.parts import cut, layout, own_names, trained_order
 from situs.split.remote import SplitStepper, attach
@@ -44,8 +55,9 @@ from situs.split.serving import make_server
 from situs.split.transport.certificates import make_certificates, read_credentials
 from situs.split.transport.connect import Connection
 from situs.split.transport.serve import run_server
-from situs.split.view import make_view
 from situs.train.assemble import RunConfig, make_method
+from situs.train.config import TrainConfig
+from situs.train.optim import OptimConfig
 from situs.train.step import Stepper
 
 CLASSES = tuple(map(str, range(100)))
@@ -139,6 +151,34 @@ class Link:
             far.shutdown(socket.SHUT_WR)
 
 
+def config_of(args: Any) -> RunConfig:
+    """What is trained, on random images."""
+    shape = {} if args.depth is None else {"depth": args.depth}
+    made = {"patch_size": args.patch_size, "num_classes": len(CLASSES), "model_args": shape}
+    return RunConfig(
+        method=SupervisedConfig(),
+        backbone=BackboneConfig(args.model, drop_path=0.1, **made),
+        data=DataConfig(path="samples", img_size=args.img_size, batch=args.batch),
+        optim=OptimConfig(lr=1e-4, clip=1.0),
+        train=TrainConfig(epochs=1, accumulate=args.accumulate),
+    )
+
+
+def random_batch(args: Any) -> Batch:
+    """Images and labels from one seed."""
+    chance = torch.Generator().manual_seed(0)
+    images = torch.randn(args.batch, 3, args.img_size, args.img_size, generator=chance).to(args.device)
+    labels = torch.randint(len(CLASSES), (args.batch,), generator=chance).to(args.device)
+    return Batch(images, torch.arange(args.batch, device=args.device), {"label": labels})
+
+
+def stepper_of(kind: Any, method: Method, config: RunConfig, device: str) -> Stepper:
+    """What makes the updates, neither compiled nor recorded."""
+    precision, accumulate = config.train.precision_on(torch.device(device)), config.train.accumulate
+    fixed: dict[str, Any] = {"parallel": "ddp", "compiled": False, "graph": False}
+    return kind(method, config.optim, seed=0, precision=precision, accumulate=accumulate, **fixed)
+
+
 def timed(
     stepper: Stepper, batch: Batch, steps: int, warmup: int, call: Connection | None = None, server: int | None = None
 ) -> dict[str, float]:
@@ -166,14 +206,8 @@ def split_row(
         served.through(args.delay)
     with served as call:
         method = make_method(config, CLASSES).to(args.device)
-        order, theirs = trained_order(method, config.optim), own_names(method, "server")
         client = Client(call, os.urandom(16).hex(), wire=wire)
-        view = make_view(method.backbone, permute, Defence(), key=Key(bytes(32)), run=client.session)
-        training = agreed(config.optim, config.train.precision_on(torch.device(args.device)))
-        client.hello(layout(method.backbone), training, [])
-        cut(method, "client")
-        attach(method.backbone, client, view, sum(name in theirs for name in order))
-        stepper = stepper_of(partial(SplitStepper, client=client, order=order), method, config, args.device)
+        stepper = split_stepper(method, client, config, permute, args.device)
         method.train()
         found = timed(stepper, batch, args.steps, args.warmup, call, served.process.pid)
         found["bytes"] = client.sent / (args.steps + args.warmup) / batch.ids.shape[0]
@@ -197,19 +231,70 @@ def raw_rate(config: RunConfig, out: Path, certs: Path | None, z: torch.Tensor) 
 
 def permuting(method: Method, z: torch.Tensor) -> float:
     """Seconds a step that rows and columns take: there, back, and both ways again for the gradient."""
-    view = make_view(method.backbone, ("rows", "columns"), Defence(), key=Key(bytes(32)), run="0" * 32)
+    entrance = make_cut(method.backbone, parse_veil("none", ("rows", "columns")), Key(bytes(32)), run="0" * 32)
     z = z.clone().requires_grad_()
     spent = []
     for number in range(12):
         began = time.perf_counter()
-        moved, _, back = view.show(
-            z, None, prefix=method.backbone.num_prefix, grid=method.backbone.grid, at=(str(number),)
-        )
+        moved, _, back = entrance.enter(z, None, (str(number),))
         back(moved).sum().backward()
         if z.is_cuda:
             torch.cuda.synchronize()
         spent.append(time.perf_counter() - began)
     return sorted(spent)[len(spent) // 2]
+
+
+def counted_step(args: Any, permute: tuple[str, ...] | None) -> list[float]:
+    """Of a step: GFLOP, MiB sent, MiB kept for the backward pass, MiB held at most. permute None: without a server."""
+    config, batch, kept = config_of(args), random_batch(args), {}
+    device, method = args.device, make_method(config, CLASSES).to(args.device).train()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with tempfile.TemporaryDirectory() as out:
+        client, stepper = None, stepper_of(Stepper, method, config, device) if permute is None else None
+        if permute is not None:
+            server = make_server(config, out, device=device)
+            client = Client(lambda message, _: server.answer("me", message), "0" * 32)
+            stepper = split_stepper(method, client, config, permute, device)
+        assert stepper is not None
+        stepper.update(batch, When(), 1e-4, False)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            stepper.update(batch, When(step=1), 1e-4, False)
+        for weight in (each for each in gc.get_objects() if type(each) is torch.nn.Parameter):
+            kept.pop(weight.untyped_storage().data_ptr(), None)  # is there without a step
+        here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        most = torch.cuda.max_memory_allocated() if device.startswith("cuda") else here
+        before = 0 if client is None else client.sent
+        # The counter does not know every fused attention; as plain products it knows it everywhere.
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            stepper.update(batch, When(step=2), 1e-4, False)
+        sent = 0 if client is None else client.sent - before
+    return [counter.get_total_flops() / 1e9, sent / MIB, sum(kept.values()) / MIB, most / MIB]
+
+
+def count_steps(args: Any) -> None:
+    """Prints every case, each from a process of its own."""
+    print(f"  {'a step':28}{'GFLOP':>12}{'MiB sent':>12}{'MiB kept':>12}{'MiB held':>12}")
+    context = multiprocessing.get_context("spawn")
+    for permute in (None, (), ("rows",), ("columns",), ("rows", "columns")):
+        with ProcessPoolExecutor(1, context) as fresh:
+            row = fresh.submit(counted_step, args, permute).result()
+        name = "local" if permute is None else ", ".join(["split", *permute])
+        print(f"  {name:28}" + "".join(f"{value:12,.2f}" for value in row), flush=True)
+
+
+def split_stepper(method: Method, client: Client, config: RunConfig, permute: tuple[str, ...], device: str) -> Stepper:
+    """What updates a client's part of `method`, whose blocks are the server's from here on."""
+    order, theirs = trained_order(method, config.optim), own_names(method, "server")
+    entrance = make_cut(method.backbone, parse_veil("none", permute), Key(bytes(32)), run=client.session)
+    training = agreed(config.optim, config.train.precision_on(torch.device(device)))
+    client.hello(layout(method.backbone), training, [])
+    cut(method, "client")
+    attach(method.backbone, client, entrance, sum(name in theirs for name in order))
+    return stepper_of(partial(SplitStepper, client=client, order=order), method, config, device)
 
 
 def tell(name: str, row: dict[str, float], local: dict[str, float]) -> None:
@@ -223,16 +308,19 @@ def main() -> None:
     parser.add_argument("--model", default="vit_small_patch16_224")
     parser.add_argument("--depth", type=int)
     parser.add_argument("--patch-size", type=int, default=4)
+    parser.add_argument("--img-size", type=int, default=32)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--count", action="store_true", help="count operations, bytes and memory instead of time")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds that the link takes each way: that row alone")
     args = parser.parse_args()
-    asked = CostConfig(args.model, 32, args.patch_size, args.depth, args.batch, len(CLASSES))
-    config, batch = asked.run(), random_batch(asked, args.device)
-    config = replace(config, train=replace(config.train, accumulate=args.accumulate))
+    if args.count:
+        count_steps(args)
+        return
+    config, batch = config_of(args), random_batch(args)
     method = make_method(config, CLASSES).to(args.device).train()
     threads = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
     print(f"{args.model}, {args.batch} samples a step, {args.device}, {threads}")

@@ -25,10 +25,8 @@ import torch
 from situs.audit import Knowledge, create_attack
 from situs.audit.attacks.base import Refused
 from situs.audit.attacks.tokens.attack import TokensConfig
-from situs.audit.attacks.tokens.block import Block
-from situs.audit.attacks.tokens.count import count
-from situs.audit.attacks.tokens.linear import Equations, read_spans
-from situs.audit.attacks.tokens.runs import NoBlockError
+from situs.audit.attacks.tokens.block import Block, NoBlockError
+from situs.audit.attacks.tokens.linear import Equations, count, read_spans
 from situs.audit.client import DTYPES, victim_gradients
 from situs.audit.defences import Defence, NoDefence, NoPositionGradient
 from situs.audit.scores.metrics import denormalise, match_patches, psnr

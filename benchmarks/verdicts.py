@@ -43,7 +43,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from situs.audit import adapt, create_attack, create_defence
 from situs.audit.attacks.base import Knowledge
-from situs.audit.attacks.matching.simulate import simulation
+from situs.audit.attacks.matching import simulation
 from situs.audit.cases import Case, Outcome, TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Step, method_of

@@ -33,7 +33,7 @@ from situs.core.permutation import permute_rows, random_permutation
 from situs.core.random import uniform
 from situs.core.tokens import mask_of, patchify, take, unpatchify
 from situs.data.sources.samples import load_samples
-from situs.locks.features import Defence
+from situs.locks.veil import Veil
 from situs.measure.reconstruct import place_patches
 from situs.methods.base import Batch
 from situs.models.data import load_set
@@ -292,7 +292,7 @@ def draw_split(run: Path) -> None:
     z = streams(model.backbone, [batch.inputs])
     order = random_permutation(uniform(0, 0, torch.arange(50), "picture.rows", (z.shape[1],)))
     sent = permute_rows(z[own], order)
-    side = public_side(model.backbone, z[50:], patchify(images[50:], size), Defence())
+    side = public_side(model.backbone, z[50:], patchify(images[50:], size), Veil())
     rows = order_rows(sent, side)
     back = unpatchify(put_together(sent, rows, side), grid, size).clamp(0, 1)
     places = (rows == order)[order > 0].double().mean()

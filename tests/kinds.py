@@ -18,17 +18,15 @@ from situs.audit.curve import Point as TracedPoint
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
 from situs.audit.judge.gate import parse_limit
-from situs.audit.position.audit import PositionAudit
-from situs.audit.position.probe import OWN, PlaceReading, Probed
 from situs.audit.remedies.ladders import Cost
 from situs.audit.remedies.result import Remedies, Remedy, Trial
 from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import Reading
 from situs.audit.split.result import SettingFound, SplitAudit
-from situs.audit.split.stage import Kept, Setting
+from situs.audit.split.stage import Kept
+from situs.audit.text.found import Read
 from situs.audit.text.result import Row, TextAudit
-from situs.audit.text.scoring import Read
 from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times
 from situs.bench.compare import StepComparison, compare_steps
@@ -41,10 +39,10 @@ from situs.data.pack import Packed
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
-from situs.locks.features import Defence as FeatureDefence
 from situs.locks.tuning.paper import RuleCheck
 from situs.locks.tuning.result import WAYS, Curve, LockTuning, TuningConfig
 from situs.locks.tuning.result import Score as TunedScore
+from situs.locks.veil import Veil
 from situs.measure.accuracy import Accuracy, ClassAccuracy
 from situs.measure.adapt import Adapted
 from situs.measure.adapt.ways import Origin as Start
@@ -60,11 +58,13 @@ from situs.measure.objects.measure import Drawn as DrawnObjects
 from situs.measure.objects.measure import Shown as ShownObjects
 from situs.measure.objects.scores import Answers, ApScores
 from situs.measure.perplexity import Perplexity, WordScores
-from situs.measure.position import Cell, PositionCurve, PositionGrid
-from situs.measure.positions import PositionTables, look_at
+from situs.measure.position.dropped import PositionProbe, PositionProbes
+from situs.measure.position.head import Cell, PositionCurve, PositionGrid
+from situs.measure.position.knowledge import PositionAudit
+from situs.measure.position.readers import OWN, PlaceReading, Probed
+from situs.measure.position.vectors import PositionTable, PositionTables, look_at
 from situs.measure.probe.classes import ClassProbe, ClassProbes
 from situs.measure.probe.linear import Fitted, Linear, Score, Tried
-from situs.measure.probe.position import PositionProbe, PositionProbes
 from situs.measure.probe.segments import SegmentProbe, SegmentProbes
 from situs.measure.reconstruct import Puzzle, PuzzleRatios, PuzzleScores, Reconstruction
 from situs.measure.robustness.measures import Robustness
@@ -73,9 +73,7 @@ from situs.measure.segments.measure import Segments
 from situs.measure.segments.measure import Shown as Segmented
 from situs.measure.segments.scores import SegmentScores
 from situs.measure.segments.windows import Inference
-from situs.measure.tables import PositionTable
 from situs.results import Origin, Provenance, Result
-from situs.split.cost import CASES, CostConfig, SplitCost, StepCost
 from situs.studies.form import Study as StudyForm
 from situs.studies.result import Cell as StudyCell
 from situs.studies.result import Drawn, Ended, StudyResult
@@ -192,8 +190,8 @@ def _comparison() -> Comparison:
 def _split_audit() -> SplitAudit:
     done = Reading(NAME, NAME, "done", {"psnr": 30.0, "places": 0.5}, images=IMAGE)
     skipped = Reading("labels", NAME, "not tried", reason=NAME)
-    strengths = [Setting(FeatureDefence("noise", strength), rows=True) for strength in (0.2, 0.5)]
-    found = tuple(SettingFound(setting, Kept(0.9, 0.5), (done, skipped)) for setting in (Setting(), *strengths))
+    strengths = [Veil("noise", strength, rows=True) for strength in (0.2, 0.5)]
+    found = tuple(SettingFound(setting, Kept(0.9, 0.5), (done, skipped)) for setting in (Veil(), *strengths))
     return SplitAudit(NAME, 1, 4, found, {"mean image": {"psnr": 9.0}}, IMAGE)
 
 
@@ -311,10 +309,6 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Robustness": (_robustness, {"accuracy", "severity", "corruptions"}),
     "Runs": (_runs, {"curves"}),
     "SplitAudit": (_split_audit, {"pictures", "psnr", "places"}),
-    "SplitCost": (
-        lambda: SplitCost(dict.fromkeys(CASES, StepCost(1.0, 2.0, 3.0, 4.0)), CostConfig(), "cpu"),
-        set(),
-    ),
     "StepComparison": (_comparison_of_steps, set()),
     "StepTable": (_steps, set()),
     "SegmentProbes": (lambda: _probes("segments"), {"classes", "confusion"}),

@@ -9,9 +9,9 @@ import torch
 from builders import small_vit
 from torch import Tensor
 
-from situs.audit.split.stage import Setting, Stage, View, counted_words, send
+from situs.audit.split.stage import Stage, View, counted_words, send
 from situs.backbones import Backbone
-from situs.locks.features import parse_defence
+from situs.locks.veil import parse_veil
 from situs.models import open_model
 
 CLASSES = 4
@@ -59,8 +59,9 @@ def streams_of(count: int, grid: int = 4, width: int = 24, rank: int = 6, seed: 
 def sent(z: Tensor, defence: str = "none", *permute: str, number: int = 0, scale: float = 1.0, prefix: int = 1) -> View:
     """Streams on a square grid as a client sends them."""
     side = math.isqrt(z.shape[1] - prefix)
-    setting = Setting(parse_defence(defence), "rows" in permute, "columns" in permute)
-    return send(z, setting, counted_words(5, number), prefix=prefix, grid=(side, side), scale=scale)
+    return send(
+        z, parse_veil(defence, permute), counted_words(5, number), prefix=prefix, grid=(side, side), scale=scale
+    )
 
 
 def classifier(**fields: object) -> Backbone:

@@ -115,7 +115,7 @@ def test_the_published_attack_takes_the_cosine_of_all_gradients_and_the_tools_to
     torch.testing.assert_close(found.double(), 1 - torch.nn.functional.cosine_similarity(*flat), atol=1e-6, rtol=0)
     image = torch.randn(1, 1, 3, 8, 8, generator=chance)
     steps = torch.cat([image.diff(dim=-2).abs().flatten(), image.diff(dim=-1).abs().flatten()])
-    from situs.audit.attacks.matching.search import variation
+    from situs.audit.attacks.matching import variation
 
     assert float(attack.config.smooth * variation(image)) == pytest.approx(0.2 * float(steps.mean()))
     assert (attack.config.lr, attack.config.signed, attack.config.border) == (0.1, True, 0)
@@ -161,7 +161,9 @@ def test_jobs_of_few_labels_come_after_what_they_need_and_adapt_is_chosen_of_the
     jobs, job = study["jobs_of"](["pets", "cifar"]), study["Job"]
     assert len({each.name for each in jobs}) == len(jobs)
     assert all(need in jobs for each in jobs for need in each.needs)
-    assert job("way", "cifar", 500, 1, "mp3", "LoRA").grid == job("way", "cifar", 50, 0, "dinov2", "LoRA")
+    way = "all layers"
+    assert job("way", "cifar", 500, 1, "scratch", way).grid == job("way", "cifar", 50, 0, "scratch", way)
+    assert job("way", "cifar", 500, 1, "mp3", way).grid is None  # the rates of adapt
     right = {"kNN": "1111", "class means": "1000", "linear probe": "1100"}
     ways = {way: {"hits": 50, "count": 100, "right": text} for way, text in right.items()}
     rows = [job("frozen", "pets", 5)._asdict() | {"ways": ways}]

@@ -53,6 +53,13 @@ class SitusError(ValueError):
         return f"{self.field}={value}: must be {self.allowed}"
 
 
+class DataError(SitusError):
+    """What lies where the data should be is not what was asked for: `data` is the field to change."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence, field="data")
+
+
 class BrokenSampleError(SitusError):
     """A sample that cannot be read: an image or a clip that cannot be decoded, a row that holds none.
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from situs.audit import create_defence
 from situs.audit.attacks.base import Knowledge
-from situs.audit.attacks.matching.simulate import simulation
+from situs.audit.attacks.matching import simulation
 from situs.audit.client import victim_gradients
 from situs.audit.defences import method_of
 from situs.audit.oracle import RINGS, Oracle, Prior, cosines, estimate

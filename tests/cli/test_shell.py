@@ -15,7 +15,7 @@ from situs.cli.shell import answer, as_document, speak
 CHEAP = {
     "info test_vit": "model",
     "doctor": "section",
-    "study list --paper mp3": "rows",
+    "study show --paper mp3": "rows",
     "study show mp3-table3": "paper",
     "keygen --out {tmp}/owner.key": "id",
     "data check {data} --workers 0": "found",

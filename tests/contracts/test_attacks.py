@@ -34,8 +34,8 @@ LABELS = torch.tensor([4, 0, 2, 2])
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """As short is what patchembed-prior, which has no config, learns of a model and searches."""
-    monkeypatch.setattr("situs.audit.attacks.prior.attack.GRADIENTS", 2)
-    monkeypatch.setattr("situs.audit.attacks.prior.factor.ROUNDS", 1)
+    monkeypatch.setattr("situs.audit.attacks.prior.GRADIENTS", 2)
+    monkeypatch.setattr("situs.audit.attacks.prior.ROUNDS", 1)
 
 
 @pytest.fixture(scope="module")

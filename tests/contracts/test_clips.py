@@ -17,7 +17,7 @@ from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.open import judged_split, kind_of, open_source, splits_at
-from situs.data.sources.speech import WORDS
+from situs.data.sources.audio import WORDS
 from situs.errors import SitusError
 from situs.locks.folder import write_model
 from situs.models import Model, open_model

@@ -212,7 +212,7 @@ def test_two_draws_of_a_sample_are_independent(case: str, one: str, two: str) ->
 @pytest.mark.parametrize(
     ("method", "backend"),
     [  # what breaks a graph breaks it with either; autograd's own tracing takes longer
-        *(("droppos", "eager"), ("mp3", "eager")),
+        ("droppos", "eager"),
         *(pytest.param(name, "aot_eager", marks=pytest.mark.slow) for name in SEEING),
     ],
 )

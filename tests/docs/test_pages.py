@@ -31,7 +31,7 @@ def test_code_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # what a page writes stays there
     monkeypatch.setattr("situs.audit.bound.IMAGES", 1)  # the oracle is asked about one image, and not four
-    monkeypatch.setattr("situs.audit.attacks.prior.attack.GRADIENTS", 4)
+    monkeypatch.setattr("situs.audit.attacks.prior.GRADIENTS", 4)
     names = run_python_blocks(DOCS / page)
     assert set(names) - {"__name__", "__builtins__"}, f"{page}: no block ran"
 

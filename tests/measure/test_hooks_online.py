@@ -6,7 +6,7 @@ from builders import small_vit
 from situs.measure.features import extract
 from situs.measure.hooks import OnlineProbe
 from situs.measure.knn import knn_accuracy
-from situs.measure.position import position_curve
+from situs.measure.position.head import position_curve
 from situs.methods import MAE, MP3, Batch, MAEConfig, Method, MP3Config
 from situs.train.contract import RunState
 from situs.train.ema import Ema

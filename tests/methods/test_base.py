@@ -41,7 +41,7 @@ def test_attention_over_few_keys_changes_nothing(kind: Any, settings: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"), [(MP3, {}), (DropPos, SMALL), pytest.param(MAE, SMALL, marks=pytest.mark.slow)]
+    ("kind", "settings"), [(MP3, {}), *(pytest.param(kind, SMALL, marks=pytest.mark.slow) for kind in (DropPos, MAE))]
 )
 def test_a_compiled_step_is_one_graph_with_kernels_of_our_own(
     kind: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch

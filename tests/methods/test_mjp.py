@@ -314,6 +314,7 @@ def test_official_starts_from_wide_tables() -> None:
     )
 
 
+@pytest.mark.slow
 def test_firing_or_not_is_one_graph() -> None:
     method = OfficialMJP(vit(), OfficialMJPConfig(mask_ratio=0.8, start_epoch=0)).eval()
     data = batch()

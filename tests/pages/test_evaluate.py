@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from situs.measure.knn import LayerAccuracy, LayerKnn
-from situs.measure.position import Cell, PositionCurve, PositionGrid
+from situs.measure.position.head import Cell, PositionCurve, PositionGrid
 from situs.pages.evaluate import knn, knn_curves, position_curve, position_grid
 
 

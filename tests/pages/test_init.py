@@ -28,9 +28,9 @@ from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import Reading
 from situs.audit.split.result import SettingFound, SplitAudit
-from situs.audit.split.stage import Kept, Setting
+from situs.audit.split.stage import Kept
+from situs.audit.text.found import Read
 from situs.audit.text.result import Row, TextAudit
-from situs.audit.text.scoring import Read
 from situs.data.check import KINDS, DataCheck
 from situs.errors import SitusError
 from situs.locks.attacks import LockAudit
@@ -38,6 +38,7 @@ from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
 from situs.locks.equivariance.findings import Law
 from situs.locks.tuning.result import Curve
+from situs.locks.veil import Veil
 from situs.measure.knn import LayerAccuracy, LayerKnn
 from situs.pages import PAGES, make_page, publish, write_numbers
 from situs.results import Origin, Provenance, Result, show
@@ -95,7 +96,7 @@ def read(**scores: float) -> SplitAudit:
     """A split audit whose one attacker came to these scores; a guess comes to 9 dB, and to 15 for its best image."""
     reading = Reading("order", "", "done" if scores else "not tried", scores)
     blind = {"mean image": {"psnr": 9.0, "best psnr": 15.0, "patch psnr": 12.0}}
-    return SplitAudit("m", 8, 4, (SettingFound(Setting(), Kept(0.9), (reading,)),), blind)
+    return SplitAudit("m", 8, 4, (SettingFound(Veil(), Kept(0.9), (reading,)),), blind)
 
 
 def sentences(*reads: Read, **fields: Any) -> TextAudit:

@@ -10,8 +10,8 @@ import torch
 
 from situs.audit.split.attackers import Reading
 from situs.audit.split.result import SettingFound, SplitAudit
-from situs.audit.split.stage import Kept, Setting
-from situs.locks.features import parse_defence
+from situs.audit.split.stage import Kept
+from situs.locks.veil import parse_veil
 from situs.pages import PRIVATE, make_page
 from situs.pages.split import trade_offs
 
@@ -20,7 +20,7 @@ IMAGES = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0), dt
 
 def found(text: str, cosine: float, rows: bool = False, **scores: float) -> SettingFound:
     reading = Reading("order", "the embedding", "done", scores, images=IMAGES if "psnr" in scores else None)
-    return SettingFound(Setting(parse_defence(text), rows), Kept(cosine), (reading,))
+    return SettingFound(parse_veil(text, ("rows",) * rows), Kept(cosine), (reading,))
 
 
 def audit(*settings: SettingFound, pictures: bool = False) -> SplitAudit:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from situs.audit.judge.gate import Limit
+from situs.audit.text.found import Read
 from situs.audit.text.result import Row, TextAudit
-from situs.audit.text.scoring import Read
 from situs.pages import make_page, publish
 from situs.pages.texts import PRIVATE, marked
 

@@ -15,10 +15,10 @@ from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.errors import SitusError
-from situs.locks.features import Defence
 from situs.locks.key import Key
+from situs.locks.veil import Veil, parse_veil
+from situs.split.hiding import make_cut
 from situs.split.transport.connect import Connection
-from situs.split.view import make_view
 
 CIFAR = Path(__file__).resolve().parents[3] / "shared" / "data" / "cifar100"
 
@@ -126,14 +126,14 @@ def test_rows_that_cannot_be_permuted_are_refused_with_the_reason() -> None:
         (rotary, "read the order"),
     ):
         with pytest.raises(SitusError, match=reason):
-            make_view(backbone, ("rows",), key=key)
-        make_view(backbone, ("columns",), key=key, run="0" * 32)
+            make_cut(backbone, Veil(rows=True), key)
+        make_cut(backbone, Veil(columns=True), key, run="0" * 32)
     with pytest.raises(SitusError, match="windows"):
-        make_view(small_swin(), (), Defence("batch-shuffle"), key=key)
+        make_cut(small_swin(), Veil("batch-shuffle"), key)
     with pytest.raises(SitusError, match="permute='diagonals'"):
-        make_view(causal, ("diagonals",), key=key)
+        parse_veil("none", ("diagonals",))
     with pytest.raises(SitusError, match="none is given"):
-        make_view(rotary, ("columns",))
+        make_cut(rotary, Veil(columns=True))
 
 
 def swin():
@@ -156,7 +156,7 @@ def test_a_swin_and_a_rotary_model_keep_to_their_own_places(tmp_path) -> None:
         assert farthest(local, Pair(make, tmp_path / name, permute, optim=optim).run(loader)) < 1e-9
 
 
-@pytest.mark.parametrize("defence", [Defence("noise", 0.3), Defence("lowpass", 0.4), Defence("batch-shuffle", 4)])
+@pytest.mark.parametrize("defence", [Veil("noise", 0.3), Veil("lowpass", 0.4), Veil("batch-shuffle", 4)])
 def test_a_defence_changes_what_is_sent_and_training_goes_on(tmp_path, defence, plain) -> None:
     train = replace(TRAIN, max_steps=1)
     pair = Pair(lambda: vit(torch.float64), tmp_path / "defended", ("rows",), defence, train=train)
@@ -174,11 +174,11 @@ def test_a_step_that_comes_again_is_shown_as_it_was_and_other_features_never_wit
     chance = torch.Generator().manual_seed(0)
     z = torch.randn(2, 17, 16, generator=chance, dtype=torch.float64)
     moved = z + 1e-9
-    for permute, defence in ((("rows",), Defence()), ((), Defence("noise", 0.5)), ((), Defence("batch-shuffle"))):
-        view = make_view(backbone, permute, defence, key=Key(bytes(32)), run="0" * 32)
+    for veil in (Veil(rows=True), Veil("noise", 0.5), Veil("batch-shuffle")):
+        entrance = make_cut(backbone, veil, Key(bytes(32)), run="0" * 32)
 
-        def shown(z, at=at, view=view):
-            return view.show(z, None, prefix=backbone.num_prefix, grid=backbone.grid, at=at)[0]
+        def shown(z, at=at, entrance=entrance):
+            return entrance.enter(z, None, at)[0]
 
         assert torch.equal(shown(z), shown(z.clone()))
         for other in (shown(moved), shown(z, ("run", "4", "0")), shown(z, ("run", "3", "1"))):

@@ -21,8 +21,9 @@ from situs.measure.hooks import validation_hooks
 from situs.models import open_model
 from situs.models.export import export_run
 from situs.models.initialise import starting
+from situs.split.hiding import Hide
 from situs.split.message import Message
-from situs.split.run import Hide, train_split
+from situs.split.run import train_split
 from situs.split.transport.certificates import make_certificates, read_credentials
 from situs.split.transport.connect import Connection
 from situs.split.transport.serve import LOG

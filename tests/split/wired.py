@@ -15,18 +15,18 @@ from torch import Tensor
 from situs.backbones.base import Backbone
 from situs.core.random import normal, uniform
 from situs.data.batch import Batch
-from situs.locks.features import Defence
 from situs.locks.groups import invert_keys, permute_state, residual_only
 from situs.locks.key import Key
+from situs.locks.veil import Veil
 from situs.methods import create_method
 from situs.methods.base import Method
 from situs.methods.supervised import SupervisedConfig
 from situs.split.client import Client
+from situs.split.hiding import column_permutations, make_cut
 from situs.split.message import Expected, Message
 from situs.split.parts import cut, layout, own_names, trained_order
 from situs.split.remote import SplitStepper, attach
 from situs.split.server import Limits, Server, agreed
-from situs.split.view import column_permutations, make_view
 from situs.train.checkpoint import RunFolder
 from situs.train.config import TrainConfig
 from situs.train.loop import fit
@@ -88,7 +88,7 @@ class Pair:
     """A server with its blocks and a client with the rest, each made from the same backbone, joined by a call."""
 
     def __init__(
-        self, make: Any, out: Path, permute: tuple[str, ...] = (), defence: Defence | None = None, *,
+        self, make: Any, out: Path, permute: tuple[str, ...] = (), defence: Veil | None = None, *,
         optim: OptimConfig = OPTIM, train: TrainConfig = TRAIN, wire: torch.dtype | None = None,
         limits: Limits | None = None, shared: bool = False,
     ) -> None:  # fmt: skip
@@ -102,10 +102,11 @@ class Pair:
         self.order = trained_order(self.method, optim)
         served = own_names(self.method, "server")
         self.facts = layout(self.method.backbone), agreed(optim, "fp32")
-        view = make_view(self.method.backbone, permute, defence or Defence(), key=KEY, run=SESSION)
+        veil = replace(defence or Veil(), rows="rows" in permute, columns="columns" in permute)
+        entrance = make_cut(self.method.backbone, veil, KEY, run=SESSION)
         cut(self.method, "client")
         self.client = Client(self.call, SESSION, wire=wire)
-        attach(self.method.backbone, self.client, view, len([name for name in self.order if name in served]))
+        attach(self.method.backbone, self.client, entrance, len([name for name in self.order if name in served]))
 
     def served(self) -> Method:
         """The method that the server starts from: with columns, its blocks are keyed."""

@@ -65,7 +65,7 @@ def train(verb: str, given: dict[str, str]) -> int:
             place.rmdir()
         aside.rename(place)
         print(f"step {step}/{config['train']['max_steps']} · loss {value:.4g} · 0:00 left", flush=True)
-        time.sleep(float(os.environ.get("FAKE_STEP", "0.01")))
+        time.sleep(float(os.environ.get("FAKE_STEP", "0.002")))
         if asked:
             return 130
     return 0

@@ -35,7 +35,6 @@ RESULTS = {
     "audit split": ["SplitAudit"],
     "audit texts": ["TextAudit"],
     "bench": ["StepTable"],
-    "split cost": ["SplitCost"],
     "split infer": ["ClassAccuracy", "LabelAccuracy"],
     "info": ["Verification"],
 }

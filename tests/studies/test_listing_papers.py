@@ -105,9 +105,8 @@ LEFT_OUT = {
 }
 
 DRAWN = {
-    "evaluate attention": ("images", "heads", "relative"),
-    "evaluate attention --kind correlation": ("maps", "distance", "layers"),
-    "evaluate position --kind vectors": ("umap", "pca-2d", "pca-3d", "cosine", "energy", "guesses"),
+    "evaluate attention": ("images", "heads", "relative", "maps", "distance", "layers"),
+    "evaluate position": ("umap", "pca-2d", "pca-3d", "cosine", "energy", "guesses"),
     "evaluate reconstruct": ("one", "placed", "mix-1", "verdict-0.95", "placed-0.95"),
     "audit gradients": ("pictures-a", "pictures-c"),
     "audit split": ("pictures", "psnr", "places"),

@@ -13,7 +13,7 @@ from PIL import Image
 
 from situs.cli.main import main
 from situs.config import from_dict
-from situs.data.sources.tar_index import open_index
+from situs.data.sources.webdataset import open_index
 from situs.progress import notes_to
 from situs.train.rehearse import held_bytes, rehearse
 from situs.train.run import RunConfig, train_run
@@ -49,7 +49,7 @@ def test_it_says_what_the_run_then_does(tmp_path: Path) -> None:
 
 def test_no_index_of_shards_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("situs.data.sources.tar_index._WORTH_KEEPING", 0)
+    monkeypatch.setattr("situs.data.sources.webdataset._WORTH_KEEPING", 0)
     picture = io.BytesIO()
     Image.new("L", (28, 28)).save(picture, "png")
     with tarfile.open(tmp_path / "shard.tar", "w") as shard:

@@ -7,8 +7,7 @@ from situs.audit.attacks import ATTACKS, create_attack
 from situs.audit.attacks.adaptive.attack import AdaptiveConfig, AdaptiveMJP
 from situs.audit.attacks.april import April
 from situs.audit.attacks.base import Attack, Knowledge, Recovery
-from situs.audit.attacks.matching.attack import AprilOptimisation, Matching
-from situs.audit.attacks.matching.search import MatchingConfig
+from situs.audit.attacks.matching import AprilOptimisation, Matching, MatchingConfig
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
 from situs.audit.client import victim_gradients
 from situs.audit.curve import trace_defences

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.audit.stem import Stem, StemBackbone, flat_weight
-from situs.audit.stem.inverse import View
-from situs.audit.stem.products import Feed, precise, watch_products
+from situs.audit.stem import Feed, Stem, StemBackbone, View, flat_weight, precise, watch_products
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
 from situs.models.module import in_eval_mode, wrap_module

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from situs.audit.stem import Stem, find_embedding, find_stem, patches_of, to_images
-from situs.audit.stem.products import unfold
+from situs.audit.stem import Stem, find_embedding, find_stem, patches_of, to_images, unfold
 from situs.backbones.base import Backbone
 
 SAME = 1e-3

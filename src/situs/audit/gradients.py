@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from situs.audit.attacks.base import Attack
-from situs.audit.attacks.matching.attack import Matching
-from situs.audit.attacks.matching.search import MatchingConfig
+from situs.audit.attacks.matching import Matching, MatchingConfig
 from situs.audit.bound import consult
 from situs.audit.cases import Case, Outcome, TestSet
 from situs.audit.collect import Leak, collect

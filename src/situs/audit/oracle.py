@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused
-from situs.audit.attacks.matching.simulate import simulation
+from situs.audit.attacks.matching import simulation
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.backbones.base import Backbone

@@ -15,7 +15,7 @@ import torch
 from situs.audit.attacks import create_attack
 from situs.audit.attacks.adaptive.attack import AdaptiveConfig
 from situs.audit.attacks.base import Attack
-from situs.audit.attacks.matching.search import MatchingConfig
+from situs.audit.attacks.matching import MatchingConfig
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.cases import SETTINGS, TestSet
 from situs.audit.client import DTYPES, least_likely, victim_gradients

@@ -196,7 +196,7 @@ class Texts(GateArgs, TextConfig):
     situs audit texts bert --data texts.txt --count 4
     """
 
-    data: Annotated[Path, Parameter(metavar="FILE")]
+    texts: Annotated[Path, Parameter(name="--data", metavar="FILE")]
     """Sentences to attack, one a line."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("none",)
@@ -208,7 +208,7 @@ class Texts(GateArgs, TextConfig):
         deadline = Deadline(remark, self.time_limit)
         words = _asked("texts", self, deadline) | {"defences": self.defences}
         with first_ctrl_c(deadline):
-            return _finish(audit_texts(self.model, self.data, **_of_words(words)), self, deadline)
+            return _finish(audit_texts(self.model, self.texts, **_of_words(words)), self, deadline)
 
 
 def _of_words(words: dict[str, Any]) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Images to attack, as training reads them; for a model of words a .txt file of sentences, one a line."""
 
-    over: Annotated[tuple[str, ...] | None, Parameter(metavar="NAME,…")] = None
+    curve: Annotated[tuple[str, ...] | None, Parameter(name="--over", metavar="NAME,…")] = None
     """Comma-separated: noise, clip (with noise, as DP-SGD), precision, fedavg, dropout; of sentences noise, clip,
     precision. By default noise, precision and, of images, fedavg."""
 
@@ -274,8 +274,8 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
             return self._find(deadline)
         words = _asked("sweep", self, deadline)
         del words["fail_above"]
-        if self.over is not None:
-            words["over"] = self.over
+        if self.curve is not None:
+            words["over"] = self.curve
         with first_ctrl_c(deadline):
             if texts:
                 assert self.data is not None
@@ -293,7 +293,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
         """Flags that have no part in what is asked for."""
         costs = tuple(each.name for each in fields(CostConfig))
         if find:
-            return ("over", "defences")
+            return ("curve", "defences")
         images = ("defences", "attacks", "split", "weights", "img_size", "patch_size", "local_steps", "labels")
         return (*costs, "pictures", *(images if texts else ()))
 
@@ -408,7 +408,7 @@ class Lock:
     locked: Annotated[Path, POSITIONAL, Parameter(metavar="LOCKED")]
     """The locked folder (situs lock)."""
 
-    attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ()
+    attacker: Annotated[tuple[str, ...], Parameter(name="--attacks", metavar="NAME,…")] = ()
     """no-base, images, activations, public-base, drifted-base or labels; comma-separated. By default
     no-base, images where there are --images or --texts, and public-base where there is a --base."""
 
@@ -441,12 +441,11 @@ class Lock:
 
     def run(self) -> None:
         """Runs the attacks, prints the table and the strength, writes the page."""
-        from situs.cli.keys import read_key
+        from situs.cli.passphrase import read_key
         from situs.locks import audit_lock
 
         check_folder(self.out, "audit")
         asked = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("locked", "out")}
-        asked["attacker"] = asked.pop("attacks")
         asked["key"] = None if self.key is None else read_key(self.key)
         present(audit_lock(self.locked, **asked), self.out)
 
@@ -462,6 +461,8 @@ class Finetuning:
 
     The paper's numbers beside: situs study run lock --out DIR
     """
+
+    topics: ClassVar = {"seldom": ("key", "withheld", "test_data")}
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
     """The model that is locked here, by a random key: a run, a model's folder, or NAME=FILE; by default a small ViT is
@@ -490,7 +491,7 @@ class Finetuning:
 
     def run(self) -> None:
         """Trains in all four ways, prints the table, writes the page."""
-        from situs.cli.keys import read_key
+        from situs.cli.passphrase import read_key
         from situs.locks import audit_tuning
 
         check_folder(self.out, "finetuning")

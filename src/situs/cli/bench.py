@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from cyclopts import Parameter
 
@@ -28,6 +28,11 @@ class Bench:
     For example: situs bench supervised mp3:mask_ratio=.3 mp3:mask_ratio=.75,batch=16 --models vit_tiny_patch16_224
     --batches 8,32 --out before
     """
+
+    topics: ClassVar[dict[str, tuple[str, ...]]] = {
+        "model": ("img_size", "patch_size", "in_chans", "num_classes", "drop_path", "model_args"),
+        "step": ("compile", "graph", "accumulate", "clip", "ema"),
+    }
 
     cases: Annotated[tuple[str, ...], POSITIONAL, Parameter(metavar="CASE…")] = (
         "supervised",

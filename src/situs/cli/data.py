@@ -12,7 +12,7 @@ from situs.cli.model_args import OUT, check_folder
 from situs.cli.parser.flags import POSITIONAL
 from situs.cli.result import present
 from situs.data.check import FAILING, KINDS
-from situs.data.pack.config import PackConfig
+from situs.data.pack.shards import PackConfig
 from situs.errors import unknown_name
 from situs.progress import task
 

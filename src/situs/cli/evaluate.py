@@ -404,7 +404,7 @@ class Position(MeasureArgs):
     def run(self) -> None:
         words = asked_for(self.kind, self)
         if self.kind == "vectors":
-            from situs.measure.positions import analyze_positions
+            from situs.measure.position.vectors import analyze_positions
 
             present(analyze_positions(open_each(self.model, self), **words), self.out)
             return
@@ -413,12 +413,12 @@ class Position(MeasureArgs):
             raise SitusError(said, field=("model", "kind"))
         model = open_from(self, self.model[0])
         if self.kind == "answers":
-            from situs.measure.position import evaluate_position
+            from situs.measure.position.head import evaluate_position
 
             words["batch"] = self.batch or 256
             present(evaluate_position(model, **words), self.out)
             return
-        from situs.audit.position.audit import audit_positions
+        from situs.audit.positions import audit_positions
 
         words |= {"count": self.count or 64, "batch": self.batch or 16}
         present(audit_positions(model, **{n: value for n, value in words.items() if n != "ratios" or value}), self.out)

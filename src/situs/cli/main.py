@@ -65,7 +65,6 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "split train": ("situs.cli.split:Train", "train with a server's blocks; the data stays here"),
         "split infer": ("situs.cli.split:Infer", "accuracy of such a training, with the server"),
         "split merge": ("situs.cli.split:Merge", "the client's and the server's part as one run"),
-        "split cost": ("situs.cli.split:Cost", "what permutations add to a step"),
     },
     "Study": {
         "study run": ("situs.cli.study:Run", "repeat a paper's table or figure"),
@@ -188,7 +187,7 @@ def overview(group: str = "") -> str:
     lines = [f"usage: {name} VERB [FLAGS]      {name} VERB --help"]
     if not group:
         lines += [
-            "Position in transformers: learn from it, measure what it gives away, lock with it.",
+            "Position in transformers: learn from it, measure what it gives away, use it.",
         ]
     for heading, verbs in SECTIONS.items():
         shown = {verb: text for verb, (_, text) in verbs.items() if not group or verb.startswith(f"{group} ")}
@@ -197,7 +196,7 @@ def overview(group: str = "") -> str:
     if not group:
         lines += [
             "",
-            "Every verb takes --quiet, --json (one document) and --example (a command to run).",
+            "Every verb takes --quiet, --json (one document), --example (a command).",
             "situs --version prints the version; SITUS_DEBUG=1 shows where a mistake arose.",
         ]
     return "\n".join(lines)

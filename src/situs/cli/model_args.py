@@ -190,7 +190,7 @@ def open_named(source: str, args: OpenArgs, *, any_weights: bool = False, device
 def asked_of(source: str, args: OpenArgs, device: str | None = None) -> dict[str, Any]:
     """What the flags ask of `open_model`, by its arguments. device: instead of that of the flags."""
     from situs.api import unlock_of
-    from situs.cli.keys import read_key
+    from situs.cli.passphrase import read_key
     from situs.train.distributed import start
 
     unlock = unlock_of(source, None if args.key is None else read_key(args.key), args.withheld)

@@ -20,6 +20,7 @@ VERBS = {
     "bench step": "use situs bench",
     "bench compare": "use situs bench --compare BEFORE,AFTER",
     "bench cost": "use situs bench, with --batches and --models for the points of the curve",
+    "split cost": "use situs study run st-figure8, or python benchmarks/split.py --count with a server",
     "study list": "use situs study show, without a name",
     "study pack": "use python scripts/study_parcel.py pack",
     "study unpack": "use python scripts/study_parcel.py unpack",

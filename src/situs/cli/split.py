@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from cyclopts import Parameter
 
-from situs.cli.model_args import OUT, check_folder
+from situs.cli.model_args import OUT
 from situs.cli.parser.arguments import Recipe, configured
 from situs.cli.parser.flags import POSITIONAL
 from situs.cli.result import INTERRUPTED, present
@@ -19,7 +19,6 @@ from situs.cli.train import EVERYDAY, tell
 from situs.errors import SitusError, counted
 from situs.measure.finetune import FinetuneConfig
 from situs.progress import note, took
-from situs.split.cost import CostConfig
 from situs.split.server import Limits
 
 if TYPE_CHECKING:
@@ -101,7 +100,18 @@ class Serve(Recipe, WireArgs):
     same folder it goes on, and its clients with it. Every refusal is in OUT/refused.log.
     """
 
-    topics: ClassVar[dict[str, tuple[str, ...]]] = {"seldom": ("clients", "largest_batch", "shared", "print_config")}
+    topics: ClassVar[dict[str, tuple[str, ...]]] = {
+        "seldom": (
+            "clients",
+            "largest_batch",
+            "shared",
+            "print_config",
+            "deny",
+            "init",
+            "init_positions",
+            "probe_every",
+        )
+    }
 
     out: Annotated[Path, Parameter(metavar="FOLDER")]
     """Where the trainings are kept; one that is there goes on."""
@@ -161,11 +171,23 @@ class Train(Recipe, ClientArgs):
     For example: situs split train --server 127.0.0.1:7443 --tls certs --preset samples-mp3 --method supervised
     --permute rows,columns --out runs/split
 
-    Without permutations the result is local training's to the bit. After a crash it goes on (--resume).
+    Without permutations the result is local training's to the bit.
     """
 
     topics: ClassVar[dict[str, tuple[str, ...]]] = {
-        "seldom": ("name", "patience", "withheld", "dry_run", "print_config")
+        "seldom": (
+            *(
+                "name",
+                "patience",
+                "withheld",
+                "dry_run",
+                "print_config",
+                "wire",
+                "init",
+                "init_positions",
+                "probe_every",
+            ),
+        )
     }
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
@@ -201,7 +223,7 @@ class Train(Recipe, ClientArgs):
     def run(self) -> int:
         """Trains; exit status 130 where it was interrupted (and can be resumed)."""
         from situs.api import unlock_of
-        from situs.cli.keys import read_key
+        from situs.cli.passphrase import read_key
         from situs.models.initialise import starting
         from situs.split.run import Hide, train_split
         from situs.train.assemble import Setup
@@ -276,8 +298,7 @@ class Infer(ClientArgs):
 
     def run(self) -> None:
         """Measures and prints."""
-        from situs.cli.keys import read_key
-        from situs.cli.result import present
+        from situs.cli.passphrase import read_key
         from situs.measure.accuracy import evaluate_accuracy
         from situs.split.local import infer_defended
         from situs.split.whole import open_split
@@ -317,7 +338,7 @@ class Merge:
 
     def run(self) -> None:
         """Writes the run and says where it stands."""
-        from situs.cli.keys import read_key
+        from situs.cli.passphrase import read_key
         from situs.split.whole import merge, merge_locked
 
         if self.locked:
@@ -334,29 +355,3 @@ class Merge:
             ["evaluate", "accuracy", self.out], ["export", self.out, "--out", beside(self.out, "exported")]
         )
         answer({"run": self.out, "steps": step}, f"{self.out}: the whole run after {counted(step, 'steps')}", told)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """What a step of split training computes, sends and holds, with rows and columns permuted and without.
-
-    For example: situs split cost --model vit_tiny_patch16_224 --batch 2
-
-    Both sides are in one process, and images are random; nothing is timed (python benchmarks/split.py does that).
-    """
-
-    device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda or cuda:N; by default a GPU where there is one."""
-
-    out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """For the numbers (.json) and the page (.html); none: not written."""
-
-    config: CostConfig = configured(CostConfig)
-    """Whose step it is."""
-
-    def run(self) -> None:
-        """Measures and prints."""
-        from situs.split.cost import split_cost
-
-        check_folder(self.out, "split-cost")
-        present(split_cost(self.config, device=self.device), self.out)

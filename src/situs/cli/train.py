@@ -28,15 +28,13 @@ EVERYDAY = {"data": (NAMED["data"],), "backbone": (NAMED["backbone"],), **SHORT}
 """Everyday flags, each for fields of the run's config."""
 
 
-JUDGES = {"label": "accuracy", "mask": "segments", "objects": "objects", "words": "perplexity"}
-"""What a method learns -> the verb of evaluate that judges it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Training(Recipe):
     """What every training verb takes."""
 
-    topics: ClassVar[dict[str, tuple[str, ...]]] = {"seldom": ("key", "withheld", "dry_run", "print_config")}
+    topics: ClassVar[dict[str, tuple[str, ...]]] = {
+        "seldom": ("key", "withheld", "dry_run", "print_config", "parallel", "init_positions", "validate_every", "dp")
+    }
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
     """A new folder for the run."""
@@ -58,7 +56,7 @@ class Training(Recipe):
 
     def place(self) -> dict[str, Any]:
         """What is no part of the config, by the names of `situs.api.PLACE`."""
-        from situs.cli.keys import read_key
+        from situs.cli.passphrase import read_key
 
         own = {name: getattr(self, name) for name in ("out", "resume", "device", "withheld", "dry_run")}
         return {**own, "key": None if self.key is None else read_key(self.key)}
@@ -91,18 +89,18 @@ def tell(run: Path | None, config: RunConfig, result: TrainResult | Rehearsal) -
     if os.environ.get("RANK", "0") == "0":
         told = {name: value for name, value in result.metrics.items() if name != "gradient_norm"}
         facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())
-        learned = next((each for each in METHODS[config.method_name].needs_targets if each in JUDGES), None)
+        learned = bool({"label", "mask", "objects", "words"} & {*METHODS[config.method_name].needs_targets})
         note(f"done: {counted(result.step, 'steps')}{facts}; the run is in {run}")
         assert run is not None
         note(next_line(_follow(run, learned), ["export", run, "--out", beside(run, "exported")]))
     return 0
 
 
-def _follow(run: Path, learned: str | None) -> list[str | Path]:
+def _follow(run: Path, learned: bool) -> list[str | Path]:
     """What a run is for, as the words of a verb: what has learned labels is judged, what has not learns those of its
     data, or where there are none gives features."""
     if learned:
-        return ["evaluate", JUDGES[learned], run]
+        return ["evaluate", "accuracy", run]
     if len(RunFolder.open(run, writer=False).classes() or ()) > 1:
         return ["finetune", "--from", run, "--out", beside(run, "tuned")]
     return ["features", run, "--out", f"{beside(run, 'features')}.safetensors"]
@@ -200,7 +198,7 @@ class Adapt:
     def run(self) -> None:
         """Adapts, prints the table of all, and says where the run, its export and the page are."""
         from situs.api import adapt
-        from situs.cli.keys import read_key
+        from situs.cli.passphrase import read_key
         from situs.cli.result import present
 
         data = {"path": self.data, "img_size": self.img_size, "held_out": self.held_out}

@@ -20,7 +20,7 @@ from situs.data.batch import Batch
 from situs.data.blocks import with_order
 from situs.data.config import BATCH, NO_DATA, DataConfig
 from situs.data.modalities import MODALITIES
-from situs.data.modalities.pixels import PixelPipeline
+from situs.data.modalities.image import PixelPipeline
 from situs.data.open import open_source, settle
 from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.resident import Resident, ResidentStream, hold
@@ -29,7 +29,7 @@ from situs.data.sources.base import Source
 from situs.data.sources.images import met_transparency
 from situs.data.sources.subset import PerClass, Subset
 from situs.data.streaming import WorkerStream
-from situs.errors import SitusError, none_read
+from situs.errors import DataError, none_read
 from situs.progress import tracked
 
 
@@ -97,7 +97,7 @@ class Loader:
 
     def _pixels(self) -> PixelPipeline:
         if not isinstance(self.pipeline, PixelPipeline):
-            raise SitusError(f"{self.source.name}: holds {self.source.things}, and this looks at pixels", field="data")
+            raise DataError(f"{self.source.name}: holds {self.source.things}, and this looks at pixels")
         return self.pipeline
 
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
@@ -124,7 +124,7 @@ class Loader:
                 yield parts
         if not self.pipeline.training and (broken := self.source.skipped) and len(broken) == len(self.source):
             none = none_read(self.source.name, len(broken), self.source.things)
-            raise SitusError(f"{none}; the first: {broken[0].reason}", field="data")
+            raise DataError(f"{none}; the first: {broken[0].reason}")
 
     def iterate(self, epoch: int = 0, start_step: int = 0) -> Iterator[Batch]:
         """The epoch's batches from number `start_step` on."""
@@ -176,7 +176,7 @@ def make_loader(
     device, training = torch.device(device), augment is not None
     if source is None:
         if not config.path:
-            raise SitusError(NO_DATA, field="data")
+            raise DataError(NO_DATA)
         # What an evaluation sees is scaled by the training split, whatever split it looks at.
         settled = settle(config if training else replace(config, split=None))
         config = replace(settled, split=config.split)
@@ -187,7 +187,7 @@ def make_loader(
         source = PerClass(source, config.per_class)
     modality = config.modality
     if source.things in {each.things for each in MODALITIES} - {modality.things}:
-        raise SitusError(f"{source.name}: holds {source.things}, and {modality.things} are asked for", field="data")
+        raise DataError(f"{source.name}: holds {source.things}, and {modality.things} are asked for")
     if augment is not None:
         modality.check_augment(augment)
     pipeline = modality.pipeline(source, config, augment, device)

@@ -27,7 +27,7 @@ from situs.data.sources.remote import is_remote, mount
 from situs.data.sources.samples import load_samples
 from situs.data.sources.subset import Joined, hold_out
 from situs.data.sources.table import SUFFIXES, has_table
-from situs.errors import SitusError
+from situs.errors import DataError, SitusError
 
 __all__ = [
     "ALL",
@@ -108,7 +108,7 @@ def _in_words(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SitusError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})", field="data") from error
+        raise DataError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})") from error
 
 
 def judged_split(data: str | Path | DataConfig, held_out: float | None = None, **fields: Any) -> str | None:
@@ -134,7 +134,7 @@ def kind_of(data: str | Path | DataConfig, kind: str | None = None, **fields: An
     if wanted is not None and there is not None:
         more = "; a table of labels is for multi-label training" if Path(path).suffix in SUFFIXES else ""
         said = f"{path}: holds {KINDS[there].things}, and {KINDS[wanted].things} are asked for{more}"
-        raise SitusError(said, field="data")
+        raise DataError(said)
     return wanted or MODALITIES[0].kind
 
 
@@ -167,7 +167,7 @@ def only_images(path: str | Path, who: str, multi_label: bool) -> None:
     """Refuses what is no set of pictures. who: takes none, in words."""
     there = KINDS[kind_of(path, multi_label=multi_label)]
     if not there.pixels:
-        raise SitusError(f"{path}: holds {there.things}, and {who}", field="data")
+        raise DataError(f"{path}: holds {there.things}, and {who}")
 
 
 def settle(data: DataConfig) -> DataConfig:
@@ -212,7 +212,7 @@ def _existing(path: str | Path) -> Path:
         return mount(str(path))
     path = Path(path).expanduser()
     if not path.exists():
-        raise SitusError(f"{path}: no such folder or file", field="data")
+        raise DataError(f"{path}: no such folder or file")
     return path
 
 
@@ -222,7 +222,7 @@ def _open(config: DataConfig, wanted: Wanted) -> Source:
         return modality.open(_existing(config.path), wanted, config)
     if modality is not MODALITIES[0]:
         said = f"{modality.called} are read from files, and here are {MODALITIES[0].things} and their classes"
-        raise SitusError(f"{'samples' if config.path == SAMPLES else 'in memory'}: {said}", field="data")
+        raise DataError(f"{'samples' if config.path == SAMPLES else 'in memory'}: {said}")
     if is_memory(config.path):
         return open_memory(config.path, wanted)
     if wanted.multi_label:

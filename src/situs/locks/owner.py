@@ -8,16 +8,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import Any, cast
 
 from safetensors.torch import load_file
 from torch import Tensor
 
 from situs.backbones import create_backbone
-from situs.backbones.base import Backbone, Stream, Taps
+from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.core.permutation import invert
 from situs.errors import SitusError
@@ -26,6 +23,7 @@ from situs.locks.groups import entrance_and_exit, invert_keys, permute_state, re
 from situs.locks.key import AnyKey, as_key
 from situs.locks.locking import check, readable
 from situs.locks.manifest import Manifest, permutations_of
+from situs.locks.veil import Cut, Veil, stand_before
 from situs.locks.withhold import tensors_of
 from situs.models.open import Unlock
 
@@ -59,33 +57,7 @@ def unlocking(key: AnyKey, withheld: str | Path | None = None, *, keyed: bool = 
 def with_key(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> Backbone:
     """A view of a locked backbone, sharing its weights, whose stream is permuted before the blocks and back after."""
     first, last = entrance_and_exit(groups)
-    owner = copy.copy(backbone)
-    owner.__class__ = _keyed_class(type(backbone))
-    # Not as buffers: they belong to the owner, not to the model, and are in no state dict.
-    object.__setattr__(owner, "key_in", keys[first])
-    object.__setattr__(owner, "key_out", invert(keys[last]))
-    return owner
-
-
-@cache
-def _keyed_class(kind: type[Backbone]) -> type[Backbone]:
-    """The same backbone with the key where every stream goes into its blocks (`Backbone.entry`)."""
-
-    def moved(z: Tensor, key: Tensor) -> Tensor:
-        return z.index_select(-1, key.to(z.device))
-
-    def run_layers(self: Any, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
-        seen = [lambda number, z, tap=tap: tap(number, moved(z, self.key_out)) for tap in taps]
-        z = kind.run_layers(self, replace(stream, z=moved(stream.z, self.key_in)), keys, seen)
-        return moved(z, self.key_out)
-
-    def run_grid(self: Any, z: Tensor, grid: tuple[int, ...], taps: Taps = ()) -> Tensor:
-        if taps:  # the keys of stages differ, so each depth has one of its own
-            raise SitusError(f"{self.name}: with its key it shows the last of its layers alone")
-        return moved(cast(Any, kind).run_grid(self, moved(z, self.key_in), grid), self.key_out)
-
-    way = {"run_layers": run_layers, "run_grid": run_grid}[kind.entry]
-    return cast("type[Backbone]", type(f"Keyed{kind.__name__}", (kind,), {kind.entry: way}))
+    return stand_before(copy.copy(backbone), Cut(Veil(columns=True), channels=(keys[first], invert(keys[last]))))
 
 
 def own_groups(backbone: Backbone, manifest: Manifest) -> tuple[Group, ...]:

@@ -13,8 +13,8 @@ from situs.measure.ensemble import evaluate_ensemble
 from situs.measure.features import extract_features, write_features
 from situs.measure.knn import evaluate_knn
 from situs.measure.objects.measure import evaluate_objects
-from situs.measure.position import evaluate_position
-from situs.measure.positions import analyze_positions
+from situs.measure.position.head import evaluate_position
+from situs.measure.position.vectors import analyze_positions
 from situs.measure.predict import predict
 from situs.measure.probe.classes import evaluate_probe
 from situs.measure.reconstruct import analyze_reconstruct

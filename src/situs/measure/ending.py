@@ -24,15 +24,13 @@ from situs.measure.accuracy import Accuracy, hard, labels_of
 from situs.measure.by_class import wilson
 from situs.measure.features import Pool, encoded, pool_features
 from situs.measure.knn import knn_accuracy
+from situs.measure.probe.head import SMALL
 from situs.measure.probe.linear import fit_probe, score
 from situs.methods.base import Method
 from situs.models.inference import evaluating
 from situs.results import percent
 from situs.train.assemble import RunConfig
 from situs.train.step import autocast
-
-SMALL = 5_000
-"""Samples, of training and validation together, up to which the frozen features are looked at."""
 
 PASSES = 10
 """Epochs that a run has at least, for one more look at its images to cost little."""

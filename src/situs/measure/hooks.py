@@ -23,7 +23,8 @@ from situs.measure.features import extract
 from situs.measure.knn import knn_accuracy
 from situs.measure.objects.measure import measure as measure_objects
 from situs.measure.perplexity import measure_perplexity
-from situs.measure.position import position_accuracy
+from situs.measure.position.head import position_accuracy
+from situs.measure.probe.head import probe_head
 from situs.measure.segments.measure import measure, seeing
 from situs.measure.segments.windows import Inference
 from situs.methods import METHODS
@@ -173,8 +174,9 @@ def validation_hooks(every: int, field: str = "validate_every") -> Hooks:
     check_value(field, every, ">= 0")
 
     def make(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook]:
+        first = probe_head(config, loader, _precision(config, device))
         if not every:
-            return []
+            return first
         try:
             held = make_eval_loader(config, device, rank=loader.plan.rank, world=loader.plan.world)
         except SitusError as error:
@@ -183,7 +185,7 @@ def validation_hooks(every: int, field: str = "validate_every") -> Hooks:
             raise SitusError(f"{config.data.path}: training and validation split have different classes", field="data")
         note = FLATTERED if _judged_alike(config) else ""
         start, best = frozen_start(config, loader, held), config.train.keep_best
-        return [Validation(held, every, _precision(config, device), note, start, keep_best=best)]
+        return [Validation(held, every, _precision(config, device), note, start, keep_best=best), *first]
 
     return make
 
@@ -196,10 +198,10 @@ def _judged_alike(config: RunConfig) -> bool:
 
 def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook]:
     """For `train_run`: kNN and position accuracy every `probe_every` epochs; validation where labels are learned."""
-    if not config.probe_every:
-        return []
     if METHODS[config.method_name].needs_targets:
         return validation_hooks(config.probe_every, "probe_every")(config, loader, device)
+    if not config.probe_every:
+        return []
     sets = {split: _probed(config, split, device) for split in PROBED}
     looks = (lambda: iter(sets["train"]), lambda: iter(sets["val"]))
     return [OnlineProbe(*looks, config.probe_every, _precision(config, device))]

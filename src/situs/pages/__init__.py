@@ -52,7 +52,6 @@ PAGES = {
     "SegmentProbes": "segments.segment_probe",
     "Segments": "segments.segments",
     "SplitAudit": "split.page",
-    "SplitCost": "bench.split",
     "StepComparison": "bench.comparison",
     "StepTable": "bench.steps",
     "StudyResult": "study.page",

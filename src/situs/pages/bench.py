@@ -5,7 +5,6 @@ from __future__ import annotations
 from situs.bench.compare import StepComparison
 from situs.bench.step import StepTable
 from situs.report.html import Page
-from situs.split.cost import SplitCost
 
 MEANING = """
 A step is all that a run does but its data: draws, forward, backward, clipping, the optimiser. The ceiling is the rate
@@ -31,17 +30,6 @@ def steps(found: StepTable) -> Page:
     for each in kernels:
         page.section(each.title).table(each.header, each.rows)
     return page.end({**found.provenance.facts, **found.machine}, MEANING)
-
-
-def split(found: SplitCost) -> Page:
-    """The memory of each way, and the table."""
-    said = found.summary()
-    page = Page("What a step of split training costs", lead=said.sentence)
-    page.opening.bars({name: row.mib_held for name, row in found.rows.items()}, "MiB", "Held at most, in a step.")
-    page.number(f"{found.rows['split'].mib_sent:,.1f} MiB", "sent in a step")
-    for table in said.tables:
-        page.section("Steps").table(table.header, table.rows, table.title)
-    return page.end(found.provenance.facts)
 
 
 def comparison(found: StepComparison) -> Page:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from situs.measure.correlation import Correlation, Correlations
 from situs.measure.layers import LAST
-from situs.measure.vectors import spread_places
+from situs.measure.position.vectors import spread_places
 from situs.report import figures, places
 from situs.report.html import Page, Section
 from situs.results import Table

@@ -18,10 +18,10 @@ from situs.measure.ensemble import Ensemble
 from situs.measure.knn import POOLS, LayerKnn
 from situs.measure.multi_label import LabelAccuracy
 from situs.measure.perplexity import Perplexity
-from situs.measure.position import PositionCurve, PositionGrid
+from situs.measure.position.dropped import PositionProbes
+from situs.measure.position.head import PositionCurve, PositionGrid
 from situs.measure.probe.classes import ClassProbes
 from situs.measure.probe.linear import Probe, Probes
-from situs.measure.probe.position import PositionProbes
 from situs.report import figures
 from situs.report.html import Page, Section
 from situs.results import percent

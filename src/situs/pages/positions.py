@@ -7,8 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from situs.measure.positions import SHOWN, Look, PositionTables
-from situs.measure.vectors import FEWEST, NEIGHBOURS, has_umap, similarities, spread_places, umap_points
+from situs.measure.position.vectors import (
+    FEWEST,
+    NEIGHBOURS,
+    SHOWN,
+    Look,
+    PositionTables,
+    has_umap,
+    similarities,
+    spread_places,
+    umap_points,
+)
 from situs.report import figures, places
 from situs.report.html import Page, Section
 from situs.results import Cell, percent

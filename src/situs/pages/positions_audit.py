@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from situs.audit.position.audit import PositionAudit, at_a_glance
-from situs.audit.position.probe import OWN, REMOVED, SHUFFLED
+from situs.measure.position.knowledge import PositionAudit, at_a_glance
+from situs.measure.position.readers import OWN, REMOVED, SHUFFLED
 from situs.report import figures, places
 from situs.report.html import Page, Section
 from situs.results import Cell, percent
@@ -133,16 +133,16 @@ def _law(section: Section, audit: PositionAudit) -> None:
         "`blocks(P s) = P blocks(s)`: permute the tokens that enter the blocks, their rotation with them, and the same "
         "tokens must come out permuted, forward and in the gradients of every weight."
     )
-    facts: dict[str, Cell] = {"verdict": audit.rows.status}
-    if audit.rows.reason:
-        facts["reason" if audit.rows.status == "refused" else "but"] = audit.rows.reason
-    facts |= {f"error in float64, {check}": f"{error:.1e}" for check, error in audit.rows.errors.items()}
+    facts: dict[str, Cell] = {"verdict": audit.rows["status"]}
+    if audit.rows["reason"]:
+        facts["reason" if audit.rows["status"] == "refused" else "but"] = audit.rows["reason"]
+    facts |= {f"error in float64, {check}": f"{error:.1e}" for check, error in audit.rows["errors"].items()}
     section.facts(facts)
 
 
 def _meaning(section: Section, audit: PositionAudit) -> None:
     first = audit.probed.readings[OWN][0]
-    if audit.rows is not None and audit.rows.status == "holds" and first.right > 10 * first.blind_right:
+    if audit.rows is not None and audit.rows["status"] == "holds" and first.right > 10 * first.blind_right:
         section.text(
             "Permuting the tokens (split learning) hides their order from the blocks and not from who runs them: with "
             f"{audit.probed.fitted} images of one's own and this embedding, a linear reader names the place of "

@@ -14,7 +14,7 @@ from situs.audit.split.result import (
     utilities,
     who_was_tried,
 )
-from situs.audit.split.stage import Setting
+from situs.locks.veil import Veil
 from situs.pages.gradients import picture_rows
 from situs.report import figures
 from situs.report.html import Page, Section
@@ -62,7 +62,7 @@ def _judge(page: Page, audit: SplitAudit) -> None:
     if placed is not None:
         page.number(percent(placed), "of patches put in their places, at best")
     if not audit.private and seen is not None:
-        values = {str(found.setting): found.best("psnr") for found in audit.settings}
+        values = {str(found.veil): found.best("psnr") for found in audit.settings}
         shown = {name: value for name, value in values.items() if value is not None}
         shown = dict(sorted(shown.items(), key=lambda each: -each[1]))
         page.opening.bars(shown, "dB", "The best attacker's pictures, by what the client sends.")
@@ -95,7 +95,7 @@ def _pictures(section: Section, audit: SplitAudit) -> None:
     for found in audit.settings:
         best = found.pictured()
         if best is not None and best.images is not None:
-            strips.append((f"{found.setting}\n{best.attack}", best.images.to(audit.pictures)))
+            strips.append((f"{found.veil}\n{best.attack}", best.images.to(audit.pictures)))
     count = min(SHOWN, len(audit.pictures))
     drawn = picture_rows(strips, count)
     said = "The first samples, and what the attacker with the best PSNR made of them, by setting."
@@ -113,17 +113,17 @@ def trade_offs(audit: SplitAudit) -> dict[str, dict[str, Lines]]:
         for kind in strengths(audit.settings):
             for rows, columns in ((False, False), (True, False), (False, True), (True, True)):
                 chosen = [
-                    (found.setting.defence, of(found.kept) or 0.0, value * (100 if score == "places" else 1))
+                    (found.veil, of(found.kept) or 0.0, value * (100 if score == "places" else 1))
                     for found in audit.settings
-                    if (found.setting.rows, found.setting.columns) == (rows, columns)
-                    and found.setting.defence.kind in (kind, "none")
+                    if (found.veil.rows, found.veil.columns) == (rows, columns)
+                    and found.veil.kind in (kind, "none")
                     and (value := found.best(score)) is not None
                 ]
-                if sum(defence.kind == kind for defence, *_ in chosen) > 1:
+                if sum(veil.kind == kind for veil, *_ in chosen) > 1:
                     weaker = -1 if kind == "lowpass" else 1  # a line runs from no defence to the strongest
                     chosen.sort(key=lambda each: (each[0].kind != "none", weaker * each[0].strength))
                     _, x, y = zip(*chosen, strict=True)
-                    named = str(Setting(rows=rows, columns=columns)).replace("none", "as they are")
+                    named = str(Veil(rows=rows, columns=columns)).replace("none", "as they are")
                     lines.setdefault(score, {}).setdefault(kind, {})[named] = (list(x), list(y))
     return lines
 

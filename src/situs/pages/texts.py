@@ -7,9 +7,8 @@ from dataclasses import replace
 from situs.audit.judge.gate import Ruling
 from situs.audit.tables import judged
 from situs.audit.text.attack import NAME
-from situs.audit.text.found import UNNAMED
+from situs.audit.text.found import UNNAMED, Read
 from situs.audit.text.result import HEADER, METRICS, TextAudit, cells, reasons, verdict
-from situs.audit.text.scoring import Read
 from situs.errors import counted, verb
 from situs.report.html import Page, Section, Tone
 from situs.results import percent

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from situs.errors import SitusError
-from situs.locks.features import Back
+from situs.locks.veil import Back
 from situs.split.message import Expected, Message, RefusedError, finite
 from situs.split.parts import STORED
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.locks.shards import WIDTHS
+from situs.locks.veil import ENTERED, bytes_of
 from situs.methods.base import Method
 from situs.train.optim import BACKBONE, OptimConfig, groups
 
@@ -77,18 +78,12 @@ def _without_values(_: nn.Module, state: dict[str, Any], prefix: str, __: object
         del state[name]
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, uncopied where it is contiguous."""
-    flat: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat) if len(flat) else memoryview(b"")
-
-
 def layout(backbone: Backbone) -> str:
     """A fingerprint of the blocks without their values: names, shapes, heads, places. Both sides must have the same."""
     state = backbone.state_dict()
     sizes = [(group.name, group.size) for group in backbone.groups()] if "columns" not in backbone.refusals else []
     facts = {
-        "backbone": type(backbone).__name__.removeprefix("Remote"),
+        "backbone": type(backbone).__name__.removeprefix(ENTERED),
         "grid": backbone.grid,
         "prefix": backbone.num_prefix,
         "tensors": {name: list(state[name].shape) for name in sorted(server_names(backbone))},

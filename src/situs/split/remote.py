@@ -13,21 +13,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from situs.backbones.base import Backbone, Stream, Taps
+from situs.backbones.base import Backbone, Taps
 from situs.core.when import When
 from situs.errors import SitusError
+from situs.locks.veil import Cut, Entrance, Run, stand_before
 from situs.methods.base import Batch, Output
 from situs.split.client import Client, Flight
 from situs.split.parts import server_names
-from situs.split.view import View
 from situs.train.checkpoint.state import generators, set_generators
 from situs.train.ema import Ema
 from situs.train.optim import BACKBONE, clip_by, clip_share, gradient_norms
@@ -59,59 +59,53 @@ class _ThroughServer(torch.autograd.Function):
         return ctx.client.entered(ctx.flight), None, None, None, None
 
 
-def attach(backbone: Backbone, client: Client, view: View, trained: int) -> Backbone:
-    """Makes a backbone, in place, one whose blocks are the server's. trained: parameters that the server trains."""
-    backbone.__class__ = _remote_class(type(backbone))
-    for name, value in (("client", client), ("view", view), ("trained", trained), ("tokens", None)):
-        object.__setattr__(backbone, name, value)
-    return backbone
+@dataclass
+class Remote(Entrance):
+    """The server in the place of the blocks. trained: parameters that it trains. tokens: of the last embedding."""
 
+    client: Client
+    cut: Cut
+    trained: int
+    tokens: Tensor | None = None
 
-def _through(self: Any, z: Tensor, mask: Tensor | None) -> Tensor:
-    """Tokens through the server's blocks, hidden as the view says: in evaluation, in training, or in two halves."""
-    client, view, training = self.client, self.view, torch.is_grad_enabled() and self.training
-    at = (client.session, str(client.step), str(client.part)) if training else None
-    if training and client.landing is not None:
-        return _landed(client, client.landing)
-    if client.launching is not None and client.launching():
-        raise _LaunchedError(None)
-    z, mask, back = view.show(z, mask, prefix=self.num_prefix, grid=self.grid, at=at)
-    rows = z.shape[1] if self.out_grid == self.grid else math.prod(self.out_grid)
-    shape = (z.shape[0], rows, self.out_dim)
-    if not training:
-        return back(client.infer(z, mask, shape))
-    if client.launching is not None:
-        flight = client.forward(z, mask, shape)
-        flight.back, flight.tokens = back, self.tokens
-        raise _LaunchedError(flight)
-    if not z.requires_grad:  # a frozen embedding: the server's blocks want their gradient all the same
-        z = z.detach().requires_grad_()
-    return back(cast(Tensor, _ThroughServer.apply(z, mask, client, shape, self.trained)))
-
-
-@cache
-def _remote_class(kind: type[Backbone]) -> type[Backbone]:
-    """The same backbone with the server where every stream goes into its blocks (`Backbone.entry`)."""
-
-    def embed(self: Any, x: Tensor) -> Tensor:
-        if self.client.landing is not None and self.client.landing.tokens is not None:
-            return self.client.landing.tokens  # embedded when it was sent
-        tokens = kind.embed(self, x)
-        object.__setattr__(self, "tokens", tokens.detach() if self.client.launching is not None else None)
+    def embed(self, embed: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        landing = self.client.landing
+        if landing is not None and landing.tokens is not None:
+            return landing.tokens  # embedded when it was sent
+        tokens = embed(x)
+        self.tokens = tokens.detach() if self.client.launching is not None else None
         return tokens
 
-    def run_layers(self: Any, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
-        if keys is not None or taps:
-            raise SitusError(f"{self.name}: its blocks are a server's, which gives what leaves the last of them alone")
-        return _through(self, stream.z, stream.mask)
+    def through(
+        self, backbone: Backbone, run: Run, z: Tensor, mask: Tensor | None, taps: Taps, *, whole: bool  # noqa: ARG002
+    ) -> Tensor:  # fmt: skip
+        """Tokens through the server's blocks, hidden as the veil says: in evaluation, in training, or in two halves."""
+        if taps or not whole:
+            said = "its blocks are a server's, which gives what leaves the last of them alone"
+            raise SitusError(f"{backbone.name}: {said}")
+        client, training = self.client, torch.is_grad_enabled() and backbone.training
+        if training and client.landing is not None:
+            return _landed(client, client.landing)
+        if client.launching is not None and client.launching():
+            raise _LaunchedError(None)
+        at = (client.session, str(client.step), str(client.part)) if training else None
+        z, mask, back = self.cut.enter(z, mask, at)
+        rows = z.shape[1] if backbone.out_grid == backbone.grid else math.prod(backbone.out_grid)
+        shape = (z.shape[0], rows, backbone.out_dim)
+        if not training:
+            return back(client.infer(z, mask, shape))
+        if client.launching is not None:
+            flight = client.forward(z, mask, shape)
+            flight.back, flight.tokens = back, self.tokens
+            raise _LaunchedError(flight)
+        if not z.requires_grad:  # a frozen embedding: the server's blocks want their gradient all the same
+            z = z.detach().requires_grad_()
+        return back(cast(Tensor, _ThroughServer.apply(z, mask, client, shape, self.trained)))
 
-    def run_grid(self: Any, z: Tensor, grid: tuple[int, ...], taps: Taps = ()) -> Tensor:
-        if grid != self.grid or taps:
-            raise SitusError(f"{self.name}: its blocks are a server's, which gives what leaves the last of them alone")
-        return _through(self, z, None)
 
-    way = {"run_layers": run_layers, "run_grid": run_grid}[kind.entry]
-    return cast("type[Backbone]", type(f"Remote{kind.__name__}", (kind,), {kind.entry: way, "embed": embed}))
+def attach(backbone: Backbone, client: Client, cut: Cut, trained: int) -> Backbone:
+    """Makes a backbone, in place, one whose blocks are the server's. trained: parameters that the server trains."""
+    return stand_before(backbone, Remote(client, cut, trained))
 
 
 def _landed(client: Client, flight: Flight) -> Tensor:

@@ -1,4 +1,4 @@
-"""A whole split training from one config, the client's part of it: method, data, view, loop, folder.
+"""A whole split training from one config, the client's part of it: method, data, veil, loop, folder.
 
     OUT/config.json, classes.json, metrics.jsonl, checkpoints/     a run folder that holds the client's tensors alone
     OUT/split.json                                                 the session and how features are hidden
@@ -17,107 +17,37 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
 from situs.backbones.base import Backbone
-from situs.config import Checked, from_dict, to_dict
+from situs.config import from_dict, to_dict
 from situs.errors import SitusError
 from situs.files import write_text
-from situs.limits import NotNegative
-from situs.locks.features import parse_defence
 from situs.locks.groups import permute_state, residual_only
-from situs.locks.key import AnyKey, Key, as_key, draw_key, load_key, write_key
+from situs.locks.key import AnyKey, Key, as_key, draw_key, write_key
 from situs.measure.hooks import validation_hooks
 from situs.methods.base import Batch, Method
 from situs.models.initialise import starting
 from situs.models.open import is_locked
 from situs.progress import note
 from situs.split.client import Call, Client, RewoundError
+from situs.split.hiding import FACTS, KEY, Hide, Hiding, column_permutations, key_of, noise_scale, read_hiding
 from situs.split.message import GoneError
 from situs.split.parts import cut, digest, layout, own_names, trained_order
 from situs.split.remote import SplitStepper, attach
-from situs.split.scale import noise_scale
 from situs.split.server import agreed
-from situs.split.view import View, column_permutations, make_view
 from situs.train import distributed
 from situs.train.assemble import RunConfig, Start, described_set, make_method, make_training_loader, settled
 from situs.train.checkpoint import Checkpoint, RunFolder, check_target, read_config
-from situs.train.checkpoint.files import read_table, with_checksum
+from situs.train.checkpoint.files import with_checksum
 from situs.train.contract import TrainLoader, TrainResult
 from situs.train.loop import fit
 from situs.train.optim import BACKBONE
 
-FACTS, KEY = "split.json", "owner.key"
 PATIENT = 20
 """Times that a training may go back without a step in between before it gives up."""
-
-
-@dataclass(frozen=True)
-class Hide(Checked):
-    """What the server is shown."""
-
-    permute: tuple[Literal["rows", "columns"], ...] = ()
-    """rows: every sample's tokens, prefix tokens too, in an order of their own. columns: channels by a key."""
-
-    defence: str = "none"
-    """none, noise=σ, lowpass=r, batch-shuffle or batch-shuffle=B."""
-
-    wire: Literal["own", "bf16"] = "own"
-    """How numbers are sent: as they are computed, or rounded to 16 bits."""
-
-    def check(self) -> None:
-        parse_defence(self.defence)
-
-    @property
-    def secret(self) -> bool:
-        """Whether a key is needed."""
-        return bool(self.permute) or self.defence != "none"
-
-
-@dataclass(frozen=True)
-class Hiding(Hide):
-    """The same of one session: what split.json holds.
-
-    scale: what a σ of noise is a multiple of (`noise_scale`). locked: the locked folder whose blocks the server holds.
-    """
-
-    session: str = ""
-    scale: NotNegative = 1.0
-    key_id: str = ""
-    locked: str | None = None
-
-    def view(self, backbone: Backbone, key: Key | None) -> View:
-        """The view of one backbone."""
-        defence = parse_defence(self.defence)
-        return make_view(
-            backbone, self.permute, defence, key=key, run=self.session, locked=self.locked, scale=self.scale
-        )
-
-    def client(self, call: Call) -> Client:
-        """The conversation of this session."""
-        return Client(call, self.session, wire=torch.bfloat16 if self.wire == "bf16" else None)
-
-
-def read_hiding(run: Path) -> Hiding:
-    """The split.json of a client's run."""
-    table = read_table(run / FACTS)
-    if isinstance(table, str):
-        raise SitusError(f"{run}: holds no client's part of a split training: {table}")
-    return from_dict(Hiding, table, where=f"{run}/{FACTS}")
-
-
-def key_of(run: Path, hiding: Hiding, key: AnyKey | None) -> Key | None:
-    """The key of a run: the one given, or that in its folder."""
-    if not hiding.secret:
-        return None
-    if key is None and not (run / KEY).exists():
-        raise SitusError(f"{run}: its key {hiding.key_id} is not in it, so it must be given", field="key")
-    found = load_key(run / KEY) if key is None else as_key(key)
-    if found.id != hiding.key_id:
-        raise SitusError(f"{run}: was trained with the key {hiding.key_id}, and this is {found.id}", field="key")
-    return found
 
 
 class SplitFolder(RunFolder):
@@ -289,10 +219,10 @@ class _Training:
             key = draw_key() if self.place.key is None else as_key(self.place.key)
             locked = init if init is not None and is_locked(init) else None
             hiding = replace(hiding, key_id=key.id, locked=locked)
-            if parse_defence(hiding.defence).kind == "noise":
+            if hiding.veil.kind == "noise":
                 scale = noise_scale(method.backbone, self.loader.source, self.config.data, self.device)
                 hiding = replace(hiding, scale=scale)
-            hiding.view(method.backbone, key)  # refused before anything is written
+            hiding.cut(method.backbone, key)  # refused before anything is written
         return hiding, key
 
     def _create(self, hiding: Hiding, key: Key | None) -> SplitFolder:
@@ -322,9 +252,9 @@ class _Training:
                 folder = self._create(hiding, key)
                 held.enter_context(folder.hold())
             folder.client, folder.limit = client, welcome.step
-            view = hiding.view(backbone, key)
+            entrance = hiding.cut(backbone, key)
             cut(method, "client")
-            attach(backbone, client, view, sum(name in served for name in order))
+            attach(backbone, client, entrance, sum(name in served for name in order))
             every, quiet = config.probe_every, self.place.quiet
             hooks = validation_hooks(every)(config, self.loader, self.device) if every else ()
             stepper, loader = partial(SplitStepper, client=client, order=order), Ahead(self.loader)

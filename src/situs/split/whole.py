@@ -26,11 +26,11 @@ from situs.models.export import export_run
 from situs.models.model import Model, folder_name, identity_of
 from situs.models.open import MANIFEST
 from situs.split.client import Call, Client, RewoundError
+from situs.split.hiding import Hiding, column_permutations, key_of, read_hiding
 from situs.split.parts import cut, layout, own_names, trained_order
 from situs.split.remote import attach
-from situs.split.run import Hiding, key_of, read_hiding, recorded_config
+from situs.split.run import recorded_config
 from situs.split.server import agreed
-from situs.split.view import column_permutations
 from situs.train.assemble import RunConfig, make_method
 from situs.train.checkpoint import Checkpoint, RunFolder
 from situs.train.checkpoint.state import fill
@@ -162,7 +162,7 @@ def _opened(
     checkpoint = folder.whole(step)
     if checkpoint is None:
         raise SitusError(f"{run}: the server and this run have no checkpoint in common")
-    view = hiding.view(method.backbone, secret)
+    entrance = hiding.cut(method.backbone, secret)
     cut(method, "client")
     state = method.state_dict()
     fill("model", state, checkpoint)
@@ -170,7 +170,7 @@ def _opened(
         for name, value in mean.items():
             state[name].copy_(value)
         client.mean = True
-    attach(method.backbone, client, view, sum(name in served for name in order))
+    attach(method.backbone, client, entrance, sum(name in served for name in order))
     said = {"kind": "run", "model": config.backbone.name, "method": "supervised", "step": step, "ema": bool(mean)}
     identity = identity_of(run.resolve().as_posix())
     return Model(folder_name(run), method.eval().backbone, method, config.data, classes, said, identity=identity)

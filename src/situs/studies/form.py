@@ -68,7 +68,6 @@ VERBS = {
     "bench": Verb(model="", data=False, word="cases", partly=True),
     "split train": Verb(model="from", trains=True, seed=True, bare=True, again=("server",)),
     "split infer": Verb(),
-    "split cost": Verb(model="", data=False),
 }
 """What a job may do."""
 

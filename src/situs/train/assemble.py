@@ -35,7 +35,7 @@ from situs.train.checkpoint import check_target
 from situs.train.config import TrainConfig
 from situs.train.contract import Hook
 from situs.train.inputs import check_held_out, fitted, share_held_out
-from situs.train.optim import OptimConfig
+from situs.train.optim import OptimConfig, gentle
 from situs.train.private.accounting import DpConfig
 from situs.train.private.run import Private, private_of
 from situs.train.tuning import TuningConfig, attach, check_start, freeze
@@ -131,9 +131,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Assembled:
-    """A run before its first step. total: updates from its beginning to its end."""
+    """A run before its first step. optim: the config's, with the rates that follow from what is trained. total: updates
+    from its beginning to its end."""
 
     config: RunConfig
+    optim: OptimConfig
     ranks: distributed.Ranks
     loader: Loader
     method: Method
@@ -158,10 +160,21 @@ def assemble(
         method = _start_method(config, loader, ranks, setup, fresh)
         hooks = setup.hooks(config, loader, ranks.device)
         note(describe(config, method, ranks))
-        total = config.train.total_steps(loader.steps_per_epoch)
-        yield Assembled(config, ranks, loader, method, hooks, total, private)
+        total, optim = config.train.total_steps(loader.steps_per_epoch), rates_of(config, method)
+        if optim.layer_decay != config.optim.layer_decay:
+            note(f"each layer's rate is {optim.layer_decay} times that of the layer above it (optim.layer_decay)")
+        yield Assembled(config, optim, ranks, loader, method, hooks, total, private)
     finally:
         loader.close()
+
+
+def rates_of(config: RunConfig, method: Method) -> OptimConfig:
+    """The config's rates; lower ones in a pretrained model that learns classes with all its layers."""
+    classes = "label" in method.needs_targets and not config.data.modality.ids
+    pretrained = config.init is not None and config.init_positions
+    if classes and pretrained and config.tuning.parts == "all" and not config.dp.on:
+        return gentle(config.optim, method)
+    return config.optim
 
 
 def _start_method(config: RunConfig, loader: Loader, ranks: distributed.Ranks, setup: Setup, fresh: bool) -> Method:

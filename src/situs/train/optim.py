@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -73,8 +73,9 @@ class OptimConfig(Checked):
     min_lr: NotNegative = 1e-6
     """Where the rate ends."""
 
-    layer_decay: Annotated[float, Within("(0, 1]")] = 1.0
-    """Rate of a layer over the rate of the one above it (fine-tuning: .65 to .85); 1: one rate for all."""
+    layer_decay: Annotated[float, Within("(0, 1]")] | None = None
+    """Rate of a layer over the rate of the one above it; 1: one rate for all. By default .75 where every layer of a
+    pretrained model learns classes and no rate is given (then 1.2e-6 · batch), else 1."""
 
     clip: Positive | None = None
     """Largest norm of the gradient; by default it is left alone."""
@@ -110,6 +111,21 @@ def peak_rate(config: OptimConfig, global_batch: int, *, updates: int = 0, few: 
     share = global_batch / LINEAR_FROM
     return BASE_LR * LINEAR_FROM / config.lr_reference * (share if share >= 1 else math.sqrt(share))
 
+
+def gentle(config: OptimConfig, method: Method) -> OptimConfig:
+    """The rates for every layer of a pretrained model, where the config leaves them open: low ones below the head.
+
+    From the cross-validation in `benchmarks/few_labels.py`. A model without numbered blocks has one rate for all.
+    """
+    given = (config.lr, config.base_lr, config.layer_decay)
+    if given != (None, None, None) or config.lr_reference != OptimConfig.lr_reference:
+        return config
+    blocks = bool(method.backbone.block_modules())
+    return replace(config, base_lr=GENTLE_LR * config.lr_reference, layer_decay=GENTLE_DECAY if blocks else None)
+
+
+GENTLE_LR, GENTLE_DECAY = 1.2e-6, 0.75
+"""Of a pretrained model's layers: the rate for each sample of a batch, and that of a layer over the one above it."""
 
 BASE_LR, LINEAR_FROM = 5e-4, 256
 """By default: the rate for a batch of 512, and the batch from which it grows with the batch; below, with its root."""
@@ -183,11 +199,11 @@ def groups(method: Method, config: OptimConfig) -> list[dict[str, Any]]:
 
     scale: the group's share of the schedule's rate, layer_decay^(top - depth).
     """
-    numbers = layer_numbers(method)
+    numbers, decay = layer_numbers(method), config.layer_decay or 1.0
     top = max(numbers.values(), default=0)
-    if config.layer_decay < 1 and top < 2:
+    if decay < 1 and top < 2:
         raise SitusError(
-            f"layer_decay={config.layer_decay}: must be 1 for {method.backbone.name}, which has no numbered blocks",
+            f"layer_decay={decay}: must be 1 for {method.backbone.name}, which has no numbered blocks",
             field="optim.layer_decay",
         )
     spared = spared_names(method)
@@ -195,10 +211,10 @@ def groups(method: Method, config: OptimConfig) -> list[dict[str, Any]]:
     for name, parameter in method.named_parameters():
         if not parameter.requires_grad:
             continue
-        depth = numbers[name] if config.layer_decay < 1 else top
+        depth = numbers[name] if decay < 1 else top
         key = (depth, name in spared)
         group = found.setdefault(key, {
-            "params": [], "names": [], "scale": config.layer_decay ** (top - depth),
+            "params": [], "names": [], "scale": decay ** (top - depth),
             "weight_decay": 0.0 if name in spared else config.weight_decay,
         })  # fmt: skip
         group["params"].append(parameter)

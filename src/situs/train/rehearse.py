@@ -10,8 +10,8 @@ import torch
 from situs.core.when import When
 from situs.data.loader import Loader
 from situs.data.sources.remote.cache import cache_folder
-from situs.data.sources.remote.names import is_remote
-from situs.data.sources.tar_index import nothing_kept
+from situs.data.sources.remote.transfer import is_remote
+from situs.data.sources.webdataset import nothing_kept
 from situs.errors import SitusError, counted, verb
 from situs.methods.base import Method
 from situs.progress import notes_to

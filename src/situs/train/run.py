@@ -77,7 +77,7 @@ def train_run(
             if parts.private is not None:
                 how["stepper"], ledger = parts.private.open(run, parts.method, parts.loader, parts.total)
                 how["hooks"] = (*parts.hooks, ledger)
-            result = fit(parts.method, parts.loader, config.train, config.optim, run, **how)
+            result = fit(parts.method, parts.loader, config.train, parts.optim, run, **how)
         except BaseException:
             if ranks.main and not run.resumed:
                 _withdraw(run)

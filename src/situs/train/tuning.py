@@ -33,6 +33,10 @@ class TuningConfig(Checked):
     """lora: qkv (queries, keys, values of every block), blocks (every matrix of theirs), or layers by their own name,
     as proj, fc1."""
 
+    head: Literal["probe", "new"] | None = None
+    """What the classifier begins with: the weights of a linear probe on the frozen features, or new ones. By default
+    the probe's, where the set is small (up to 5,000 samples) and the pretrained model knows its positions."""
+
     def check(self) -> None:
         if not self.targets:
             raise SitusError(field="targets", value="", allowed="one or more of them")

@@ -15,7 +15,7 @@ import torch
 
 from situs.audit import Deadline, audit_gradients, create_attack, create_defence, find_defences, trace_defences
 from situs.audit.attacks.base import Attack, Ready, Recovery
-from situs.audit.attacks.matching.search import MatchingConfig
+from situs.audit.attacks.matching import MatchingConfig
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients

@@ -10,8 +10,8 @@ from sent import classifier, stage
 
 from situs.audit.split.attackers import ATTACKS, Reading, attack, put_back
 from situs.audit.split.joint import Joint
-from situs.audit.split.stage import Scene, Setting, Stage
-from situs.locks.features import parse_defence
+from situs.audit.split.stage import Scene, Stage
+from situs.locks.veil import parse_veil
 
 
 def tuned() -> Any:
@@ -35,8 +35,8 @@ def held() -> Stage:
 
 
 def tried(held: Stage, name: str, defence: str, *permute: str) -> Reading:
-    setting = Setting(parse_defence(defence), "rows" in permute, "columns" in permute)
-    return attack(name, Scene.of(held, setting))
+    veil = parse_veil(defence, permute)
+    return attack(name, Scene.of(held, veil))
 
 
 @pytest.mark.parametrize("permute", [(), ("rows",), ("columns",), ("rows", "columns")])
@@ -76,7 +76,7 @@ def test_a_decoder_behind_the_order_attack_sees_what_it_does_not_see_before(held
 
 
 def test_a_decoder_is_learned_once_a_defence(held: Stage) -> None:
-    assert held.decoder(parse_defence("none")) is held.decoder(parse_defence("none"))
+    assert held.decoder(parse_veil("none")) is held.decoder(parse_veil("none"))
 
 
 def test_repeats_see_through_noise(held: Stage) -> None:
@@ -164,11 +164,11 @@ def test_what_an_attacker_lacked_stands_beside_what_it_did() -> None:
 
 
 def test_sixteen_sendings_gain_by_neighbours_too(held: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = Setting(parse_defence("noise=4"), rows=True)
+    veil = parse_veil("noise=4", ("rows",))
     with monkeypatch.context() as without:
         without.setattr(Stage, "joint", lambda *_: Joint())
-        before = attack("repeats", Scene.of(held, setting)).scores
-    now = attack("repeats", Scene.of(held, setting)).scores
+        before = attack("repeats", Scene.of(held, veil)).scores
+    now = attack("repeats", Scene.of(held, veil)).scores
     assert now["psnr"] > before["psnr"] + 0.2 and now["places"] >= before["places"]
 
 
@@ -179,8 +179,8 @@ STAGE = stage(private=10, old=classifier())
 @pytest.mark.parametrize("defence", ["none", "lowpass=0.6", "batch-shuffle=4", "batch-shuffle"])
 @pytest.mark.parametrize("permute", [(), ("rows",), ("columns",), ("rows", "columns")])
 def test_tokens_are_where_they_belong(defence: str, permute: tuple[str, ...], drifted: bool) -> None:
-    setting = Setting(parse_defence(defence), "rows" in permute, "columns" in permute)
-    scene = Scene.of(STAGE, setting)
+    veil = parse_veil(defence, permute)
+    scene = Scene.of(STAGE, veil)
     side = scene.old if drifted else scene.side
     assert side is not None
     found = put_back(scene, side, scene.view, drifted=drifted)
@@ -197,5 +197,5 @@ def test_tokens_are_where_they_belong(defence: str, permute: tuple[str, ...], dr
 
 
 def test_mistakes_are_counted() -> None:
-    scene = Scene.of(STAGE, Setting(parse_defence("noise=3"), rows=True))
+    scene = Scene.of(STAGE, parse_veil("noise=3", ("rows",)))
     assert 0 < put_back(scene, scene.side, scene.view).scores["places"] < 0.8

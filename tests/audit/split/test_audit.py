@@ -14,11 +14,11 @@ from sent import CLASSES, classifier, pictures
 
 from situs.audit.deadline import Deadline
 from situs.audit.split.attackers import attack
-from situs.audit.split.audit import CURVE, audit_split, settings_of
+from situs.audit.split.audit import CURVE, audit_split, veils_of
 from situs.backbones import BackboneConfig, create_backbone
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
-from situs.locks.features import token_scale
+from situs.locks.veil import token_scale
 from situs.models import open_model
 from situs.pages import make_page
 
@@ -33,12 +33,12 @@ def model(**fields: Any) -> Any:
 
 
 def test_settings_are_each_defence_with_each_permutation() -> None:
-    assert list(map(str, settings_of(("none", "noise=1", "none"), ("columns", "rows")))) == [
+    assert list(map(str, veils_of(("none", "noise=1", "none"), ("columns", "rows")))) == [
         "none", "columns", "rows", "rows + columns",
         "noise=1", "noise=1 + columns", "noise=1 + rows", "noise=1 + rows + columns",
     ]  # fmt: skip
-    assert list(map(str, settings_of(("none",), ()))) == ["none"]
-    assert list(map(str, settings_of(("curve", "noise=2"), ()))) == [*CURVE, "noise=2"]
+    assert list(map(str, veils_of(("none",), ()))) == ["none"]
+    assert list(map(str, veils_of(("curve", "noise=2"), ()))) == [*CURVE, "noise=2"]
 
 
 def test_the_server_of_a_small_model_sees_its_samples() -> None:
@@ -46,7 +46,7 @@ def test_the_server_of_a_small_model_sees_its_samples() -> None:
     asked: dict[str, Any] = {"defences": ("none", "noise=0.5"), "permute": ("rows",), "count": 8, "public": 60}
     attacks = ("order", "linkage", "repeats", "labels")
     audit = audit_split(model(), source(), attacks=attacks, deadline=Deadline(said.append), **asked)
-    assert said == ["none", "rows", "noise=0.5", "noise=0.5 + rows"] == [str(each.setting) for each in audit.settings]
+    assert said == ["none", "rows", "noise=0.5", "noise=0.5 + rows"] == [str(each.veil) for each in audit.settings]
     plain, rows, *_ = audit.settings
     assert plain.kept.accuracy is not None and plain.kept == rows.kept
     assert plain.kept.knn is not None and plain.kept.probe is not None

@@ -31,9 +31,9 @@ from situs.audit.split.joint import (
 )
 from situs.audit.split.labels import share_up_to_names
 from situs.audit.split.order import PublicSide, assign_places, read_pixels
-from situs.audit.split.stage import Scene, Setting, Stage
+from situs.audit.split.stage import Scene, Stage
 from situs.core.tokens import patchify
-from situs.locks.features import parse_defence
+from situs.locks.veil import parse_veil
 from situs.models import open_model
 
 WIDTH = 6
@@ -189,12 +189,12 @@ def other_stage(name: str, size: tuple[int, int]) -> Stage:
 
 
 def places_and_pixels(held: Stage, sigma: float, *permute: str, alone: bool) -> tuple[float, float]:
-    setting = Setting(parse_defence(f"noise={sigma}"), "rows" in permute, "columns" in permute)
+    veil = parse_veil(f"noise={sigma}", permute)
     if alone:
-        held._joints[str(setting.defence)] = Joint()
+        held._joints[str(veil.defence)] = Joint()
     else:
-        held._joints.pop(str(setting.defence), None)
-    scores = attack("order", Scene.of(held, setting)).scores
+        held._joints.pop(str(veil.defence), None)
+    scores = attack("order", Scene.of(held, veil)).scores
     return scores.get("places", 1.0), scores["psnr"]
 
 

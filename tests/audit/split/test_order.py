@@ -22,7 +22,7 @@ from situs.audit.split.order import (
 from situs.audit.split.stage import streams
 from situs.core.permutation import invert
 from situs.core.tokens import patchify
-from situs.locks.features import parse_defence
+from situs.locks.veil import parse_veil
 
 BACKBONE = classifier()
 
@@ -30,7 +30,7 @@ BACKBONE = classifier()
 def known(defence: str = "none", images: torch.Tensor | None = None) -> PublicSide:
     public = pictures(80, seed=1) if images is None else images
     z = streams(BACKBONE, [public])
-    return public_side(BACKBONE, z, patchify(public, 4), parse_defence(defence))
+    return public_side(BACKBONE, z, patchify(public, 4), parse_veil(defence))
 
 
 @pytest.mark.parametrize("defence", ["none", "lowpass=0.6"])

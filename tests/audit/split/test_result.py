@@ -20,12 +20,12 @@ from situs.audit.split.result import (
     verdict,
     who_was_tried,
 )
-from situs.audit.split.stage import Kept, Setting
-from situs.locks.features import parse_defence
+from situs.audit.split.stage import Kept
+from situs.locks.veil import parse_veil
 
 
 def bare(*readings: Reading, defence: str = "none", rows: bool = False, columns: bool = False) -> SettingFound:
-    return SettingFound(Setting(parse_defence(defence), rows, columns), Kept(1.0), readings)
+    return SettingFound(replace(parse_veil(defence), rows=rows, columns=columns), Kept(1.0), readings)
 
 
 def test_the_best_of_a_score_and_of_the_pictures() -> None:
@@ -51,7 +51,7 @@ def test_who_undoes_is_an_attacker() -> None:
 
 
 def found(*readings: Reading, defence: str = "none", rows: bool = True, columns: bool = False) -> SettingFound:
-    return SettingFound(Setting(parse_defence(defence), rows, columns), Kept(0.9), readings)
+    return SettingFound(replace(parse_veil(defence), rows=rows, columns=columns), Kept(0.9), readings)
 
 
 def done(attack: str = "order", **scores: float) -> Reading:

@@ -15,7 +15,6 @@ from situs.audit.scores.metrics import BEST_PSNR
 from situs.audit.split.stage import (
     NONE,
     Scene,
-    Setting,
     check_places,
     cosine,
     leave_one_out_knn,
@@ -25,7 +24,7 @@ from situs.audit.split.stage import (
 )
 from situs.backbones.base import Stream
 from situs.errors import SitusError
-from situs.locks.features import Defence, parse_defence
+from situs.locks.veil import Veil, parse_veil
 
 
 @pytest.mark.parametrize("defence", ["none", "batch-shuffle=2", "batch-shuffle=4", "batch-shuffle"])
@@ -50,7 +49,7 @@ def test_another_step_has_other_rows_and_the_same_words_the_same() -> None:
 
 
 def test_a_setting_says_what_it_is() -> None:
-    said = [Setting(), Setting(Defence("noise", 0.2), rows=True), Setting(rows=True, columns=True)]
+    said = [Veil(), Veil("noise", 0.2, rows=True), Veil(rows=True, columns=True)]
     assert list(map(str, said)) == ["none", "noise=0.2 + rows", "rows + columns"]
 
 
@@ -127,13 +126,13 @@ def test_the_blocks_see_the_defence_and_nothing_else() -> None:
 
 
 def test_permutations_change_nothing_of_what_the_blocks_give() -> None:
-    setting = Setting(parse_defence("noise=1"), rows=True)
-    seen, truth = STAGE.sent(STAGE.z, setting, 0)
-    whole = STAGE.through(setting.defence)
+    veil = parse_veil("noise=1", ("rows",))
+    seen, truth = STAGE.sent(STAGE.z, veil, 0)
+    whole = STAGE.through(veil.defence)
     given = STAGE.backbone.blocks(Stream(seen, 1)).z
     torch.testing.assert_close(given, whole[truth.sample, truth.row], rtol=0, atol=1e-10)
     assert not torch.allclose(whole, STAGE.through(NONE), atol=0.1)
-    assert STAGE.keeps(setting.defence).cosine < 1 - 1e-6
+    assert STAGE.keeps(veil.defence).cosine < 1 - 1e-6
 
 
 def test_what_comes_back_is_the_gradient_of_the_owners_loss() -> None:
@@ -173,7 +172,7 @@ def test_public_and_private_images_are_apart_and_labels_with_the_private() -> No
 
 
 def test_a_scene_sends_the_same_channels_and_other_rows() -> None:
-    scene = Scene.of(STAGE, Setting(rows=True, columns=True))
+    scene = Scene.of(STAGE, Veil(rows=True, columns=True))
     assert torch.equal(scene.view.truth.channels, STAGE.channels)
     assert torch.equal(scene.again(1).seen, scene.again(1).seen)
     later = scene.again(1)

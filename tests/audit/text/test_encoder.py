@@ -10,9 +10,8 @@ import torch
 from tiny_texts import WORDS, sentences, victim
 
 from situs.audit.deadline import Deadline
-from situs.audit.text.encoder import encoder_sentences
+from situs.audit.text.encoder import FirstBlock, Roots, encoder_sentences
 from situs.audit.text.found import Found
-from situs.audit.text.roots import FirstBlock, Roots
 from situs.audit.text.victim import TextVictim, text_gradients
 from situs.backbones.hf.encoders import TextEncoder
 

@@ -8,8 +8,8 @@ import pytest
 
 from situs.audit.judge.gate import ABOVE, NOT_JUDGED
 from situs.audit.judge.record import junit
+from situs.audit.text.found import Read
 from situs.audit.text.result import METRICS, Row, TextAudit, cells, parse_text_limit, reasons, verdict
-from situs.audit.text.scoring import Read
 from situs.errors import SitusError
 
 WHOLE = Read("sentence 1", (2, 5, 3), (2, 5, 3), (True, True, True))

@@ -26,7 +26,7 @@ def compiled(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch 2.11 does so itself, where it compiles one
 def test_compiled_half_precision_is_right(dtype: torch.dtype, device: str) -> None:
     x = WIDE.to(device, dtype).requires_grad_()

@@ -41,14 +41,14 @@ def test_noise_lies_so_many_decibels_below() -> None:
 
 
 def test_masks_as_one_draws_them_by_hand() -> None:
-    augment = AudioAugment(time_masks=2, time_width=5, band_masks=1, band_width=30)
-    frames = normal(0, 0, IDS, "frames", (8, 12)) + 9
+    augment = AudioAugment(time_masks=2, band_masks=1)
+    frames = normal(0, 0, IDS, "frames", (6, 40)) + 9
     numbers = uniform(1, 0, IDS, "masks", (augment.masks, 2))
     masked = mask_frames(frames, numbers, augment)
     widths = set()
     for row in range(len(IDS)):
         wanted = frames[row].clone()
-        for number, (size, widest) in enumerate(((12, 5), (12, 5), (8, 8))):  # no band is wider than the frame
+        for number, (size, widest) in enumerate(((40, 25), (40, 25), (6, 6))):  # no band is wider than the frame
             width = int(numbers[row, number, 0] * (widest + 1))
             start = int(numbers[row, number, 1] * (size - width + 1))
             if number < 2:
@@ -57,6 +57,6 @@ def test_masks_as_one_draws_them_by_hand() -> None:
                 wanted[start : start + width] = 0
             widths.add((number, width))
         assert torch.equal(masked[row], wanted)
-    assert {width for number, width in widths if number < 2} == set(range(6))
-    assert {width for number, width in widths if number == 2} == set(range(9))
+    assert {width for number, width in widths if number < 2} == set(range(26))
+    assert {width for number, width in widths if number == 2} == set(range(7))
     assert torch.equal(mask_frames(frames, numbers[:, :0], AudioAugment()), frames)

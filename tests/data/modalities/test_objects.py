@@ -13,8 +13,7 @@ from figures import write_coco
 from PIL import Image
 
 from situs.data.augment import geometry
-from situs.data.augment.objects import apply_objects
-from situs.data.augment.recipes import AugmentConfig, places_of
+from situs.data.augment.recipes import AugmentConfig, apply_objects, places_of
 from situs.data.batch import VOID
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader

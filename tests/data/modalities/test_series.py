@@ -207,7 +207,7 @@ def test_labels_of_rows_are_those_of_the_training_files(
         if number is not None:
             assert source.label(row) == number
             continue
-        has = "the label 'z', and training has none such" if judged[row] else "no label, others have one"
+        has = "the label 'z', which training has not" if judged[row] else "no label, others have one"
         with pytest.raises(BrokenSampleError, match=rf"val\.parquet, row {row}: the row has {has}"):
             source.label(row)
 

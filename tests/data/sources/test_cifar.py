@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from situs.data.open import open_source
-from situs.data.sources import pickled
-from situs.data.sources.pickled import read_pickled
+from situs.data.sources import cifar
+from situs.data.sources.cifar import read_pickled
 from situs.errors import SitusError
 
 RNG = np.random.default_rng(2)
@@ -144,7 +144,7 @@ def test_attributes_set_on_a_constructor_die_with_the_pickle(tmp_path):
     """BUILD may set attributes of whatever stands on the stack, our constructors too."""
     data = b"\x80\x02}U\x01xc_codecs\nencode\n}X\x01\x00\x00\x00wK\x01sbs."
     assert vars(read_pickled(data, "file")["x"]) == {"w": 1}
-    assert not vars(pickled._encode)
+    assert not vars(cifar._encode)
     assert not vars(read_pickled(b"\x80\x02}U\x01xc_codecs\nencode\ns.", "file")["x"])
 
 

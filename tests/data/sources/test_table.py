@@ -96,7 +96,7 @@ def test_each_split_may_have_its_table_and_the_classes_are_those_of_training(tmp
     with pytest.raises(SitusError, match=r"val/labels\.csv, line 1: 'blue' is a class of one split and not"):
         opened(tmp_path, "val")
     (tmp_path / "val/labels.csv").write_text("file,tags\na.png,green;blue\n")
-    with pytest.raises(SitusError, match="line 2: class 'blue' is not among the 2 of the training split"):
+    with pytest.raises(SitusError, match="line 2: class 'blue' is not among the 2"):
         opened(tmp_path, "val")
 
 

@@ -220,7 +220,7 @@ def test_a_label_that_the_training_split_has_not_is_refused(tokeniser: str, tmp_
 def test_a_number_beside_named_classes_is_a_name_and_no_place_in_their_order(tokeniser: str, tmp_path: Path) -> None:
     for name, labels in {"train": ("neg", "pos"), "val": ("0", "1")}.items():
         (tmp_path / f"{name}.csv").write_text("sentence,label\n" + "".join(f"w1 w2,{each}\n" for each in labels))
-    with pytest.raises(SitusError, match="row 0: the label '0' is not among the 2 of the training split"):
+    with pytest.raises(SitusError, match="row 0: the label 0 is not among the 2 of the training split"):
         read(tmp_path, tokeniser, "val")
     (tmp_path / "train.csv").write_text("sentence,label\nw1,1\nw1,2\nw1,3+\n")
     (tmp_path / "val.csv").write_text("sentence,label\nw1,1\nw1,2\n")  # which a csv reads as numbers

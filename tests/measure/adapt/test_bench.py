@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +11,13 @@ from memory_kinds import CLASSES, SIDE, pictures
 
 from situs.data.config import DataConfig
 from situs.data.sources.base import TensorSource
-from situs.measure.adapt.bench import Bench, head_of, rates_of, updates
-from situs.measure.adapt.ways import Origin, folds_of
+from situs.measure.adapt.bench import Bench, rates_of, updates
+from situs.measure.adapt.ways import Origin, Way, folds_of
 from situs.measure.finetune import FinetuneConfig
+from situs.measure.probe.head import head_of
 from situs.models.handed import addressed_model
 from situs.models.initialise import starting
+from situs.train.optim import peak_rate
 
 
 @pytest.fixture(scope="module")
@@ -88,22 +89,17 @@ def test_the_frozen_ways_leave_the_model_as_it_is(bench: tuple[Bench, Origin]) -
         assert accuracy.top1 > 0.6 and int(answers.sum()) == 30  # shades of three classes are easily told
 
 
-def test_a_fresh_head_is_not_the_probes(bench: tuple[Bench, Origin]) -> None:
+def test_rates_grow_with_the_batch(bench: tuple[Bench, Origin]) -> None:
     own, origin = bench
-    features = own.features(own.make(origin, "class means")[1].backbone)[0]
-    weights = []
-    for each in (own, replace(own, fresh=True)):
-        model = each.make(origin, "head")[1]
-        each._begin(model, features, 0.1, torch.arange(30))
-        weights.append(head_of(model.backbone, 3).weight.detach())
-    assert not torch.equal(*weights)
+    model = own.make(origin, "all layers")[1]
 
+    def peak(way: Way, batch: int) -> float:
+        return peak_rate(rates_of(way, batch, model), batch)
 
-def test_rates_grow_with_the_batch() -> None:
-    assert rates_of("head", 18) == rates_of("head", 256) == {"lr": 1e-3}
-    assert rates_of("LoRA", 100)["lr"] == pytest.approx(1e-3) and rates_of("LoRA", 25)["lr"] == pytest.approx(5e-4)
-    assert rates_of("all layers", 256)["lr"] == pytest.approx(3.072e-4)
-    assert rates_of("all layers", 8, blocks=False)["layer_decay"] == 1.0
+    assert peak("head", 18) == peak("head", 256) == 1e-3
+    assert peak("LoRA", 100) == pytest.approx(1e-3) and peak("LoRA", 25) == pytest.approx(5e-4)
+    assert peak("all layers", 256) == pytest.approx(3.072e-4)
+    assert rates_of("all layers", 8, model).layer_decay == 0.75
 
 
 @pytest.mark.parametrize("method", ["droppos", "mp3"])

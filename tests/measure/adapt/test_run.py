@@ -17,8 +17,9 @@ from situs.errors import SitusError
 from situs.measure.accuracy import Accuracy
 from situs.measure.adapt import bench as benches
 from situs.measure.adapt import run as runs
-from situs.measure.adapt.bench import Bench, head_of
+from situs.measure.adapt.bench import Bench
 from situs.measure.adapt.ways import PARTS
+from situs.measure.probe.head import head_of
 from situs.train.run import load_run
 
 TRAIN, TEST = pictures(24, 0), pictures(12, 1)

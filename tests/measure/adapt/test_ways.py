@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from situs.measure.adapt.ways import Origin, Tried, Way, choose, class_means, fold_in, folds_of, gain, one_label
+from situs.measure.adapt.ways import Origin, Tried, Way, choose, class_means, folds_of, gain, one_label
 from situs.measure.knn import knn_scores
+from situs.measure.probe.head import fold_in
 from situs.measure.probe.linear import fit_linear
 
 GIVEN, AFTER = Origin("", "m"), Origin("mae", "p")

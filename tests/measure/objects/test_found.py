@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from situs.data.sources.outlines import decode_rles
+from situs.data.sources.coco import decode_rles
 from situs.measure.objects.found import Found, draw_masks, in_the_file
 
 

@@ -20,7 +20,7 @@ from situs.config import from_dict
 from situs.data.config import DataConfig
 from situs.data.objects import ObjectConfig
 from situs.data.open import open_source
-from situs.data.sources.outlines import decode_rles
+from situs.data.sources.coco import decode_rles
 from situs.errors import SitusError
 from situs.measure.objects.measure import evaluate_objects
 from situs.models import Model

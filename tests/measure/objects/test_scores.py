@@ -13,8 +13,7 @@ from figures import NUMPY, by_pycocotools, write_coco
 
 from situs.data.objects import ObjectConfig
 from situs.data.open import open_source
-from situs.data.sources.coco import CocoSource, Truth
-from situs.data.sources.outlines import decode_rles, encode_masks
+from situs.data.sources.coco import CocoSource, Truth, decode_rles, encode_masks
 from situs.measure.objects.found import Found, coco_results
 from situs.measure.objects.scores import average_precision, count_objects
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, stack
-from situs.audit.attacks.patchembed.attack import facts_of
+from situs.audit.attacks.patchembed.attack import facts_of, see_through
 from situs.audit.attacks.patchembed.equations import Solution, solve_pixels
-from situs.audit.attacks.patchembed.through import see_through
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients

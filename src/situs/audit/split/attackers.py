@@ -33,11 +33,10 @@ from situs.audit.split.labels import (
     share_up_to_names,
 )
 from situs.audit.split.order import PublicSide, assign_places, order_rows, read_pixels, set_apart
-from situs.audit.split.stage import NONE, Scene, Setting, View, counted_words, send
+from situs.audit.split.stage import NONE, Scene, View, counted_words, send
 from situs.core.tokens import unpatchify
 from situs.errors import SitusError, counted, verb
 from situs.locks.attacks.columns import recover_columns
-from situs.locks.features import Defence
 
 SENDINGS = 16
 LAYOUT_NEEDS = 100
@@ -75,7 +74,7 @@ class Found(NamedTuple):
 
 def order(scene: Scene) -> Found:
     """Puts channels, then rows in order, under noise as a whole, after a batch shuffle by sample; reads pixels."""
-    found, joint = _undone(scene), scene.stage.joint(scene.setting.defence)
+    found, joint = _undone(scene), scene.stage.joint(scene.veil.defence)
     return _made(scene, found, found.patches(scene.side, joint))._replace(weak=_lacked(scene, found, joint.missing))
 
 
@@ -86,7 +85,7 @@ def old_embedding(scene: Scene) -> Found:
     quiet = _quiet(scene)
     assert quiet.old is not None
     found = put_back(quiet, quiet.old, quiet.view, drifted=True)
-    few = unclustered(len(quiet.stage.z), *quiet.old.places.shape) and (scene.setting.rows or scene.exchanging)
+    few = unclustered(len(quiet.stage.z), *quiet.old.places.shape) and (scene.veil.rows or scene.size)
     weak = f"{counted(len(quiet.stage.z), 'samples')} are too few to cluster" if few else ""
     return _made(quiet, found, found.patches(quiet.old))._replace(weak=_lacked(scene, found, weak))
 
@@ -96,13 +95,13 @@ def no_embedding(scene: Scene) -> Found:
 
     Noise of several sendings is averaged away first; tokens of a shuffled batch are put together by their company.
     """
-    if not (scene.setting.rows or scene.exchanging):
+    if not (scene.veil.rows or scene.size):
         raise NotTriedError("the rows are in their order, and it makes no pictures")
     height, width = scene.stage.grid
     if height != width:
         raise NotTriedError(f"a grid of {height} × {width} is no square")
     prefix = len(scene.side.prefix)
-    seen, row = _by_company(scene) if scene.exchanging else (_quiet(scene).view.seen, scene.view.truth.row)
+    seen, row = _by_company(scene) if scene.size else (_quiet(scene).view.seen, scene.view.truth.row)
     if (count := len(seen)) < LAYOUT_NEEDS:
         raise NotTriedError(f"{counted(count, 'samples')} {verb(count, 'are')} too few; it needs {LAYOUT_NEEDS}")
     clusters = cluster_rows(seen, prefix)
@@ -114,13 +113,13 @@ def no_embedding(scene: Scene) -> Found:
 def decoder(scene: Scene) -> Found:
     """The paper's: learned on public images under the same defence; knows of no permutation and undoes none."""
     rows = scene.view.seen[:, len(scene.side.prefix) :]
-    return Found({}, _pictures(scene, scene.stage.decoder(scene.setting.defence)(rows)))
+    return Found({}, _pictures(scene, scene.stage.decoder(scene.veil.defence)(rows)))
 
 
 def ordered_decoder(scene: Scene) -> Found:
     """The same decoder, behind what `order` has put back."""
     found = _undone(scene)
-    learned = scene.stage.decoder(NONE if scene.exchanging else scene.setting.defence)
+    learned = scene.stage.decoder(NONE if scene.size else scene.veil.defence)
     return _made(scene, found, learned(found.tokens))._replace(weak=_lacked(scene, found))
 
 
@@ -128,7 +127,7 @@ def linkage(scene: Scene) -> Found:
     """Finds each sample again when it is sent once more; after a batch shuffle by the batches its tokens share."""
     if (count := len(scene.stage.z)) < 2:
         raise NotTriedError("one sample is always found again")
-    if not scene.exchanging:
+    if not scene.size:
         later = scene.again(1)
         found = link(scene.view.seen, later.seen)
         return Found({"linked": float((found == later.truth.sample[:, 0]).double().mean())})
@@ -156,7 +155,7 @@ def ordered_linkage(scene: Scene) -> Found:
 
 def repeats(scene: Scene) -> Found:
     """Links several sendings of each sample, averages their noise away, then does as `order` does."""
-    if scene.setting.defence.kind != "noise":
+    if scene.veil.kind != "noise":
         raise NotTriedError("there is no noise to average away")
     return order(_quiet(scene))
 
@@ -171,13 +170,13 @@ def labels(scene: Scene) -> Found:
         raise NotTriedError(stage.unlabelled or "the images have none")
     if stage.several and stage.labels.shape[1] > scene.view.seen.shape[2] - 2:
         raise NotTriedError(f"{stage.labels.shape[1]} classes are too many for {scene.view.seen.shape[2]} channels")
-    back = stage.returned(scene.setting.defence)
+    back = stage.returned(scene.veil.defence)
     out, gradient = (each[truth.sample, truth.row][..., truth.channels] for each in back)
-    if scene.setting.columns:
+    if scene.veil.columns:
         clear = order_of_channels(scene, scene.side, scene.view.seen).argsort()
         out, gradient = out[..., clear], gradient[..., clear]
     read = read_rows(stage.backbone, *scene.view.seen.shape[1:])
-    if scene.exchanging and bool(read[len(scene.side.prefix) :].any()):
+    if scene.size and bool(read[len(scene.side.prefix) :].any()):
         index = regroup(gradient, read, scene.size)
     else:
         index = torch.arange(read.numel() * len(out)).view(len(out), -1).gather(1, place_rows(gradient, read).cpu())
@@ -228,7 +227,7 @@ def attack(name: str, scene: Scene) -> Reading:
 def _undone(scene: Scene) -> PutBack:
     """What arrived first, put back once for all who begin with it."""
     if "undone" not in scene.held:
-        scene.held["undone"] = put_back(scene, scene.side, scene.view, joint=scene.stage.joint(scene.setting.defence))
+        scene.held["undone"] = put_back(scene, scene.side, scene.view, joint=scene.stage.joint(scene.veil.defence))
     return scene.held["undone"]
 
 
@@ -241,7 +240,7 @@ def _lacked(scene: Scene, found: PutBack, first: str = "") -> str:
 
 def _made(scene: Scene, found: PutBack, patches: Tensor) -> Found:
     pictures = _pictures(scene, patches)
-    if scene.exchanging:
+    if scene.size:
         # Which picture is whose is not known to the server, and does not matter to whoever is in it: the best counts.
         apart = torch.cdist(scene.stage.pictures.flatten(1).double(), pictures.flatten(1))
         pictures = pictures[apart.argmin(dim=1)]
@@ -250,7 +249,7 @@ def _made(scene: Scene, found: PutBack, patches: Tensor) -> Found:
 
 def _quiet(scene: Scene) -> Scene:
     """The scene for whoever links several sendings of each sample and averages their noise away; itself without any."""
-    if scene.setting.defence.kind != "noise":
+    if scene.veil.kind != "noise":
         return scene
     if "quiet" not in scene.held:
         sendings = [scene.view.seen]
@@ -259,12 +258,12 @@ def _quiet(scene: Scene) -> Scene:
             sendings.append(later[link(later, scene.view.seen)])
         each = torch.stack(sendings, dim=1)
         # Rows that stay where they are need no linking.
-        means = torch.stack([average(one) for one in each]) if scene.setting.rows else each.mean(dim=1)
-        less = Defence("noise", scene.setting.defence.strength / SENDINGS**0.5)
-        setting = replace(scene.setting, defence=less)
+        means = torch.stack([average(one) for one in each]) if scene.veil.rows else each.mean(dim=1)
+        veil = replace(scene.veil, strength=scene.veil.strength / SENDINGS**0.5)
+        less = veil.defence
         old = None if scene.old is None else scene.stage.side(less, old=True)
         view = View(means, scene.view.truth)
-        scene.held["quiet"] = Scene(scene.stage, setting, scene.stage.side(less), old, view)
+        scene.held["quiet"] = Scene(scene.stage, veil, scene.stage.side(less), old, view)
     return scene.held["quiet"]
 
 
@@ -322,18 +321,18 @@ def put_back(scene: Scene, side: PublicSide, view: View, *, joint: Joint = ALONE
     """
     seen, truth = view
     scores: dict[str, float] = {}
-    if scene.setting.columns:
+    if scene.veil.columns:
         found = order_of_channels(scene, side, seen)
         scores["channels"] = float((found == truth.channels).double().mean())
         seen = seen[..., found.argsort()]
     index, expected = _rows(scene, side, seen, drifted), None
-    if scene.setting.rows and joint.orders is not None:
+    if scene.veil.rows and joint.orders is not None:
         index, expected = _together(seen, side, joint.orders)
     count, places = index.shape
     row, sample = (each.flatten()[index] for each in (truth.row, truth.sample))
-    if scene.setting.rows or scene.exchanging:
+    if scene.veil.rows or scene.size:
         scores["places"] = float((row == len(side.prefix) + torch.arange(places)).double().mean())
-    if scene.exchanging:
+    if scene.size:
         scores["samples"] = share_up_to_names(
             torch.arange(count)[:, None].expand_as(sample).flatten(), sample.flatten()
         )
@@ -344,7 +343,7 @@ def put_back(scene: Scene, side: PublicSide, view: View, *, joint: Joint = ALONE
 def order_of_channels(scene: Scene, side: PublicSide, seen: Tensor) -> Tensor:
     """[D]: the clear channel of each, by what public images show under the same defence."""
     given = {"prefix": len(side.prefix), "grid": scene.stage.grid, "scale": side.scale}
-    public = send(side.tokens, Setting(scene.setting.defence), counted_words(scene.stage.seed, 3), **given).seen
+    public = send(side.tokens, scene.veil.defence, counted_words(scene.stage.seed, 3), **given).seen
     return recover_columns(seen, public, side.prefix).q
 
 
@@ -352,9 +351,9 @@ def _rows(scene: Scene, side: PublicSide, seen: Tensor, drifted: bool) -> Tensor
     count, rows, _ = seen.shape
     prefix = len(side.prefix)
     every = torch.arange(count * rows).view(count, rows)
-    if not (scene.setting.rows or scene.exchanging):
+    if not (scene.veil.rows or scene.size):
         return every[:, prefix:]
-    if not scene.exchanging:
+    if not scene.size:
         found = _clustered(seen, side) if drifted else order_rows(seen, side)
         return torch.empty_like(every).scatter_(1, found, every)[:, prefix:]
     rest = torch.stack([set_apart(each, side.prefix)[1] for each in seen])

@@ -1,4 +1,4 @@
-"""What an untrusted server of split learning learns: every setting of the client against every attacker of SPEC §7."""
+"""What an untrusted server of split learning learns: every veil of the client against every attacker."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from situs.audit.deadline import Deadline
 from situs.audit.scores.metrics import baselines
 from situs.audit.split.attackers import ATTACKS, Reading, attack
 from situs.audit.split.result import SettingFound, SplitAudit
-from situs.audit.split.stage import NONE, Scene, Setting, Stage, check_places
+from situs.audit.split.stage import NONE, Scene, Stage, check_places
 from situs.data.loader import Loader
 from situs.data.sampler import epoch_order
 from situs.errors import SitusError, counted, unknown_name, verb
 from situs.limits import check_value
-from situs.locks.features import Defence, parse_defence
+from situs.locks.veil import PERMUTED, Veil, parse_veil
 from situs.models import Model, open_model
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened, top1_reason
 from situs.progress import tracked
@@ -37,23 +37,20 @@ CURVE = (
 )
 """What `curve` among the defences stands for: strengths enough to draw what each hides against what it costs."""
 
-PERMUTED = ("rows", "columns")
 
-
-def settings_of(defences: Sequence[str], permute: Sequence[str]) -> tuple[Setting, ...]:
+def veils_of(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, ...]:
     """Each defence alone, with each of the permutations named, and with both where both are; curve: `CURVE`."""
-    for each in permute:
-        if each not in PERMUTED:
-            raise SitusError(field="permute", value=each, allowed=f"of {', '.join(PERMUTED)}")
     if not defences:
         raise SitusError(field="defences", value=(), allowed="at least one; none is one")
-    rows, columns = ((False, True) if name in permute else (False,) for name in PERMUTED)
-    named = [text for each in defences for text in (CURVE if each == "curve" else (each,))]
+    named = [text for defence in defences for text in (CURVE if defence == "curve" else (defence,))]
     try:
-        parsed = dict.fromkeys(map(parse_defence, named))
+        parsed = dict.fromkeys(parse_veil(text, permute) for text in named)
     except SitusError as error:
+        if error.field == "permute":
+            raise
         raise SitusError(field="defences", value=error.value, allowed=error.allowed) from None
-    return tuple(Setting(defence, r, c) for defence in parsed for r in rows for c in columns)
+    rows, columns = ((False, True) if name in permute else (False,) for name in PERMUTED)
+    return tuple(replace(veil, rows=r, columns=c) for veil in parsed for r in rows for c in columns)
 
 
 class Watched(Chosen, total=False):
@@ -85,7 +82,7 @@ def audit_split(
     Ctrl-C, what is there is the result and says so, and nothing is there to go on with. chosen: see `load_set`; count
     is the samples attacked.
     """
-    settings = settings_of(defences, permute)
+    veils = veils_of(defences, permute)
     for name in attacks:
         if name not in ATTACKS:
             raise unknown_name("attack", name, ATTACKS, field="attacks")
@@ -108,19 +105,19 @@ def audit_split(
 
     begun = _Begun(stage, attacks, pictures)
     try:
-        for setting in tracked(settings, "defences"):
-            deadline.say(str(setting))
-            for _ in tracked(begun.attacked(setting), str(setting), len(attacks)):
+        for veil in tracked(veils, "defences"):
+            deadline.say(str(veil))
+            for _ in tracked(begun.attacked(veil), str(veil), len(attacks)):
                 if deadline.spent():
                     raise KeyboardInterrupt
             found.append(begun.found(None))
-            keep(so_far(None if len(found) == len(settings) else _told("the end of its process", found, settings)))
+            keep(so_far(None if len(found) == len(veils) else _told("the end of its process", found, veils)))
         deadline.closed = True  # before anything else: a Ctrl-C from here on must find it so
     except KeyboardInterrupt:
         if not deadline.spent():
             deadline.interrupt()
         deadline.closed = True
-        told = _told(deadline.reason, found, settings)
+        told = _told(deadline.reason, found, veils)
         if begun.readings:
             found.append(begun.found(f"stopped by {deadline.reason}"))
         keep(so_far(told))
@@ -128,8 +125,8 @@ def audit_split(
     return so_far(None)
 
 
-def _told(reason: str, found: Sequence[SettingFound], settings: Sequence[Setting]) -> str:
-    return f"{reason}, with {len(found)} of {counted(len(settings), 'settings')} finished"
+def _told(reason: str, found: Sequence[SettingFound], veils: Sequence[Veil]) -> str:
+    return f"{reason}, with {len(found)} of {counted(len(veils), 'settings')} finished"
 
 
 class _Begun:
@@ -139,11 +136,11 @@ class _Begun:
         self.stage, self.attacks, self.pictures = stage, attacks, pictures
         self.readings: list[Reading] = []
 
-    def attacked(self, setting: Setting) -> Iterator[None]:
+    def attacked(self, veil: Veil) -> Iterator[None]:
         """Stops before each attacker."""
-        self.setting, self.readings = setting, []
-        self.kept = self.stage.keeps(setting.defence)
-        scene = Scene.of(self.stage, setting)
+        self.veil, self.readings = veil, []
+        self.kept = self.stage.keeps(veil.defence)
+        scene = Scene.of(self.stage, veil)
         for name in self.attacks:
             yield
             reading = attack(name, scene)
@@ -154,7 +151,7 @@ class _Begun:
         left = self.attacks[len(self.readings) :]
         waiting = [Reading(name, ATTACKS[name][1], "not tried", reason=why or "", cut=True) for name in left]
         found, self.readings = [*self.readings, *waiting], []
-        return SettingFound(self.setting, self.kept, tuple(found))
+        return SettingFound(self.veil, self.kept, tuple(found))
 
 
 def _stage(
@@ -210,9 +207,9 @@ def _opened_base(base: AnyModel, model: Model, seed: int) -> Model:
     return old
 
 
-def _trained_under(stage: Stage) -> Defence | None:
+def _trained_under(stage: Stage) -> Veil | None:
     """The defence that a run was trained under, its σ in units of its tokens now: they grow, and noise does not."""
     facts = stage.model.facts
-    if (defence := parse_defence(facts.get("defence", "none"))).kind != "noise":
+    if (defence := parse_veil(facts.get("defence", "none"))).kind != "noise":
         return None if defence.kind == "none" else defence
     return replace(defence, strength=defence.strength * facts["defence_scale"] / stage.side(NONE).scale)

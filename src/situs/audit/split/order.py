@@ -15,7 +15,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from situs.backbones.base import Backbone
-from situs.locks.features import Defence, low_pass, token_scale
+from situs.locks.veil import Veil, low_pass, token_scale
 
 _RIDGE, _PIXEL_RIDGE = 1e-9, 1e-10
 
@@ -43,7 +43,7 @@ class PublicSide:
         return torch.linalg.inv(self.covariance + max(self.noise, least) * torch.eye(len(self.covariance)).double())
 
 
-def public_side(backbone: Backbone, z: Tensor, patches: Tensor, defence: Defence) -> PublicSide:
+def public_side(backbone: Backbone, z: Tensor, patches: Tensor, defence: Veil) -> PublicSide:
     """Fits on public images: their streams z [m, R, D], undefended, and their pixels `patches` [m, N, P].
 
     The defence is simulated: a filter is linear, so that places and contents pass it apart; noise adds its variance.

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from situs.audit.split.attackers import ATTACKS, SENDINGS, Reading
-from situs.audit.split.stage import LOOKED_AT, Kept, Setting
+from situs.audit.split.stage import LOOKED_AT, Kept
 from situs.errors import counted
-from situs.locks.features import Defence
+from situs.locks.veil import Veil
 from situs.results import Cell, Result, Summary, Table, Tone, percent
 
 UNDOING = ("order", "old-embedding", "ordered-decoder", "repeats")
@@ -42,7 +42,7 @@ SCORES: dict[str, tuple[Callable[[float], str], str]] = {
 class SettingFound:
     """One setting: what the client's task keeps, and what each attacker found."""
 
-    setting: Setting
+    veil: Veil
     kept: Kept
     readings: tuple[Reading, ...]
 
@@ -58,7 +58,7 @@ class SettingFound:
     @property
     def hidden(self) -> bool:
         """Whether rows or channels are not where an attacker expects them."""
-        return self.setting.rows or self.setting.columns or self.setting.defence.kind == "batch-shuffle"
+        return self.veil.rows or self.veil.columns or self.veil.kind == "batch-shuffle"
 
 
 UTILITY: dict[str, tuple[Callable[[Kept], float | None], str]] = {
@@ -97,7 +97,7 @@ def strengths(settings: Settings) -> list[str]:
     """The kinds of defence that were audited at several strengths."""
     several: dict[str, set[float]] = {}
     for found in settings:
-        several.setdefault(found.setting.defence.kind, set()).add(found.setting.defence.strength)
+        several.setdefault(found.veil.kind, set()).add(found.veil.strength)
     return [kind for kind, held in several.items() if len(held) > 1]
 
 
@@ -111,7 +111,7 @@ def table(title: str, settings: Settings, blind: Blind) -> Table:
         for name, each in blind.items()
     ]
     for found in settings:
-        lead: list[Cell] = [str(found.setting), *_kept(found.kept, kept)]
+        lead: list[Cell] = [str(found.veil), *_kept(found.kept, kept)]
         for reading in (each for each in found.readings if each.status == "done"):
             rows.append([*lead, reading.attack, reading.knows, *_cells(reading.scores, scores)])
             lead = [""] * len(lead)
@@ -129,11 +129,11 @@ def paper_table(settings: Settings) -> Table:
     often = any(found.pictured(("repeats",)) for found in settings)
     rows: list[list[Cell]] = []
     for found in settings:
-        defence, columns = found.setting.defence, found.setting.columns
+        defence, columns = found.veil.defence, found.veil.columns
         if columns and defence.kind != "none":
             continue
-        name = PAPER[defence.kind] + "+" * found.setting.rows
-        told = str(found.setting if columns else defence) if defence.kind != "none" or columns else "rows"
+        name = PAPER[defence.kind] + "+" * found.veil.rows
+        told = str(found.veil if columns else found.veil.defence) if defence.kind != "none" or columns else "rows"
         blind, best = found.pictured(("decoder",)), found.pictured(single)
         rows.append([
             told if columns else name if name == "SL" else f"{name} ({told})", *_kept(found.kept, kept),
@@ -154,7 +154,7 @@ def trade_off(settings: Settings) -> Table:
         best = found.pictured()
         found_shares = [None if (share := found.best(name)) is None else percent(share) for name in shares]
         attacker = None if best is None else best.attack
-        rows.append([str(found.setting), *_kept(found.kept, kept), attacker, *_of(best, PRIVACY), *found_shares])
+        rows.append([str(found.veil), *_kept(found.kept, kept), attacker, *_of(best, PRIVACY), *found_shares])
     title = "What each strength keeps, and what the best attacker on pictures that was tried finds"
     return Table(title, ("client sends", *kept, "best attacker", *PRIVACY, *shares), rows)
 
@@ -166,7 +166,7 @@ def who_was_tried(settings: Settings) -> Table:
         status = {reading.attack: reading.status for reading in found.readings}.get(name)
         return {"done": "tried", None: "not asked for"}.get(status, "not tried")
 
-    rows = [[str(found.setting), *(said(found, name) for name in ATTACKS)] for found in settings]
+    rows = [[str(found.veil), *(said(found, name) for name in ATTACKS)] for found in settings]
     return Table("Who was tried on what", ("client sends", *ATTACKS), rows)
 
 
@@ -239,7 +239,7 @@ class SplitAudit(Result):
     blind: Mapping[str, Mapping[str, float]]
     pictures: Tensor | None = None
     stopped: str | None = None
-    trained: Defence | None = None
+    trained: Veil | None = None
     thin: str | None = None
 
     @property
@@ -277,7 +277,7 @@ class SplitAudit(Result):
         for each in self.settings:
             for reading in each.readings:
                 if reading.status == "not tried":
-                    found.setdefault(f"{reading.attack}: {reading.reason}", []).append(str(each.setting))
+                    found.setdefault(f"{reading.attack}: {reading.reason}", []).append(str(each.veil))
         return found
 
     @property
@@ -287,7 +287,7 @@ class SplitAudit(Result):
         for each in self.settings:
             for reading in each.readings:
                 if reading.status == "done" and reading.reason:
-                    found.setdefault(f"{reading.attack}: {reading.reason}", []).append(str(each.setting))
+                    found.setdefault(f"{reading.attack}: {reading.reason}", []).append(str(each.veil))
         return found
 
     @property
@@ -310,16 +310,15 @@ class SplitAudit(Result):
             notes.append(f"Not asked for, which is no protection: {', '.join(unasked)}.")
         return Summary(verdict(self), self.tables, tuple(notes))
 
-    def _of_training(self, trained: Defence) -> str:
+    def _of_training(self, trained: Veil) -> str:
         """What was sent in training, where something else was audited."""
         said = f"This run was trained under what is {trained} of its tokens now"
         beyond = any(
-            each.setting.defence.kind == "noise" == trained.kind
-            and each.setting.defence.strength > 1.01 * trained.strength
+            each.veil.kind == "noise" == trained.kind and each.veil.strength > 1.01 * trained.strength
             for each in self.settings
         )
         more = "; its server has seen less noise than the strongest here" if beyond else ""
-        missing = all(each.setting.defence.kind != trained.kind for each in self.settings)
+        missing = all(each.veil.kind != trained.kind for each in self.settings)
         return f"{said}{', which was not audited here' if missing else more}."
 
     def _where(self, at: list[str]) -> str:
@@ -346,7 +345,7 @@ class SplitAudit(Result):
             "blind_guesses": {name: _plain(scores) for name, scores in self.blind.items()},
             "settings": [
                 {
-                    "setting": str(found.setting),
+                    "setting": str(found.veil),
                     **found.kept.numbers(),
                     "attacks": [
                         {"attack": r.attack, "knows": r.knows, "status": r.status, "reason": r.reason or None}
@@ -425,9 +424,9 @@ def _named(settings: list[SettingFound], every: Sequence[SettingFound]) -> str:
     """The settings; a defence once, where all that can be permuted beside it came to the same."""
     named: dict[str, None] = {}
     for found in settings:
-        alike = [other for other in every if other.setting.defence == found.setting.defence]
-        moved = [name for name in ("rows", "columns") if any(getattr(other.setting, name) for other in alike)]
+        alike = [other for other in every if other.veil.defence == found.veil.defence]
+        moved = [name for name in ("rows", "columns") if any(getattr(other.veil, name) for other in alike)]
         whole = len(alike) == 2 ** len(moved) > 1 and all(other in settings for other in alike)
         what = "" if len(moved) == 2 else f"{''.join(moved)} "
-        named[f"{found.setting.defence} ({what}permuted or not)" if whole else str(found.setting)] = None
+        named[f"{found.veil.defence} ({what}permuted or not)" if whole else str(found.veil)] = None
     return ", ".join(named)

@@ -21,7 +21,7 @@ from situs.core.tokens import patchify
 from situs.data.sampler import epoch_order
 from situs.errors import SitusError, counted
 from situs.locks.equivariance.sample import row_leak, row_refusal
-from situs.locks.features import Defence, Words, defend, exchange_order, row_orders
+from situs.locks.veil import Veil, Words, exchange
 from situs.methods.supervised import multi_label_loss
 from situs.models import Model
 
@@ -29,21 +29,7 @@ PIECE = 32
 """Samples that are embedded at a time."""
 
 
-NONE = Defence()
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What the client does to the tokens it sends. rows, columns: whether it permutes them."""
-
-    defence: Defence = NONE
-    rows: bool = False
-    columns: bool = False
-
-    def __str__(self) -> str:
-        parts = [] if self.defence.kind == "none" else [str(self.defence)]
-        parts += [name for name in ("rows", "columns") if getattr(self, name)]
-        return " + ".join(parts) or "none"
+NONE = Veil()
 
 
 class Truth(NamedTuple):
@@ -90,32 +76,29 @@ def streams(backbone: Backbone, images: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def send(
-    z: Tensor, setting: Setting, words: Words, *, prefix: int, grid: tuple[int, ...], scale: float,
+    z: Tensor, veil: Veil, words: Words, *, prefix: int, grid: tuple[int, ...], scale: float,
     channels: Tensor | None = None,
 ) -> View:  # fmt: skip
-    """The streams z [n, R, D] as one batch that a client with these settings sends.
+    """The streams z [n, R, D] as one batch that a client under this veil sends.
 
     scale: what a noise's σ is a multiple of. channels: [D], the key's order, which stays from step to step while rows
     get a new one; None draws one.
     """
     count, rows, width = z.shape
-    sample = torch.arange(count)[:, None].expand(count, rows).clone()
-    row = torch.arange(rows).expand(count, rows).clone()
-    seen, _ = defend(z, setting.defence, words, prefix=prefix, grid=grid, scale=scale)
-    if setting.defence.kind == "batch-shuffle":
-        size = int(setting.defence.strength) or count
-        index = exchange_order(words, count, rows - prefix, size)
-        for each in (sample, row):
-            each[:, prefix:] = each[:, prefix:].reshape(-1)[index].view(count, rows - prefix)
-    if setting.rows:
-        order = row_orders(words, count, rows)
-        seen = seen.gather(1, order[..., None].expand_as(seen))
-        sample, row = sample.gather(1, order), row.gather(1, order)
-    if not setting.columns:
+    if not veil.columns:
         channels = torch.arange(width)
     elif channels is None:
         channels = words("columns", width).argsort(stable=True)
-    return View(seen[..., channels], Truth(sample, row, channels))
+    drawn = veil.draw(words, (count, rows, width), prefix, grid)
+    seen, _, _ = veil.apply(z, None, drawn, prefix=prefix, scale=scale, channels=(channels, channels))
+    sample = torch.arange(count)[:, None].expand(count, rows).clone()
+    row = torch.arange(rows).expand(count, rows).clone()
+    if veil.exchanging(count):
+        for numbers in (sample, row):
+            numbers[:, prefix:] = exchange(numbers[:, prefix:], drawn["defence"])
+    if veil.rows:
+        sample, row = (numbers.gather(1, drawn["rows"]) for numbers in (sample, row))
+    return View(seen, Truth(sample, row, channels))
 
 
 NEAREST = 5
@@ -235,7 +218,7 @@ class Stage:
         """How public images go on from patch to patch."""
         return Borders.of(self.patches, (*self.patch, self.pictures.shape[1]), self.grid)
 
-    def side(self, defence: Defence, old: bool = False) -> PublicSide:
+    def side(self, defence: Veil, old: bool = False) -> PublicSide:
         """What the attacker knows under a defence, of the model or of the one before fine-tuning; fitted once."""
         key = str(defence), old
         if key not in self._sides:
@@ -246,7 +229,7 @@ class Stage:
             self._sides[key] = public_side(backbone, self._known[old], self.patches, defence)
         return self._sides[key]
 
-    def joint(self, defence: Defence) -> Joint:
+    def joint(self, defence: Veil) -> Joint:
         """What the whole image adds under noise, decided on public images that are held out; fitted once."""
         if (key := str(defence)) not in self._joints:
             side, held = self.side(defence), min(TRIED, len(self.patches) // 6)
@@ -263,7 +246,7 @@ class Stage:
                 self._joints[key] = Joint(missing="what public images say of borders broke down")
         return self._joints[key]
 
-    def decoder(self, defence: Defence) -> Learned:
+    def decoder(self, defence: Veil) -> Learned:
         """What a decoder learns on public images under a defence, rows and channels in their order; learned once."""
         if str(defence) not in self._decoders:
             side = self.side(defence)
@@ -271,7 +254,7 @@ class Stage:
 
             def sent(z: Tensor, step: int) -> Tensor:
                 if defence.kind != "noise":
-                    return self.sent(z, Setting(defence), DECODING + step).seen
+                    return self.sent(z, defence, DECODING + step).seen
                 chance = torch.Generator().manual_seed(DECODING * self.seed + step)  # quicker than counted words
                 return z + side.noise**0.5 * torch.randn(z.shape, generator=chance, dtype=z.dtype)
 
@@ -279,20 +262,22 @@ class Stage:
             self._decoders[str(defence)] = learn(sent, side.tokens, self.patches, changes=changes, **given)
         return self._decoders[str(defence)]
 
-    def sent(self, z: Tensor, setting: Setting, number: int) -> View:
+    def sent(self, z: Tensor, veil: Veil, number: int) -> View:
         """What the client sends of streams z at one step; another step, other rows and noise, the same channels."""
-        side, words = self.side(setting.defence), counted_words(self.seed, number)
+        side, words = self.side(veil.defence), counted_words(self.seed, number)
         given = {"prefix": len(side.prefix), "grid": self.grid, "scale": side.scale}
-        return send(z, setting, words, channels=self.channels, **given)
+        return send(z, veil, words, channels=self.channels, **given)
 
     @torch.no_grad()
-    def through(self, defence: Defence, public: bool = False) -> Tensor:
+    def through(self, defence: Veil, public: bool = False) -> Tensor:
         """What the blocks give for defended tokens, rows where they belong; permutations change nothing of it."""
         key = str(defence), public
         if key not in self._outs:
             prefix, weight, side = self.backbone.num_prefix, next(self.backbone.parameters()), self.side(defence)
             words, z = counted_words(self.seed, int(public)), side.tokens if public else self.z
-            moved, back = defend(z, defence, words, prefix=prefix, grid=self.grid, scale=side.scale)
+            count, rows, width = z.shape
+            drawn = defence.draw(words, (count, rows, width), prefix, self.grid)
+            moved, _, back = defence.apply(z, None, drawn, prefix=prefix, scale=side.scale)
             parts = [self.backbone.blocks(Stream(each.to(weight), prefix)).z.cpu() for each in moved.split(PIECE)]
             self._outs[key] = back(torch.cat(parts))
         return self._outs[key]
@@ -336,7 +321,7 @@ class Stage:
         return None
 
     @torch.no_grad()
-    def keeps(self, defence: Defence) -> Kept:
+    def keeps(self, defence: Veil) -> Kept:
         """What the client's task keeps; of labelled images the public ones too are among the neighbours."""
         out = self.through(defence)
         found, plain = self.pooled(out), self.pooled(self.through(NONE))
@@ -351,7 +336,7 @@ class Stage:
             return kept
         return replace(kept, accuracy=float((self.logits(out).argmax(dim=-1).cpu() == self.labels).double().mean()))
 
-    def returned(self, defence: Defence) -> tuple[Tensor, Tensor]:
+    def returned(self, defence: Veil) -> tuple[Tensor, Tensor]:
         """(what the blocks gave, the gradient that comes back to it) [n, R, D], rows where they belong."""
         assert self.labels is not None
         out = self.through(defence).clone().requires_grad_()
@@ -381,36 +366,31 @@ class Stage:
 
 @dataclass(frozen=True)
 class Scene:
-    """One setting under attack. side: public knowledge under its defence; old: that of a base model, or None.
+    """One veil under attack. side: public knowledge under its defence; old: that of a base model, or None.
 
     held: what one attacker has found and the next begins with.
     """
 
     stage: Stage
-    setting: Setting
+    veil: Veil
     side: PublicSide
     old: PublicSide | None
     view: View
     held: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, stage: Stage, setting: Setting) -> Scene:
+    def of(cls, stage: Stage, veil: Veil) -> Scene:
         """What arrives at the first step, and what the attacker knows of it."""
-        old = None if stage.old is None else stage.side(setting.defence, old=True)
-        return cls(stage, setting, stage.side(setting.defence), old, stage.sent(stage.z, setting, 0))
-
-    @property
-    def exchanging(self) -> bool:
-        """Whether the samples of a batch exchange their tokens."""
-        return self.setting.defence.kind == "batch-shuffle"
+        old = None if stage.old is None else stage.side(veil.defence, old=True)
+        return cls(stage, veil, stage.side(veil.defence), old, stage.sent(stage.z, veil, 0))
 
     @property
     def size(self) -> int:
-        """How many samples exchange."""
-        return int(self.setting.defence.strength) or len(self.stage.z)
+        """How many samples exchange their tokens; 0: none do."""
+        return self.veil.exchanging(len(self.stage.z))
 
     def again(self, number: int) -> View:
         """All samples at another step: other rows and noise, and, as in another epoch, in other batches."""
         mixed = epoch_order(self.stage.seed, number, len(self.stage.z), stream="split.again")
-        seen, truth = self.stage.sent(self.stage.z[mixed], self.setting, number)
+        seen, truth = self.stage.sent(self.stage.z[mixed], self.veil, number)
         return View(seen, truth._replace(sample=mixed[truth.sample]))

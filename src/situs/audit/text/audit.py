@@ -17,11 +17,9 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import DEFENCES, Defence, Gradients, Step, create_defence
 from situs.audit.judge.record import evidence
 from situs.audit.text.attack import find_sentences, reads_embedding, refusal
-from situs.audit.text.decoys import pick
-from situs.audit.text.found import UNNAMED, Found
+from situs.audit.text.found import UNNAMED, Found, Read, pick, score
 from situs.audit.text.result import Row, TextAudit, parse_text_limit
 from situs.audit.text.rows import named_words
-from situs.audit.text.scoring import Read, score
 from situs.audit.text.victim import Sentence, TextVictim, is_tied, open_text_victim, text_gradients, word_weight
 from situs.config import Checked
 from situs.errors import SitusError, counted, verb

@@ -1,12 +1,26 @@
-"""What one who sees an upload can say of the sentences behind it."""
+"""What one who sees an upload can say of the sentences behind it, and how that is held against the truth.
+
+Beside what was found: whether one who has candidates for a sentence picks the true one, the least that any attack must
+be denied. What was sent is compared with the gradients of the batch as it is and as it would be with another word in
+one of its sentences. Noise of deviation σ hides which of two it was only where their gradients are nearer than a few σ
+over *all* numbers that are sent, far later than an attack that must find words loses them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
 
 from situs.audit.attacks.base import Fact
-from situs.audit.text.victim import Sentence
+from situs.audit.deadline import Deadline
+from situs.audit.defences import Defence, Gradients, NoDefence
+from situs.audit.text.victim import Sentence, TextVictim, text_gradients
 
 UNNAMED = -1
 """A token of a sentence whose word the attacker cannot name."""
@@ -26,3 +40,112 @@ class Found:
     reason: str | None = None
     partial: str | None = None
     placed: frozenset[tuple[int, int]] = frozenset()
+
+
+class Read(NamedTuple):
+    """One sentence and what was found of it. name: for a reader. found: the sentence that was found, () where none is
+    its own; of a batch whose words are known at places alone, those of its words. known: of each token, whether the
+    attacker knows that its word is in the batch. grouped: whether `found` is known to be one sentence. picked: whether
+    one who has candidates with one word changed is sure of the true one; None where that was not tried. tokens: how
+    many there are; right: at how many of their places the sentence that was found has the same word.
+    """
+
+    name: str
+    truth: Sentence
+    found: Sentence
+    known: tuple[bool, ...]
+    grouped: bool = True
+    picked: bool | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.truth)
+
+    @property
+    def right(self) -> int:
+        return _right(self.truth, self.found)
+
+    @property
+    def whole(self) -> bool:
+        return self.grouped and self.truth == self.found
+
+
+def score(names: Sequence[str], truth: Sequence[Sentence], found: Found) -> list[Read]:
+    """Each true sentence with the one that was found of it: the pairing that has most tokens right."""
+    reads = [Read(name, sentence, (), _known(sentence, found)) for name, sentence in zip(names, truth, strict=True)]
+    if found.sentences:
+        right = np.array([[_right(real, other) for other in found.sentences] for real in truth])
+        for row, column in zip(*linear_sum_assignment(-right), strict=True):
+            if right[row, column]:
+                reads[row] = reads[row]._replace(found=found.sentences[column])
+    return [max(read, _placed(read, found), key=lambda one: (one.right, one.grouped)) for read in reads]
+
+
+def _placed(read: Read, found: Found) -> Read:
+    """With the words of the sentence that are known at their places, in whichever sentence of the batch."""
+    words = [word if (word, place) in found.placed else UNNAMED for place, word in enumerate(read.truth)]
+    return read._replace(found=tuple(words), grouped=False)
+
+
+def _right(truth: Sentence, found: Sentence) -> int:
+    return sum(a == b for a, b in zip(truth, found, strict=False))
+
+
+def _known(truth: Sentence, found: Found) -> tuple[bool, ...]:
+    return tuple(word in found.words for word in truth)
+
+
+# --- candidates ------------------------------------------------------------------------------------------------------
+
+
+DECOYS, SURE = 3, 0.99
+"""Candidates beside the true sentence, each with one other word, and how sure one who picks must be."""
+
+
+def pick(
+    victim: TextVictim,
+    upload: Gradients,
+    truth: Sequence[Sentence],
+    asked: Sequence[int],
+    *,
+    labels: Sequence[int],
+    bound: Defence | None = None,
+    seed: int = 0,
+    deadline: Deadline | None = None,
+) -> dict[int, bool]:
+    """Which of the sentences `asked` [their numbers in the batch] one picks for sure among their decoys.
+
+    bound: what is done to gradients before noise. He knows the rest of the batch, labels and masked places; the noise
+    is what the likeliest candidate leaves.
+    """
+
+    def left(batch: Sequence[Sentence]) -> float:
+        made = text_gradients(victim, batch, labels=labels, defence=bound or NoDefence(), seed=seed)
+        return sum(float((sent - made[name].to(sent.dtype)).double().square().sum()) for name, sent in upload.items())
+
+    picked, count = dict[int, bool](), sum(sent.numel() for sent in upload.values())
+    chance = torch.Generator().manual_seed(seed)
+    real = left(truth) if asked else 0.0
+    for number in asked:
+        if deadline is not None and deadline.over():
+            break
+        near = decoys(victim, truth[number], chance)
+        others = [left([*truth[:number], other, *truth[number + 1 :]]) for other in near]
+        variance = max(min([real, *others]) / count, 1e-300)
+        odds = sum(math.exp(max(min((real - other) / (2 * variance), 700.0), -700.0)) for other in others)
+        picked[number] = bool(others) and 1 / (1 + odds) > SURE
+    return picked
+
+
+def decoys(victim: TextVictim, sentence: Sentence, chance: torch.Generator) -> list[Sentence]:
+    """The sentence with one other word, at another place each time where it has several."""
+    special = set(victim.tokeniser.all_special_ids)
+    own = [place for place, word in enumerate(sentence) if word not in special]
+    size = victim.backbone.inner.get_input_embeddings().weight.shape[0]
+    made = []
+    for at in torch.randperm(len(own), generator=chance).tolist() * DECOYS:
+        words = torch.randint(size, (16,), generator=chance).tolist()
+        word = next((each for each in words if each not in special and each != sentence[own[at]]), None)
+        if word is not None and len(made) < DECOYS:
+            made.append((*sentence[: own[at]], word, *sentence[own[at] + 1 :]))
+    return made

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from situs.audit.attacks.spans import SPARE, Span
 from situs.audit.defences import Gradients
-from situs.audit.stem.products import EnoughError
+from situs.audit.stem import EnoughError
 from situs.backbones.base import Backbone
 from situs.backbones.hf.text import TextBackbone
 from situs.backbones.layout import LayoutBuilder

@@ -11,7 +11,7 @@ from situs.audit.attacks.base import Fact
 from situs.audit.cases import Status
 from situs.audit.judge.gate import Judgement, Limit, Ruling, Worst
 from situs.audit.text.attack import NAME
-from situs.audit.text.scoring import Read
+from situs.audit.text.found import Read
 from situs.errors import SitusError, counted, unknown_name, verb
 from situs.results import Cell, Result, Summary, Table, Tone, percent
 

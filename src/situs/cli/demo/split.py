@@ -27,14 +27,15 @@ from situs.config import from_dict
 from situs.core.tokens import patchify, take, unpatchify
 from situs.locks import lock, unlocking
 from situs.locks.attacks.columns import recover_columns
-from situs.locks.features import Defence
 from situs.locks.key import Key, draw_key
+from situs.locks.veil import Veil
 from situs.models.data import load_set
 from situs.models.initialise import starting
 from situs.report.html import Finding, Section
 from situs.report.pixels import pixel_rows
 from situs.results import percent
-from situs.split.run import Hide, read_hiding, train_split
+from situs.split.hiding import Hide, read_hiding
+from situs.split.run import train_split
 from situs.split.transport.certificates import make_certificates, read_credentials
 from situs.split.transport.connect import Connection
 from situs.split.whole import merge
@@ -179,7 +180,7 @@ def attack(stage: Stage, sent: Sent) -> Got:
     loader = load_set(model, None, split="test", count=PUBLIC, batch=PUBLIC)
     inputs = torch.cat([batch.inputs for batch in loader])
     public, known = denormalise(inputs, *_scale(loader)), streams(model.backbone, [inputs])
-    side = public_side(model.backbone, known, patchify(public, PATCH), Defence())
+    side = public_side(model.backbone, known, patchify(public, PATCH), Veil())
     channels = recover_columns(sent.seen, known, side.prefix).q
     clear = sent.seen.double()[..., channels.argsort()]
     rows = order_rows(clear, side)

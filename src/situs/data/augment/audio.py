@@ -6,6 +6,7 @@ Every function is pure: waves or frames and uniform numbers of each sample in, n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,12 +14,18 @@ from torch import Tensor
 from situs.config import Checked
 from situs.limits import Natural, NotNegative, Share
 
+_LONGEST, _WIDEST = 25, 7  # of a stretch of frames, of a band
 _QUIET = 1e-10  # mean square below which a clip counts as silent
 
 
 @dataclass(frozen=True, kw_only=True)
 class AudioAugment(Checked):
     """The defaults are the recipe of TensorFlow's Speech Commands, which the papers follow."""
+
+    retired: ClassVar = {
+        "time_width": (_LONGEST, "a stretch has up to 25 frames"),
+        "band_width": (_WIDEST, "a band has up to 7 numbers of a frame"),
+    }
 
     shift_ms: NotNegative = 100.0
     """A clip is moved by up to this much to either side; silence fills what is left free."""
@@ -30,16 +37,10 @@ class AudioAugment(Checked):
     """The noise is multiplied by a number uniform in [0, this)."""
 
     time_masks: Natural = 0
-    """SpecAugment: stretches of frames that become the mean."""
-
-    time_width: Natural = 25
-    """Most frames of one."""
+    """SpecAugment: stretches of up to 25 frames that become the mean."""
 
     band_masks: Natural = 0
-    """SpecAugment: bands that become the mean."""
-
-    band_width: Natural = 7
-    """Most numbers of a frame in one."""
+    """SpecAugment: bands of up to 7 numbers of a frame that become the mean."""
 
     @property
     def masks(self) -> int:
@@ -70,7 +71,7 @@ def gain_at(waves: Tensor, pieces: Tensor, decibels: float) -> Tensor:
 def mask_frames(frames: Tensor, numbers: Tensor, augment: AudioAugment) -> Tensor:
     """frames [B, C, N] of mean 0 with some stretches and bands at 0. numbers: [B, masks, 2], for width and place."""
     keep = torch.ones_like(frames, dtype=torch.bool)
-    kinds = [(2, augment.time_width)] * augment.time_masks + [(1, augment.band_width)] * augment.band_masks
+    kinds = [(2, _LONGEST)] * augment.time_masks + [(1, _WIDEST)] * augment.band_masks
     for number, (side, widest) in enumerate(kinds):
         size = frames.shape[side]
         width = (numbers[:, number, 0] * (min(widest, size) + 1)).floor()

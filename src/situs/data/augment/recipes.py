@@ -7,6 +7,7 @@ and CutMix look at a second sample (`situs.data.augment.mix`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
@@ -18,6 +19,7 @@ from situs.core.random import uniform
 from situs.data.augment import colour, erasing, geometry, mix, randaugment
 from situs.data.augment.audio import AudioAugment
 from situs.data.batch import VOID
+from situs.data.objects import extents
 from situs.errors import unknown_name
 from situs.limits import Count, Natural, NotNegative, Positive, Rule, Share, Within
 
@@ -267,3 +269,44 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 def denormalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """A model's images as a person sees them: images · std + mean for each channel, cut to [0, 1]."""
     return (images * std.view(1, -1, 1, 1) + mean.view(1, -1, 1, 1)).clamp(0.0, 1.0)
+
+
+_CUT = 1e-3  # pixels beyond the border that rounding may bring
+
+
+def apply_objects(
+    values: Mapping[str, Tensor],
+    noise: Noise,
+    config: AugmentConfig,
+    size: tuple[int, int],
+    normalisation: tuple[Tensor, Tensor],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`apply` to images, and to what a batch knows of their objects: [B, C, *size], and the targets of a batch.
+
+    values: "image" [B, C, H, W], "sides" [B, 2] of each, and "boxes", "classes", "crowd" and "masks" as a batch has
+    them, in the images' pixels. Masks take the nearest pixel. A box that the border cuts becomes that of what is left
+    of its mask, and an object of which no pixel is left is none.
+    """
+    sides, (mean, std) = values["sides"], normalisation
+    crops, flip, affine = places_of(noise, config, size, (sides[:, 0], sides[:, 1]), sides[:, 0])
+    told = (crops, flip, size)
+    images = geometry.warp(
+        as_floats(values["image"]), *told, mean, affine, config.interpolation, sides=sides, finer=1
+    )  # fmt: skip
+    masks = geometry.sample_nearest(values["masks"], geometry.places(*told, sides, affine))
+    moved, within = (move(values["boxes"], *told, affine) for move in (geometry.move_boxes, geometry.warp_boxes))
+    left = extents(masks, values["boxes"].shape[1])
+    cut = ((moved - within).abs() > _CUT).any(-1) if affine is None else torch.ones_like(values["crowd"])
+    tight = torch.cat([within[..., :2].maximum(left[..., :2]), within[..., 2:].minimum(left[..., 2:])], dim=-1)
+    boxes = torch.where(cut[..., None], tight, within)
+    there = (left[..., 2] > left[..., 0]) & (boxes[..., 2:] > boxes[..., :2]).all(-1) & (values["classes"] != VOID)
+    whole = torch.cat([torch.zeros_like(sides), sides.flip(1)], dim=1)[:, None].float()
+    ends = geometry.warp_boxes(whole, *told, affine)[:, 0, [3, 2]].round().long().clamp(min=1)
+    targets = {
+        "boxes": torch.where(there[..., None], boxes, 0.0),
+        "classes": torch.where(there, values["classes"], VOID),
+        "crowd": values["crowd"] & there,
+        "masks": masks,
+        "sides": ends,
+    }
+    return recoloured(images, noise, config, mean, std), targets

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from situs.core.random import uniform
-from situs.data.audio import AudioConfig
+from situs.data.audio import AudioConfig, spectrogram
 from situs.data.augment.audio import add_noise, gain_at, mask_frames, shift
 from situs.data.augment.mix import soft_labels
 from situs.data.augment.recipes import AugmentConfig
@@ -24,19 +24,25 @@ from situs.data.batch import Batch
 from situs.data.modalities.base import Measured
 from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
-from situs.data.sources.audio import AUDIO_SUFFIXES, NOISE_FOLDER, NoiseBank, noise_folder, read_noise
+from situs.data.sources.audio import (
+    AUDIO_SUFFIXES,
+    NOISE_FOLDER,
+    NoiseBank,
+    clip_splits,
+    noise_folder,
+    open_clips,
+    part_of,
+    read_noise,
+)
 from situs.data.sources.base import Source, Wanted
 from situs.data.sources.parquet import COLUMNS
-from situs.data.sources.speech import open_speech, part_of, speech_splits
 from situs.data.sources.subset import Subset
-from situs.data.spectrogram import spectrogram
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, DataError, SitusError
 from situs.files import absolute
 
 if TYPE_CHECKING:
     from situs.data.config import DataConfig
 
-_LEAST = 1e-5  # the level below which a clip is left as it is
 _FULL = 32768.0
 _SHOWN = 3.0  # deviations from the mean that are black and white in a picture
 
@@ -50,7 +56,7 @@ class Scale(NamedTuple):
 
 def measure_scale(source: Source, config: AudioConfig, count: int = 1000) -> Scale:
     """Mean and deviation of each number of a frame, over a random choice of `count` clips, broken ones aside."""
-    total = squares = torch.zeros(config.width, dtype=torch.float64)
+    total = squares = torch.zeros(config.size[0], dtype=torch.float64)
     seen, last = 0, "it is empty"
     part = Subset(source, count)
     for index in range(len(part)):
@@ -59,23 +65,12 @@ def measure_scale(source: Source, config: AudioConfig, count: int = 1000) -> Sca
         except BrokenSampleError as error:
             last = str(error)
             continue
-        frames = spectrogram(set_level(from_bits(to_bits(wave[None])), config.level), config)[0].double()
+        frames = spectrogram(from_bits(to_bits(wave[None])), config)[0].double()
         total, squares, seen = total + frames.sum(1), squares + frames.square().sum(1), seen + frames.shape[1]
     if not seen:
-        raise SitusError(
-            f"{source.name}: none of the {len(part)} clips looked at can be read; the last: {last}", field="data"
-        )
+        raise DataError(f"{source.name}: none of the {len(part)} clips looked at can be read; the last: {last}")
     mean = total / seen
     return Scale(mean.float(), (squares / seen - mean.square()).clamp(min=1e-6).sqrt().float())
-
-
-def set_level(waves: Tensor, level: str) -> Tensor:
-    """waves [B, T] at one level; a silent one stays."""
-    if level == "as_is":
-        return waves
-    own = waves.abs().amax(1) if level == "peak" else waves.square().mean(1).sqrt()
-    wanted = 1.0 if level == "peak" else 0.1
-    return waves * torch.where(own > _LEAST, wanted / own.clamp(min=_LEAST), 1.0)[:, None]
 
 
 def to_bits(wave: Tensor) -> Tensor:
@@ -159,7 +154,7 @@ class AudioPipeline(Pipeline):
 
     def _view(self, samples: Tensor, noise: Noise) -> Tensor:
         """Features [B, 1, width, frames] of waves [B, T] int16, of mean 0 and deviation 1 over the training set."""
-        waves = self._heard(set_level(from_bits(samples), self.config.level), noise)
+        waves = self._heard(from_bits(samples), noise)
         mean, std = self.scale
         frames = (spectrogram(waves, self.config) - mean[:, None]) / std[:, None]
         if "masks" in noise and self.augment is not None:
@@ -196,7 +191,7 @@ class Audio(Measured):
 
     def check(self, data: DataConfig) -> None:
         super().check(data)
-        check_scale(data, data.audio.width, "number of a frame")
+        check_scale(data, data.audio.size[0], "number of a frame")
         if data.img_size not in (None, data.audio.size):
             allowed = f"{data.audio.size[0]},{data.audio.size[1]}, which the clips' features have"
             raise SitusError(field="img_size", value=data.img_size, allowed=allowed)
@@ -218,7 +213,7 @@ class Audio(Measured):
         return data.audio.size
 
     def apart(self, data: DataConfig) -> int:
-        return data.audio.width
+        return data.audio.size[0]
 
     def read_as(self, data: DataConfig, value: Any) -> DataConfig:
         return replace(data, audio=replace(data.audio, snr_db=value))
@@ -232,7 +227,7 @@ class Audio(Measured):
         clip, (width, frames) = data.audio, data.audio.size
         what = "MFCCs" if clip.kind == "mfcc" else "log-mels"
         return [
-            f"Clips: {clip.seconds:g} s at {clip.rate:,} samples a second, {clip.level} in level",
+            f"Clips: {clip.seconds:g} s at {clip.rate:,} samples a second",
             f"Features: {width} {what} of each of {frames} frames, [1, {width}, {frames}]",
             "Normalised by the mean and deviation of each, which config.json holds under situs.audio",
         ]
@@ -244,10 +239,10 @@ class Audio(Measured):
         return not {*schema.names}.isdisjoint(COLUMNS["audio"])
 
     def splits(self, path: Path, data: DataConfig) -> set[str]:  # noqa: ARG002
-        return speech_splits(path)
+        return clip_splits(path)
 
     def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
-        return open_speech(path, wanted.split, labels=wanted.labels, strict=wanted.strict, audio=data.audio)
+        return open_clips(path, wanted, data.audio)
 
     def pipeline(self, source: Source, data: DataConfig, augment: AugmentConfig | None, *_: Any) -> Pipeline:
         """Noise is read where training or the evaluation mixes some in; a split has its own part of it."""

@@ -7,9 +7,9 @@ workers and their timing change nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -17,10 +17,9 @@ from torch import Tensor
 from situs.core.kernels import has_kernels
 from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
-from situs.data.augment.recipes import NONE, AugmentConfig, apply, apply_mix, as_floats, draw, normalise
+from situs.data.augment.recipes import NONE, AugmentConfig, apply, apply_mix, as_floats, denormalise, draw, normalise
 from situs.data.batch import Batch
 from situs.data.modalities.base import Modality, Scale
-from situs.data.modalities.pixels import PixelPipeline, alike
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.resize import centre_fit, channels_of, pack, resize_packed, resized
 from situs.data.sources.base import Source, TensorSource, Wanted, list_shards, splits_of
@@ -31,10 +30,75 @@ from situs.data.sources.memory import is_memory
 from situs.data.sources.parquet import COLUMNS, ParquetSource
 from situs.data.sources.table import SUFFIXES, TableSource, has_table, table_splits
 from situs.data.sources.webdataset import TarSource
-from situs.errors import BrokenSampleError, SitusError, counted
+from situs.errors import BrokenSampleError, DataError, SitusError, counted
 
 if TYPE_CHECKING:
     from situs.data.config import DataConfig
+
+WITHOUT_CLASSES = frozenset(
+    each.name for each in fields(AugmentConfig) if each.name not in ("mixup", "cutmix", "label_smoothing")
+)
+"""What is done to images of which more is known than a class."""
+
+
+class PixelPipeline(Pipeline):
+    """augment: None for evaluation. normalisation: mean and deviation of each channel."""
+
+    def __init__(
+        self,
+        source: Source,
+        size: tuple[int, int],
+        seed: int,
+        augment: AugmentConfig | None,
+        normalisation: tuple[tuple[float, ...], tuple[float, ...]] = ((0.0,), (1.0,)),
+    ) -> None:
+        super().__init__(source, training=augment is not None)
+        self.size, self.seed, self.augment = size, seed, augment
+        self.mean, self.std = (torch.tensor(part) for part in normalisation)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """What else follows from its fields."""
+
+    def to(self, device: torch.device) -> Self:
+        moved = super().to(device)
+        moved.mean, moved.std = self.mean.to(device), self.std.to(device)
+        return moved
+
+    def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """Floats where any part has floats, as within one."""
+        images = alike([part["image"] for part in parts])
+        return super().join([{**part, "image": image} for part, image in zip(parts, images, strict=True)])
+
+    def noise(self, ids: Tensor, epoch: int) -> Noise:
+        return {} if self.augment is None else draw(self.augment, ids, seed=self.seed, epoch=epoch)
+
+    def shown(self, inputs: Tensor) -> Tensor:
+        return denormalise(inputs, self.mean, self.std)
+
+
+def alike(images: Sequence[Tensor]) -> list[Tensor]:
+    """Images [..., C, H, W] of one batch: floats where one has floats; refused where their channels differ."""
+    if len({image.dtype for image in images}) > 1:
+        images = [as_floats(image) for image in images]
+    if len(counts := sorted({image.shape[-3] for image in images})) > 1:
+        raise SitusError(f"images of {' and '.join(map(str, counts))} channels in one batch", field="channels")
+    return list(images)
+
+
+def take_nearest(masks: Tensor, size: tuple[int, int]) -> Tensor:
+    """Masks [..., H, W] at a size, each pixel taken from the nearest."""
+    rows, columns = (((torch.arange(want) + 0.5) * (have / want)).long()
+                     for have, want in zip(masks.shape[-2:], size, strict=True))  # fmt: skip
+    return masks[..., rows[:, None], columns]
+
+
+def repeat_border(image: Tensor, height: int, width: int) -> Tensor:
+    """[..., h, w] with its last row and column repeated."""
+    rows, columns = torch.arange(height), torch.arange(width)
+    rows, columns = rows.clamp(max=image.shape[-2] - 1), columns.clamp(max=image.shape[-1] - 1)
+    return image[..., rows[:, None], columns]
+
 
 _LARGE = 2  # times the bytes of what the model sees: a larger crop is resized before it travels
 
@@ -237,7 +301,7 @@ class Image(Modality):
                 return kind(path, wanted)
         if not path.is_dir():
             more = "; a table of labels is for multi-label training" if path.suffix in SUFFIXES else ""
-            raise SitusError(f"{path}: must be a folder, a .parquet or a .tar file{more}", field="data")
+            raise DataError(f"{path}: must be a folder, a .parquet or a .tar file{more}")
         if wanted.multi_label:
             raise one_class(path)
         return open_cifar(path, wanted) if find_cifar(path) else FolderSource(path, wanted)

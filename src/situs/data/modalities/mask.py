@@ -19,14 +19,12 @@ from torch.nn import functional as F
 from situs.config import from_dict
 from situs.data.augment.recipes import AugmentConfig, apply_masked, as_floats, normalise
 from situs.data.batch import VOID, Batch
-from situs.data.masks import MaskConfig
+from situs.data.masks import MaskConfig, mask_splits, open_masks
 from situs.data.modalities.base import Fits
-from situs.data.modalities.image import Image
-from situs.data.modalities.pixels import WITHOUT_CLASSES, PixelPipeline, alike, repeat_border, take_nearest
+from situs.data.modalities.image import WITHOUT_CLASSES, Image, PixelPipeline, alike, repeat_border, take_nearest
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.resize import covering_size, resized
 from situs.data.sources.base import Source, Wanted
-from situs.data.sources.segments import mask_splits, open_masks
 from situs.errors import BrokenSampleError
 
 if TYPE_CHECKING:

@@ -18,12 +18,10 @@ from torch.nn import functional as F
 from situs.config import from_dict
 from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE
-from situs.data.augment.objects import apply_objects
-from situs.data.augment.recipes import AugmentConfig, as_floats, normalise
+from situs.data.augment.recipes import AugmentConfig, apply_objects, as_floats, normalise
 from situs.data.batch import VOID, Batch
 from situs.data.modalities.base import Fits
-from situs.data.modalities.image import Image
-from situs.data.modalities.pixels import WITHOUT_CLASSES, PixelPipeline, alike, repeat_border, take_nearest
+from situs.data.modalities.image import WITHOUT_CLASSES, Image, PixelPipeline, alike, repeat_border, take_nearest
 from situs.data.objects import ObjectConfig
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.resize import resized

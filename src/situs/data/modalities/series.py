@@ -28,13 +28,13 @@ from situs.data.modalities.base import Measured, Scale
 from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.audio import AUDIO_SUFFIXES
-from situs.data.sources.base import SPLITS, Source, Wanted, choose_split, list_shards, number_names, split_of, splits_of
-from situs.data.sources.columns import class_names
+from situs.data.sources.base import SPLITS, Source, Wanted, choose_split, list_shards, split_of, splits_of
 from situs.data.sources.folder import FolderSource, split_folders
 from situs.data.sources.images import IMAGE_SUFFIXES, check_bytes, read_npy, read_npy_header
-from situs.data.sources.parquet import LABEL_COLUMNS, open_parquet, reading
+from situs.data.sources.labels import LABEL_COLUMNS, class_names, classes_of, is_list, is_missing
+from situs.data.sources.parquet import open_parquet, reading
 from situs.data.sources.subset import Subset
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import BrokenSampleError, DataError, SitusError
 from situs.limits import Count
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class SeriesRows(Recordings):
         parts = _read(self._files, [*names, *([label] if label else [])])
         table = pa.concat_tables(parts)
         if not len(table):
-            raise SitusError(f"{path}: its parquet files hold no rows", field="data")
+            raise DataError(f"{path}: its parquet files hold no rows")
         self._ends = np.cumsum([len(part) for part in parts])
         self._parts, self._labels, self._number, classes = [table[name] for name in names], None, {}, None
         if label is not None:
@@ -190,7 +190,7 @@ class SeriesRows(Recordings):
             training = [file for file in shards if split_of(file) == home] if home != chosen else self._files
             known = [each for part in _read(training, [label]) for each in part[label].to_pylist()]
             named = class_names(training[0], open_parquet(training[0]).schema_arrow, label)
-            classes, self._number = _classes(known, named, f"{path}, column {label!r}")
+            classes, self._number = classes_of(known, named, f"{path}, column {label!r}")
             self._labels = table[label].to_pylist() if classes else None
         super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, None, wanted.strict)
 
@@ -218,7 +218,7 @@ class SeriesRows(Recordings):
             return None
         value = self._labels[index]
         if value not in self._number:
-            has = "no label, others have one" if _missing(value) else f"the label {value!r}, and training has none such"
+            has = "no label, others have one" if is_missing(value) else f"the label {value!r}, which training has not"
             raise BrokenSampleError(f"{self.where(index)}: the row has {has}")
         return self._number[value]
 
@@ -230,28 +230,10 @@ def _read(files: list[Path], columns: list[str]) -> list[Any]:
         with reading(file):
             part = open_parquet(file).read(columns=columns)
         if missing := [name for name in columns if name not in part.schema.names]:
-            raise SitusError(f"{file}: has no column {missing[0]!r}, other files have", field="data")
+            raise DataError(f"{file}: has no column {missing[0]!r}, other files have")
         with reading(file, f"a column of other types than in {files[0].name}"):
             parts.append(part.select(columns).cast(parts[0].schema if parts else part.select(columns).schema))
     return parts
-
-
-def _missing(label: Any) -> bool:
-    """Null, or no number."""
-    return label is None or label != label
-
-
-def _classes(labels: list[Any], named: tuple[str, ...], where: str) -> tuple[tuple[str, ...] | None, dict[Any, int]]:
-    """The names of the classes, and the number of each label. named: by the files, which then hold their numbers."""
-    known = sorted({each for each in labels if not _missing(each)})
-    if not known:
-        return None, {}
-    if named:
-        return named, {each: at for at, each in enumerate(named if isinstance(known[0], str) else range(len(named)))}
-    if isinstance(known[0], int) and known[0] >= 0:
-        names = number_names(known[-1], where)
-        return names, {at: at for at in range(len(names))}
-    return tuple(map(str, known)), {each: at for at, each in enumerate(known)}
 
 
 def _columns(file: Path, series: SeriesConfig) -> tuple[list[str], str | None]:
@@ -276,7 +258,7 @@ def _holds_lists(kind: Any) -> bool:
     import pyarrow as pa
 
     depth = 0
-    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    while is_list(kind):
         kind, depth = kind.value_type, depth + 1
     return depth > 0 and (pa.types.is_floating(kind) or pa.types.is_integer(kind))
 
@@ -337,13 +319,13 @@ def measure(source: Source) -> tuple[Tensor, Tensor, int]:
             around, least, most = values[:, :1], values[:, 0], values[:, 0]
         if len(values) != len(total):
             said = f"recordings of {len(total)} and of {len(values)} channels; {part.key(index)} has {len(values)}"
-            raise SitusError(f"{source.name}: holds {said}", field="data")
+            raise DataError(f"{source.name}: holds {said}")
         least, most = torch.minimum(least, values.amin(1)), torch.maximum(most, values.amax(1))
         values = values - around  # squares of large numbers would leave nothing of a small deviation
         total, squares = total + values.sum(1), squares + values.square().sum(1)
         count, shortest = count + values.shape[1], min(shortest or values.shape[1], values.shape[1])
     if not count:
-        raise SitusError(f"{source.name}: none of its recordings can be read; the last: {reason}", field="data")
+        raise DataError(f"{source.name}: none of its recordings can be read; the last: {reason}")
     mean = total / count
     std = torch.where(least < most, (squares / count - mean.square()).clamp(min=0).sqrt(), 0.0)
     return mean + around[:, 0], torch.where(std > 0, std, 1.0), shortest
@@ -488,7 +470,7 @@ class Series(Measured):
     def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
         rows = path.suffix == ".parquet" or (path.is_dir() and list_shards(path, ".parquet"))
         if not rows and not path.is_dir():
-            raise SitusError(f"{path}: must be a folder of .npy or .npz files, or parquet", field="data")
+            raise DataError(f"{path}: must be a folder of .npy or .npz files, or parquet")
         return (SeriesRows if rows else SeriesFiles)(path, wanted, data.series)
 
     def cut(self, source: Source, data: DataConfig) -> Source:

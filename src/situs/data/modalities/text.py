@@ -20,11 +20,10 @@ from situs.data.batch import Batch
 from situs.data.modalities.base import Fits, Modality
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.base import Source, Wanted, list_shards
-from situs.data.sources.columns import is_text
-from situs.data.sources.rows import SUFFIXES
-from situs.data.sources.text import PLAIN, BlockSource, TextSource, open_text, text_splits
+from situs.data.sources.labels import is_text
+from situs.data.sources.text import PLAIN, SUFFIXES, BlockSource, TextSource, open_text, text_splits
 from situs.data.text import COLUMNS, LONGEST, Columns, TextConfig
-from situs.errors import SitusError
+from situs.errors import DataError, SitusError
 from situs.files import absolute
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def text_of(source: Source) -> TextSource | BlockSource:
     """The set of text that a source is, or is a part of."""
     whole = source.origin(0)[0] if len(source) else source
     if not isinstance(whole, (TextSource, BlockSource)) or whole.ids is None or whole.tokeniser is None:
-        raise SitusError(f"{source.name}: holds no sentences that a tokeniser has read", field="data")
+        raise DataError(f"{source.name}: holds no sentences that a tokeniser has read")
     return whole
 
 
@@ -114,7 +113,7 @@ class Text(Modality):
         """With the tokeniser that reads them and the ids of the longest: the model's own."""
         made, text = model(), data.text
         if not made.words:
-            raise SitusError(f"{made.name} takes images, and {data.path} holds sentences", field="data")
+            raise DataError(f"{made.name} takes images, and {data.path} holds sentences")
         longest = text.longest or min(LONGEST, made.places)
         if longest > made.places:
             allowed = f"at most {made.places}, the places that {made.name} knows"

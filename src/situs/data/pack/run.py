@@ -17,16 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from situs.data.open import only_images, open_source, splits_at, unread_labels
-from situs.data.pack.config import PackConfig
-from situs.data.pack.shards import IMAGE, Item, Shard, new_shard
-from situs.data.pack.store import store, store_pixels
+from situs.data.pack.shards import IMAGE, Item, PackConfig, Shard, new_shard, store, store_pixels
 from situs.data.sources.base import SPLIT_WORDS, EncodedSource, Source
+from situs.data.sources.folder import plain
 from situs.data.sources.manifest import CLASSES, KIND, MANIFEST, check_size, read_manifest
-from situs.data.sources.remote.names import is_remote, redacted
-from situs.data.sources.remote.transfer import RemoteError
-from situs.data.sources.walk import plain
+from situs.data.sources.remote.transfer import RemoteError, is_remote, redacted
 from situs.data.work import in_order
-from situs.errors import SitusError, counted
+from situs.errors import DataError, SitusError, counted
 from situs.files import read_json, write_text
 from situs.folder_lock import NAME as LOCK
 from situs.folder_lock import lock_folder
@@ -173,7 +170,7 @@ class _Packing:
         if not state["shards"]:
             reason = next((each["reason"] for each in state["broken"]), "it is empty")
             clear(self.out)
-            raise SitusError(f"{self.path}: none of its images can be read; {reason}", field="data")
+            raise DataError(f"{self.path}: none of its images can be read; {reason}")
         if self.classes is not None and self.how.format == "webdataset":
             write_text(self.out / CLASSES, "".join(f"{name}\n" for name in self.classes))
         facts = {"data": self._name(), "fingerprints": state["fingerprints"], "classes": self.classes}
@@ -292,11 +289,11 @@ class _Packing:
         names = tuple(line or str(number) for number, line in enumerate(lines))
         if self.how.multi_label and (len({*names}) < len(names) or IMAGE in names):
             twice = next(name for name in names if names.count(name) > 1 or name == IMAGE)
-            raise SitusError(f"{source.name}: the class {twice!r} cannot be a column beside the others", field="data")
+            raise DataError(f"{source.name}: the class {twice!r} cannot be a column beside the others")
         known = self.classes or ()
         shorter = min(len(known), len(names))
         if known[:shorter] != names[:shorter]:
-            raise SitusError(f"{source.name}: its classes differ from those of the other splits", field="data")
+            raise DataError(f"{source.name}: its classes differ from those of the other splits")
         self.classes = max(known, names, key=len)
         return names
 

@@ -10,13 +10,129 @@ import os
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
-from situs.data.pack.config import PackConfig
-from situs.data.pack.store import Stored
+from situs.config import Checked
+from situs.data.resize import covering_size, resized
+from situs.data.sources.images import decode, read_header
+from situs.errors import SitusError
+from situs.limits import Count, Natural, Positive, Within
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackConfig(Checked):
+    """What becomes of each image, and how the shards are cut."""
+
+    format: Literal["parquet", "webdataset"] = "parquet"
+    """Hugging Face parquet (image, label, class names inside), or tar files with a classes.txt beside them."""
+
+    short_side: Natural = 256
+    """Images whose shorter side is longer are shrunk to it; the others keep their bytes. 0: all keep them."""
+
+    encoding: Literal["jpeg", "png"] = "jpeg"
+    """What a shrunk image is written as: JPEG, or PNG without loss. Images deeper than 8 bits keep 16."""
+
+    quality: Annotated[int, Within("[1, 100]")] = 90
+    """Of JPEG."""
+
+    channels: Count | None = None
+    """Channels of a shrunk image; by default its own, without alpha (4 keeps alpha)."""
+
+    shard_mib: Positive = 256.0
+    """Largest shard, in MiB of image bytes."""
+
+    row_group: Count = 100
+    """Parquet: rows a group, which is what a reader takes at once."""
+
+    multi_label: bool = False
+    """Any number of classes an image, from a table beside the images or from parquet: a bool column a class, null where
+    nobody knows. In parquet alone."""
+
+    def check(self) -> None:
+        if self.multi_label and self.format != "parquet":
+            raise SitusError(
+                f"format={self.format}: holds one class an image, and several go into parquet",
+                field=("format", "multi_label"),
+            )
+        if self.row_group != PackConfig.row_group and self.format != "parquet":
+            said = f"row_group={self.row_group}: is for parquet, and format={self.format} has no groups of rows"
+            raise SitusError(said, field=("row_group", "format"))
+        if self.quality != PackConfig.quality and (self.encoding == "png" or not self.short_side):
+            why = "short_side=0 keeps the bytes of every image" if not self.short_side else "encoding=png loses nothing"
+            said = f"quality={self.quality}: is for JPEG that is written here, and {why}"
+            raise SitusError(said, field=("quality", "encoding" if self.short_side else "short_side"))
+
+    def told(self) -> dict[str, Any]:
+        """As the manifest and the journal hold it; what came later stands there only where it is asked for."""
+        return {name: value for name, value in asdict(self).items() if name != "multi_label" or value}
+
+
+_OWN = ("PNG", "WEBP", "AVIF", "GIF", "BMP", "DIB", "PPM", "NPY")
+SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "HEIF": ".heic", "TIFF": ".tif", "JPEG2000": ".jp2"}
+SUFFIXES |= {kind: f".{kind.lower()}" for kind in _OWN}
+"""Pillow's name of a format -> the ending by which readers know it."""
+
+# A JPEG many times too large is read at a part of its sides, but never below twice what is wanted: what is left to the
+# resampling then hides nearly all of the difference.
+_SPARE = 2
+_LONGEST_JPEG = 65535
+
+
+class Stored(NamedTuple):
+    """An image as it stands in a shard. suffix: of its format."""
+
+    data: bytes
+    suffix: str
+
+
+def store(data: bytes, name: str, how: PackConfig) -> Stored:
+    """An encoded image; raises `BrokenSampleError` under `name` where it cannot be decoded."""
+    header = read_header(data, name)
+    short = min(header.height, header.width)
+    if not how.short_side or short <= how.short_side:
+        decode(data, name)
+        return Stored(data, SUFFIXES[header.kind])
+    reduce = 1
+    if how.encoding == "jpeg":  # what is written without loss is also read without
+        reduce = next((part for part in (8, 4, 2) if short // part >= _SPARE * how.short_side), 1)
+    return _encode(_shrink(decode(data, name, how.channels, reduce=reduce), how.short_side), how)
+
+
+def store_pixels(image: Tensor, how: PackConfig) -> Stored:
+    """An image [C, H, W] of a set that holds no files: as it is without loss, or shrunk."""
+    if how.short_side and min(image.shape[1:]) > how.short_side:
+        return _encode(_shrink(image, how.short_side), how)
+    return _encode(image, None)
+
+
+def _shrink(image: Tensor, short_side: int) -> Tensor:
+    return resized(image, covering_size((image.shape[1], image.shape[2]), short_side, short_side))
+
+
+def _encode(image: Tensor, how: PackConfig | None) -> Stored:
+    """how: None writes without loss."""
+    from PIL import Image
+
+    buffer, channels = io.BytesIO(), image.shape[0]
+    deep = image.is_floating_point()
+    if channels not in {1, 3, 4} or (deep and (channels != 1 or how is None)):
+        np.save(buffer, image.contiguous().numpy())
+        return Stored(buffer.getvalue(), ".npy")
+    pixels = image.permute(1, 2, 0).contiguous().numpy()
+    if deep:
+        pixels = np.round(pixels * 65535.0).astype(np.uint16)
+    picture = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
+    if how is None or how.encoding == "png" or deep or channels == 4 or max(picture.size) > _LONGEST_JPEG:
+        picture.save(buffer, "PNG", compress_level=6)
+        return Stored(buffer.getvalue(), ".png")
+    picture.save(buffer, "JPEG", quality=how.quality)
+    return Stored(buffer.getvalue(), ".jpg")
+
 
 IMAGE = "image"
 """The column of the images; no class of a multi-label set can have its name."""

@@ -1,10 +1,16 @@
-"""One encoded clip to one wave: WAV, FLAC and OGG by soundfile, mono, at one rate and of one length."""
+"""Clips of sound: WAV, FLAC and OGG by soundfile, mono, at one rate and of one length.
+
+In folders, Google Speech Commands as published (v1 and v2) among them, or in parquet with an audio column. The lists
+that come with Speech Commands decide the splits; without them the official rule does: the SHA-1 of a file's name up to
+`_nohash_`, so that a speaker is in one split alone. The 12-class task of the papers is ten words, *unknown* from all
+others, and *silence* cut from the background noise, a tenth as many clips as of the ten words each.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
-import os
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,18 +19,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from situs.core.random import uniform
 from situs.data.audio import AUDIO, AudioConfig
-from situs.data.sources.base import EncodedSource, Wanted
-from situs.data.sources.folder import FileSource
+from situs.data.sources.base import EncodedSource, Source, Wanted, choose_split, list_shards, splits_of
+from situs.data.sources.folder import FolderSource, split_folders, walk
 from situs.data.sources.parquet import ParquetSource
-from situs.errors import BrokenSampleError, SitusError, missing_extra
+from situs.data.sources.subset import class_labels
+from situs.errors import BrokenSampleError, DataError, SitusError, counted, missing_extra, verb
 
 AUDIO_SUFFIXES = frozenset({".wav", ".flac", ".ogg", ".oga", ".opus"})
 NOISE_FOLDER = "_background_noise_"
-LISTS = {"val": "validation_list.txt", "test": "testing_list.txt"}
+WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
+SILENCE, UNKNOWN = "_silence_", "_unknown_"
+_LISTS = {"val": "validation_list.txt", "test": "testing_list.txt"}
+_KNOWN = (NOISE_FOLDER, *_LISTS.values())
+_SHARE = 0.1  # of validation and of test by the hash, and of unknown and silence beside the ten words
+_MOST = (1 << 27) - 1
 _HEAD, _PCM, _CHANNELS = 44, b"\x10\0\0\0\1\0", 1024  # of a WAV without other chunks; soundfile's most channels
 # Each split cuts from its own part of every noise file, so that no clip of a test was heard in training.
-_SHARES = {"train": (0.0, 0.8), "val": (0.8, 0.9), "test": (0.9, 1.0)}
+_NOISE_PARTS = {"train": (0.0, 0.8), "val": (0.8, 0.9), "test": (0.9, 1.0)}
 
 
 def need_soundfile() -> None:
@@ -101,16 +114,27 @@ class ClipReader(EncodedSource):
         return {"wave": wave} if label is None else {"wave": wave, "label": label}
 
 
-class ClipFiles(ClipReader, FileSource):
-    """Audio files. root: the folder that `files` are relative to. labels: the class number of each, or None."""
+class ClipFiles(ClipReader, FolderSource):
+    """Audio files; where no folders are splits, the lists of Speech Commands or the names decide which files are."""
 
-    def __init__(
-        self, name: str, root: Path, files: list[str], labels: list[int] | None, classes: tuple[str, ...] | None,
-        clip: AudioConfig = AUDIO, *, strict: bool = False,
-    ) -> None:  # fmt: skip
+    suffixes, known = AUDIO_SUFFIXES, _KNOWN
+
+    def __init__(self, path: Path, wanted: Wanted, clip: AudioConfig = AUDIO) -> None:
         need_soundfile()
-        self.root, self._files, self._labels, self.clip = root, files, labels, clip
-        super().__init__(name, classes, None, strict)
+        self.clip = clip
+        super().__init__(path, wanted)
+
+    def _choose(self, path: Path, folders: list[str], split: str | None) -> str | None:
+        return super()._choose(path, folders, split) if folders else None
+
+    def _divide(self, path: Path, files: list[str], split: str | None) -> tuple[str | None, list[str], list[str]]:
+        if split is None and any("/" not in file for file in files):
+            return None, files, []
+        chosen, (parts, notes) = part_of(split), _parts(path, files)
+        chosen_files = [file for file, part in zip(files, parts, strict=True) if part == chosen]
+        if not chosen_files:
+            raise SitusError(f"{path}: none of its clips is of the split {chosen!r}", field="split")
+        return chosen, chosen_files, notes
 
 
 class ClipRows(ClipReader, ParquetSource):
@@ -122,29 +146,140 @@ class ClipRows(ClipReader, ParquetSource):
         super().__init__(path, wanted._replace(kind="audio"))
 
 
-class FoundAudio(NamedTuple):
-    """files: audio files relative to the folder, sorted by code point. others: how many files are no audio by name."""
+def open_clips(path: Path, wanted: Wanted, audio: AudioConfig = AUDIO) -> Source:
+    """The clips at `path`: `label/file.wav` with or without lists, train/ and test/ of these, flat files, or parquet.
 
-    files: list[str]
-    others: int
+    Without a split it is the training split, and of a flat folder all of it.
+    """
+    part = part_of(wanted.split)
+    if path.suffix == ".parquet" or (path.is_dir() and list_shards(path, ".parquet")):
+        source: ClipReader = ClipRows(path, wanted, audio)
+    elif path.is_dir():
+        source = ClipFiles(path, wanted, audio)
+    else:
+        raise DataError(f"{path}: must be a folder of audio files, or parquet with an audio column")
+    if audio.task == "all" or not wanted.labels:
+        return source
+    if source.classes is None:
+        source.notes.append(f"{source.name}: has no labels, so that all its clips are taken, and no silence is added")
+        return source
+    noise, notes = read_noise(folder := noise_folder(path, audio), part, audio)
+    if noise is None and audio.silence == "noise":
+        long = f"files of {10 * audio.seconds:g} s or more"
+        said = f"no noise to cut silence from; put {long} there, name another folder, or let silence be empty"
+        raise SitusError(f"{folder}: {said}", field=("audio.noise", "audio.silence"))
+    commands = Commands(source, noise if audio.silence == "noise" else None, part, audio)
+    commands.notes += notes
+    return commands
 
 
-def walk_audio(root: Path) -> FoundAudio:
-    """The audio files below a folder, without hidden ones and without the background noise."""
-    files, others = [], 0
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != NOISE_FOLDER]
+def clip_splits(path: Path) -> set[str]:
+    """The splits of a set of clips: by its shards, its folders, its lists, or the official rule for named words."""
+    if shards := list_shards(path, ".parquet"):
+        return splits_of(shards)
+    if folders := split_folders(path):
+        return set(folders)
+    files = walk(path, _KNOWN, AUDIO_SUFFIXES)[0] if path.is_dir() else []
+    return set() if not files or any("/" not in file for file in files) else {*_NOISE_PARTS}
+
+
+def part_of(split: str | None) -> str:
+    """train, val or test, by any name of a split."""
+    return choose_split(_NOISE_PARTS, split, "speech") or "train"
+
+
+def hashed_split(name: str) -> str:
+    """The split of a file by the official rule: train, val or test."""
+    stem = name.rpartition("/")[2].partition("_nohash_")[0]
+    share = int(hashlib.sha1(stem.encode(), usedforsecurity=False).hexdigest(), 16) % (_MOST + 1) / _MOST
+    return "val" if share < _SHARE else "test" if share < 2 * _SHARE else "train"
+
+
+def _parts(path: Path, files: list[str]) -> tuple[list[str], list[str]]:
+    """The split of each file, by the lists where there is one, else by the hash of its name; and what is to be said."""
+    lists = {part: path / name for part, name in _LISTS.items() if (path / name).is_file()}
+    if not lists:
+        return [*map(hashed_split, files)], [f"{path.name}: has no lists, so that the names decide the split"]
+    listed: dict[str, str] = {}
+    notes = [
+        f"{path.name}: has no {name}, so that no clip is of {part}, and those of it may be among the training"
+        for part, name in _LISTS.items()
+        if part not in lists
+    ]
+    known = set(files)
+    for part, file in lists.items():
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        names = [name for line in lines if (name := line.strip().replace("\\", "/").removeprefix("./"))]
         for name in names:
-            if Path(name).suffix.lower() in AUDIO_SUFFIXES and not name.startswith(".") and _regular(folder, name):
-                files.append((Path(folder) / name).relative_to(root).as_posix())
-            elif name not in LISTS.values():
-                others += 1
-    return FoundAudio(sorted(files), others)
+            if listed.setdefault(name, part) != part:
+                raise DataError(f"{file}: {name} stands in {_LISTS['val']} as well")
+        if strange := [name for name in names if name not in known]:
+            if known.isdisjoint(names):
+                raise DataError(f"{file}: names no clip of {path}; the first: {strange[0][:80]!r}")
+            missing = f"names {counted(len(strange), 'clips')} that {verb(len(strange), 'are')} not here"
+            notes.append(f"{file.name}: {missing}; the first: {strange[0][:80]}")
+    return [listed.get(file, "train") for file in files], notes
 
 
-def _regular(folder: str, name: str) -> bool:
-    """No pipe, which would be waited for, and no link to nothing."""
-    return (Path(folder) / name).is_file()
+class Commands(Source):
+    """The 12-class task over a set of single words: silence, unknown, and the ten words in the papers' order.
+
+    Clips of the ten words come first, then those of unknown, a choice that never changes, then silence.
+    noise: what silence is cut from, at a level uniform in [0, 1); without it silence is empty. part: train, val or
+    test, which has cuts of its own, the same wherever the set lies.
+    """
+
+    things = "clips"
+
+    def __init__(self, source: ClipReader, noise: NoiseBank | None, part: str, clip: AudioConfig = AUDIO) -> None:
+        assert source.classes is not None
+        missing = [word for word in WORDS if word not in source.classes]
+        if missing:
+            raise DataError(f"{source.name}: has no clips of {', '.join(missing)}, of the ten words")
+        super().__init__(source.name, (SILENCE, UNKNOWN, *WORDS), None, source.strict)
+        self.source, self.noise, self.part, self.clip = source, noise, part, clip
+        place = {name: number for number, name in enumerate(self.classes or ())}
+        number = np.array([place.get(name, place[UNKNOWN]) for name in source.classes])
+        labels = number[class_labels(source).numpy()]  # one that cannot be read, -1, is named when it is
+        words, unknown = np.flatnonzero(labels >= 2), np.flatnonzero(labels == 1)
+        self.silent = math.ceil(_SHARE * len(words))
+        self.rows = np.concatenate([words, np.sort(_first(source, unknown, self.silent))])
+        self.labels = labels[self.rows].tolist()
+        self.notes = list(source.notes)
+        if silent := int((labels == 0).sum()):
+            clips = f"{counted(silent, 'clips')} of {SILENCE}, which the task cuts itself"
+            self.notes.append(f"{self.name}: left out its own {clips}")
+        if len(unknown) < self.silent:
+            clips = f"{counted(len(unknown), 'clips')} of unknown words, where the task takes {self.silent}"
+            self.notes.append(f"{self.name}: {clips}")
+
+    def __len__(self) -> int:
+        return len(self.rows) + self.silent
+
+    def key(self, index: int) -> str:
+        """The clip's own name; silence has a number."""
+        over = index - len(self.rows)
+        return f"{SILENCE}/{over}" if over >= 0 else self.source.key(int(self.rows[index]))
+
+    def origin(self, index: int) -> tuple[Source, int]:
+        return (self, index) if index >= len(self.rows) else self.source.origin(int(self.rows[index]))
+
+    def label(self, index: int) -> int:
+        return self.labels[index] if index < len(self.rows) else 0
+
+    def read(self, index: int) -> dict[str, Any]:
+        if index < len(self.rows):
+            return self.source.read(int(self.rows[index])) | {"label": self.labels[index]}
+        if self.noise is None:
+            return {"wave": torch.zeros(self.clip.samples), "label": 0}
+        numbers = uniform(0, 0, torch.tensor([index - len(self.rows)]), f"speech.silence/{self.part}", (3,))
+        return {"wave": self.noise.cut(numbers, self.clip.samples)[0] * numbers[0, 2], "label": 0}
+
+
+def _first(source: ClipReader, rows: np.ndarray, count: int) -> np.ndarray:
+    """`count` of the rows, by the hash of their names: the same when others come or go."""
+    hashed = [hashlib.sha1(source.key(row).encode(), usedforsecurity=False).digest() for row in rows.tolist()]
+    return rows[np.argsort(np.array(hashed), kind="stable")[:count]] if len(rows) else rows
 
 
 class NoiseBank(NamedTuple):
@@ -180,9 +315,9 @@ def read_noise(folder: Path, split: str, clip: AudioConfig = AUDIO) -> tuple[Noi
 
     split: train, val or test. None where there is no noise that is long enough.
     """
-    low, high = _SHARES[split]
+    low, high = _NOISE_PARTS[split]
     waves, starts, lengths, notes, total = [], [], [], [], 0
-    for name in walk_audio(folder).files if folder.is_dir() else []:
+    for name in walk(folder, (), AUDIO_SUFFIXES)[0] if folder.is_dir() else []:
         file = folder / name
         try:
             wave = decode_wave(file.read_bytes(), str(file), clip.rate)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from situs.data.sources.images import decode, to_channels
-from situs.errors import SitusError, counted, verb
+from situs.errors import DataError, SitusError, counted
 
 # A split by any of its names; where the first is absent the next serves (ImageNet has no labelled test split,
 # CIFAR no validation split).
@@ -24,8 +24,6 @@ SPLITS = {
     "test": ("test", "val", "validation", "valid", "dev"),
 }
 SPLIT_WORDS = ("train", "training", "val", "validation", "valid", "test")
-# A label beyond this is an id or a damaged number; each class costs a name and a row of every classifier.
-_MOST_CLASSES = 1_000_000
 
 
 class Skipped(NamedTuple):
@@ -233,9 +231,10 @@ def choose_split(available: Iterable[str], split: str | None, where: str) -> str
     Without a wish the training split is taken where there is one. `train` of data without splits is all of it.
     """
     names = sorted(set(available))
-    if split is not None and split not in SPLITS and split not in {n for v in SPLITS.values() for n in v}:
+    family = next((family for family in SPLITS.values() if (split or "train") in family), None)
+    if family is None:
         raise SitusError(field="split", value=split, allowed=f"one of {', '.join(SPLITS)}")
-    wanted = SPLITS.get(split or "train") or (split, *SPLITS["val"])
+    wanted = SPLITS.get(split or "train") or (split, *family)
     for name in wanted:
         if name in names:
             return name
@@ -250,49 +249,6 @@ def choose_split(available: Iterable[str], split: str | None, where: str) -> str
     )
 
 
-def number_names(most: int, where: str) -> tuple[str, ...]:
-    """The class numbers 0 to `most` as names, for data that names none."""
-    if most >= _MOST_CLASSES:
-        raise SitusError(
-            f"{where}: class number {most:,}: must be below {_MOST_CLASSES:,}; is it no class?", field="data"
-        )
-    return tuple(str(number) for number in range(most + 1))
-
-
-def is_numbered(classes: Sequence[str] | None) -> bool:
-    """Whether the classes have no names but the numbers from 0 on."""
-    return classes is not None and all(name == str(number) for number, name in enumerate(classes))
-
-
-def unseen(name: str, classes: Sequence[str] | None, labels: Iterable[int] | None, least: int = 0) -> list[str]:
-    """A note where classes that only numbers name have no sample among the labels. labels: None where they are too many
-    to be looked at; then what is known of them is the smallest."""
-    if classes is None or not is_numbered(classes):
-        return []
-    missing = sorted({*range(len(classes))} - {int(label) for label in labels}) if labels is not None else range(least)
-    if labels is not None and not missing:
-        return []
-    few = ", ".join(map(str, missing[:3])) + (", …" if len(missing) > 3 else "")
-    held = f"there are {len(classes):,} classes, 0 to {len(classes) - 1}"
-    lack = f"{len(missing):,} of them {verb(len(missing), 'have')} no sample ({few})"
-    if labels is None:
-        held += f", and {lack}" if missing else ""
-        rest = "all others have one" if missing else "all of them have a sample"
-        lack = f"whether {rest} is not looked at in a set of this size"
-    said = f"its labels are class numbers, taken as they are: {held}, and {lack}"
-    return [f"{name}: {said}"]
-
-
-def lonely(name: str, classes: Sequence[str], counts: Sequence[int]) -> list[str]:
-    """A note where few of the classes have one sample only, as a mistyped label has. counts: the samples of each."""
-    alone = [each for each, count in zip(classes, counts, strict=True) if count == 1]
-    if not alone or 2 * len(alone) > sum(count > 0 for count in counts):
-        return []
-    few = ", ".join(map(repr, alone[:3])) + (", …" if len(alone) > 3 else "")
-    said = f"{len(alone):,} of its {len(classes):,} classes {verb(len(alone), 'have')} one sample only ({few})"
-    return [f"{name}: {said}; a mistyped label makes a class of its own"]
-
-
 def split_of(file: Path) -> str | None:
     """A shard's split, by its folder (`train/1.tar`) or the start of its name (`train-1.tar`), or None."""
     if file.parent.name in SPLIT_WORDS:
@@ -304,7 +260,7 @@ def split_of(file: Path) -> str | None:
 def check_state(file: Path, state: os.stat_result, known: tuple[int, int]) -> None:
     """Refuses a shard that has not the size and the time of change that it had when the set was opened."""
     if (state.st_size, state.st_mtime_ns) != known:
-        raise SitusError(f"{file}: was changed since the set was opened; start again", field="data")
+        raise DataError(f"{file}: was changed since the set was opened; start again")
 
 
 def list_shards(path: Path, suffix: str) -> list[Path]:

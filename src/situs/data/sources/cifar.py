@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+import math
+import pickle
+import pickletools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +17,7 @@ import torch
 from torch import Tensor
 
 from situs.data.sources.base import TensorSource, Wanted, choose_split
-from situs.data.sources.pickled import read_pickled
-from situs.errors import SitusError
+from situs.errors import DataError, SitusError
 
 _PIXELS = 3 * 32 * 32
 
@@ -80,10 +83,10 @@ def _reading(file: Path) -> Iterator[None]:
     except SitusError:
         raise
     except OSError as error:
-        raise SitusError(f"{file}: cannot be read ({error.strerror or error})", field="data") from error
+        raise DataError(f"{file}: cannot be read ({error.strerror or error})") from error
     except Exception as error:  # damaged bytes turn up as values of any type, and fail where they are used
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        raise SitusError(f"{file}: is not a CIFAR batch ({reason})", field="data") from error
+        raise DataError(f"{file}: is not a CIFAR batch ({reason})") from error
 
 
 def _read_batch(file: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
@@ -91,7 +94,7 @@ def _read_batch(file: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
     if isinstance(layout.label, int):
         row = layout.bytes_before + _PIXELS
         if not data or len(data) % row:
-            raise SitusError(f"{file}: {len(data)} bytes are no whole number of {row}-byte rows", field="data")
+            raise DataError(f"{file}: {len(data)} bytes are no whole number of {row}-byte rows")
         rows = np.frombuffer(data, np.uint8).reshape(-1, row)
         pixels, numbers = rows[:, layout.bytes_before :], rows[:, layout.label]
     else:
@@ -99,16 +102,16 @@ def _read_batch(file: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
         pixels, numbers = _entry(batch, "data", file), _entry(batch, layout.label, file)
         fits = isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8 and pixels.shape[1:] == (_PIXELS,)
         if not fits or not len(pixels):
-            raise SitusError(f"{file}: 'data' is not uint8 [n, {_PIXELS}]", field="data")
+            raise DataError(f"{file}: 'data' is not uint8 [n, {_PIXELS}]")
         if len(numbers) != len(pixels):
-            raise SitusError(f"{file}: {len(pixels)} images and {len(numbers)} labels", field="data")
+            raise DataError(f"{file}: {len(pixels)} images and {len(numbers)} labels")
     images = torch.from_numpy(pixels.copy()).view(-1, 3, 32, 32)
     return images, torch.from_numpy(np.asarray(numbers, dtype=np.int64))
 
 
 def _entry(batch: Any, key: str, file: Path) -> Any:
     if not isinstance(batch, dict) or key not in batch:
-        raise SitusError(f"{file}: holds no {key!r}, so it is no CIFAR batch", field="data")
+        raise DataError(f"{file}: holds no {key!r}, so it is no CIFAR batch")
     return batch[key]
 
 
@@ -118,3 +121,90 @@ def _read_classes(file: Path, layout: _Layout) -> tuple[str, ...]:
     key = "label_names" if layout.label == "labels" else "fine_label_names"
     names = _entry(read_pickled(file.read_bytes(), str(file)), key, file)
     return tuple(name.decode() if isinstance(name, bytes) else str(name) for name in names)
+
+
+@dataclass
+class _Dtype:
+    """NumPy's pickled dtype: made from its code, then told the byte order."""
+
+    code: str
+    order: str = "|"
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = _text(state[1])
+
+    def real(self) -> np.dtype[Any]:
+        kind = np.dtype((self.order if self.order in "<>" else "") + self.code)
+        if kind.kind not in "biuf":
+            raise ValueError(f"arrays of {self.code!r} are not plain numbers")
+        return kind
+
+
+@dataclass
+class _Array:
+    """NumPy's pickled array: made empty, then told shape, dtype, order and bytes."""
+
+    value: np.ndarray | None = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, data = state
+        self.value = _from_bytes(data, dtype, shape, "F" if fortran else "C").value
+
+
+def _text(value: Any) -> str:
+    return value.decode("ascii") if isinstance(value, bytes) else str(value)
+
+
+def _from_bytes(data: Any, dtype: Any, shape: Any, order: Any = "C") -> _Array:
+    if not isinstance(data, (bytes, bytearray)):  # bytes(10**9) would make as many zeros
+        raise ValueError(f"{type(data).__name__} stands where bytes are expected")
+    kind = dtype.real()
+    if math.prod(shape) * kind.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes do not fill an array of shape {tuple(shape)}")
+    flat = np.frombuffer(data, kind)
+    return _Array(flat.reshape(shape[::-1]).T if _text(order) == "F" else flat.reshape(shape))
+
+
+def _encode(text: str, encoding: Any) -> bytes:
+    if _text(encoding) != "latin1":
+        raise ValueError(f"encoding {encoding!r} is not expected here")
+    return text.encode("latin-1")
+
+
+_CORES = ("numpy.core", "numpy._core")
+# The only names a batch may hold, and what they mean here.
+_CALLS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("_codecs", "encode"): _encode,
+    ("__builtin__", "bytes"): lambda: b"",  # as protocol 2 writes empty bytes
+    ("builtins", "bytes"): lambda: b"",
+    ("numpy", "dtype"): lambda code, *_: _Dtype(_text(code)),
+    ("numpy", "ndarray"): lambda: None,  # named as an argument, never called
+    **{(f"{core}.multiarray", "_reconstruct"): lambda *_: _Array() for core in _CORES},
+    **{(f"{core}.numeric", "_frombuffer"): _from_bytes for core in _CORES},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        known = _CALLS.get((module_name, global_name))
+        if known is None:
+            raise SitusError(f"asks to call {module_name}.{global_name}, which no CIFAR batch does; nothing was called")
+        # A new function each time, for a pickle may set attributes of what it names.
+        return lambda *arguments: known(*arguments)  # noqa: PLW0108
+
+
+def read_pickled(data: bytes, name: str) -> dict[str, Any]:
+    """The values of a pickled dict, by their keys as text; anything else is an error, not an action."""
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if "PUT" in opcode.name and int(argument or 0) > len(data):  # the memo is as long as the largest index
+                raise ValueError("a memo longer than the file")
+        held = _Unpickler(io.BytesIO(data), encoding="bytes").load()
+        if not isinstance(held, dict):
+            raise SitusError(f"holds no dict but a {type(held).__name__}, so it is no CIFAR batch")
+        return {_text(key): item.value if isinstance(item, _Array) else item for key, item in held.items()}
+    except SitusError as error:
+        raise SitusError(f"{name}: {error}") from None
+    except Exception as error:  # damaged bytes turn up as values of any type, and fail where they are used
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+        raise SitusError(f"{name}: is not a CIFAR batch ({reason})") from error

@@ -9,10 +9,12 @@ or the path of one json file. Numbers of categories may have holes; here classes
 
 from __future__ import annotations
 
+import marshal
 import math
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -23,11 +25,9 @@ from torch import Tensor
 
 from situs.data.objects import pack_masks
 from situs.data.sources.base import SPLIT_WORDS, Wanted, choose_split
-from situs.data.sources.folder import FileSource
+from situs.data.sources.folder import FileSource, plain
 from situs.data.sources.images import decode, said_size
-from situs.data.sources.outlines import Rle, decode_rles, is_number, mask_api, packed_outline, rle_of
-from situs.data.sources.walk import plain
-from situs.errors import BrokenSampleError, SitusError, counted
+from situs.errors import BrokenSampleError, DataError, SitusError, counted, missing_extra
 from situs.files import read_json
 
 _TABLES = ("images", "annotations", "categories")
@@ -140,11 +140,11 @@ def _split(file: Path) -> str | None:
 def _file_of(path: Path, split: str | None) -> tuple[Path, str | None]:
     files = coco_files(path)
     if not files:
-        raise SitusError(f"{path}: holds no json with objects, such as annotations/instances_train.json", field="data")
+        raise DataError(f"{path}: holds no json with objects, such as annotations/instances_train.json")
     chosen = choose_split(coco_splits(path), split, str(path))
     own = files if path.is_file() else [file for file in files if _split(file) == chosen]
     if len(own) > 1:
-        raise SitusError(f"{path}: {own[0].name} and {own[1].name} are both of it; name one of them", field="data")
+        raise DataError(f"{path}: {own[0].name} and {own[1].name} are both of it; name one of them")
     return own[0], chosen
 
 
@@ -152,15 +152,15 @@ def _tables(file: Path) -> dict[str, list[dict[str, Any]]]:
     try:
         told = read_json(file)
     except SitusError as error:
-        raise SitusError(str(error), field="data") from error
+        raise DataError(str(error)) from error
     for name in _TABLES:
         table = told.get(name)
         if not isinstance(table, list) or not all(isinstance(row, dict) for row in table):
-            raise SitusError(f"{file}: has no list of {name}, as COCO's json has one", field="data")
+            raise DataError(f"{file}: has no list of {name}, as COCO's json has one")
     for name in _TABLES:
         if not told[name]:
             more = ", so that there is nothing to learn and nothing to compare with" if name == "annotations" else ""
-            raise SitusError(f"{file}: its list of {name} is empty{more}", field="data")
+            raise DataError(f"{file}: its list of {name} is empty{more}")
     return told
 
 
@@ -169,11 +169,11 @@ def _kinds(categories: list[dict[str, Any]], file: Path) -> dict[Any, str]:
     if strange := next(
         (row for row in categories if not is_number(row.get("id")) or not _is_name(row.get("name"))), None
     ):
-        raise SitusError(f"{file}: the category {strange} has not a number for an id, and a name", field="data")
+        raise DataError(f"{file}: the category {strange} has not a number for an id, and a name")
     for key in ("id", "name"):
         counts = Counter(row[key] for row in categories)
         if twice := next((value for value, count in counts.items() if count > 1), None):
-            raise SitusError(f"{file}: has two categories of the {key} {twice!r}", field="data")
+            raise DataError(f"{file}: has two categories of the {key} {twice!r}")
     return {row["id"]: str(row["name"]) for row in sorted(categories, key=lambda row: row["id"])}
 
 
@@ -182,7 +182,7 @@ def _places(names: list[str], classes: tuple[str, ...], file: Path) -> np.ndarra
     place = {name: number for number, name in enumerate(classes)}
     if strange := next((name for name in names if name not in place), None):
         said = f"its category {strange!r} is not among the {counted(len(classes), 'classes')}"
-        raise SitusError(f"{file}: {said} {', '.join(classes[:3])}{' …' * (len(classes) > 3)}", field="data")
+        raise DataError(f"{file}: {said} {', '.join(classes[:3])}{' …' * (len(classes) > 3)}")
     return np.array([place[name] for name in names])
 
 
@@ -196,7 +196,7 @@ def _folder_of(names: list[str], path: Path, file: Path, split: str | None) -> P
     root = next((folder for folder in folders if (folder / names[0]).is_file()), None)
     if root is None:
         tried = ", ".join(plain(str(folder)) for folder in dict.fromkeys(folders) if folder.is_dir())
-        raise SitusError(f"{file}: names the image {names[0]!r}, and it is in none of {tried}", field="data")
+        raise DataError(f"{file}: names the image {names[0]!r}, and it is in none of {tried}")
     here = {
         f"{folder}{entry.name}"
         for folder in {name[: name.rfind("/") + 1] for name in names}
@@ -206,7 +206,7 @@ def _folder_of(names: list[str], path: Path, file: Path, split: str | None) -> P
     gone = [name for name in names if name not in here]
     if gone:
         said = f"names {len(gone):,} of {len(names):,} images that are not in {plain(str(root))}, the first {gone[0]!r}"
-        raise SitusError(f"{file}: {said}", field="data")
+        raise DataError(f"{file}: {said}")
     return root
 
 
@@ -227,17 +227,17 @@ class _Told:
         places = [{key: at for at, key in enumerate(keys)} for keys in (self.images, self.categories)]
         if len(places[0]) < len(self.images):
             twice = next(number for number, count in Counter(self.images).items() if count > 1)
-            raise SitusError(f"{file}: has two images of the id {twice!r}", field="data")
+            raise DataError(f"{file}: has two images of the id {twice!r}")
         rows = []
         for row in tables["annotations"]:
             try:
                 rows.append(self._object(row, *places))
             except SitusError as error:
-                raise SitusError(f"{file}: annotation {row.get('id')} {error}", field="data") from error
+                raise DataError(f"{file}: annotation {row.get('id')} {error}") from error
         rows = [row for row in rows if row is not None]
         if not rows:
             said = f"none of its {counted(len(tables['annotations']), 'annotations')} has a box and an outline"
-            raise SitusError(f"{file}: {said}", field="data")
+            raise DataError(f"{file}: {said}")
         rows.sort(key=lambda row: row[0])
         images, kinds, crowd, boxes, areas, self.ids, outlines = zip(*rows, strict=True)
         # One piece: to look at an object is to count its user, by which a forked worker would copy its page.
@@ -256,9 +256,9 @@ class _Told:
         named = _is_name(number) and isinstance(name, str) and name
         if not named or not all(isinstance(side, int) and side > 0 for side in sides):
             said = "has not an id, a file_name, and a height and width above 0"
-            raise SitusError(f"{file}: the image {str(row)[:80]} {said}", field="data")
+            raise DataError(f"{file}: the image {str(row)[:80]} {said}")
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise SitusError(f"{file}: names the image {name!r}, outside of its folder", field="data")
+            raise DataError(f"{file}: names the image {name!r}, outside of its folder")
         self.images.append(number)
         self.files.append(name)
         self.sides.append(sides)
@@ -301,3 +301,86 @@ def _read(file: Path, changed: int, size: int) -> _Told:  # noqa: ARG001
 def _is_name(value: Any) -> bool:
     """Whether JSON's value can stand for something: a number or a word."""
     return isinstance(value, int | float | str) and value != ""
+
+
+_CORNERS = 3  # of a polygon at least
+
+Rle = dict[str, Any]
+"""A mask by the lengths of its runs: "size", height and width, and "counts", packed into bytes."""
+
+
+def mask_api() -> Any:
+    """What draws polygons as COCO does."""
+    try:
+        from faster_coco_eval.core import mask
+    except ImportError as error:
+        raise missing_extra("faster-coco-eval", "dense", "reading the outlines of objects") from error
+    return mask
+
+
+def packed_outline(told: Any, sides: tuple[int, int]) -> bytes | None:
+    """A "segmentation" in one piece, for a million lists of numbers would take ten times the memory; None where it
+    encloses nothing: no polygon has three corners.
+
+    sides: of its image. Raises SitusError, the end of a sentence, on what is no outline.
+    """
+    if isinstance(told, dict):
+        _check_runs(told, sides)
+        return marshal.dumps(told["counts"])
+    if told is None:
+        return None
+    if not isinstance(told, list) or not all(isinstance(part, list) for part in told):
+        raise SitusError("is neither a list of polygons nor run lengths")
+    parts = [part for part in told if len(part) >= 2 * _CORNERS]
+    for part in parts:
+        if len(part) % 2 or not all(map(is_number, part)):
+            raise SitusError("has a polygon that is no list of x and y")
+    return marshal.dumps(parts) if parts else None
+
+
+def rle_of(outline: bytes, sides: tuple[int, int]) -> Rle:
+    """A packed outline as run lengths in an image of these sides, cut at its border. Raises SitusError, the end of a
+    sentence, where they cannot be counted out."""
+    told, api = marshal.loads(outline), mask_api()  # noqa: S302  (of what was packed here)
+    try:
+        if isinstance(told, str):
+            found = {"size": list(sides), "counts": told.encode()}
+            api.decode(found)  # which counts the pixels
+            return found
+        if isinstance(told[0], list):
+            return api.merge(api.frPyObjects(told, *sides))
+        return api.frPyObjects({"size": list(sides), "counts": told}, *sides)
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise SitusError(f"cannot be drawn ({str(error).rstrip('.')})") from error
+
+
+def decode_rles(rles: Sequence[Rle], sides: tuple[int, int]) -> Tensor:
+    """[m, H, W] bool."""
+    if not rles:
+        return torch.zeros(0, *sides, dtype=torch.bool)
+    return torch.from_numpy(np.ascontiguousarray(mask_api().decode(list(rles)).transpose(2, 0, 1))).bool()
+
+
+def encode_masks(masks: Tensor) -> list[Rle]:
+    """Masks [m, H, W] bool as run lengths."""
+    if not len(masks):
+        return []
+    return mask_api().encode(np.asfortranarray(masks.cpu().numpy().transpose(1, 2, 0), dtype=np.uint8))
+
+
+def _check_runs(told: dict[str, Any], sides: tuple[int, int]) -> None:
+    size, counts = told.get("size"), told.get("counts")
+    if not isinstance(size, list) or tuple(size) != sides:
+        said = " × ".join(map(str, size)) if isinstance(size, list) else size
+        raise SitusError(f"is a mask of {said}, and its image is {sides[0]} × {sides[1]}")
+    if isinstance(counts, str) and counts.isascii():
+        return
+    if not isinstance(counts, list) or not all(isinstance(each, int) and each >= 0 for each in counts):
+        raise SitusError("has run lengths that are no numbers from 0 on")
+    if sum(counts) != sides[0] * sides[1]:
+        raise SitusError(f"has run lengths of {sum(counts):,} pixels, and its image has {sides[0] * sides[1]:,}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether JSON's value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -27,12 +27,10 @@ from situs.data.sources.base import (
     TensorSource,
     Wanted,
     choose_split,
-    number_names,
-    unseen,
 )
 from situs.data.sources.images import decode, from_array, from_pillow
-from situs.data.sources.parquet import LABEL_COLUMNS
-from situs.errors import BrokenSampleError, SitusError, counted
+from situs.data.sources.labels import LABEL_COLUMNS, classes_of, note_unseen, number_names
+from situs.errors import BrokenSampleError, DataError, SitusError, counted
 from situs.progress import tracked
 
 PREFIX = "memory:"
@@ -102,7 +100,7 @@ def check_same(recorded: str, address: str) -> None:
         said = f"there were {_counts(before[0])} and now there are {_counts(now[0])}"
     else:
         said = "its labels are others" if before[1] != now[1] else "its images are others"
-    raise SitusError(f"the data in memory is not what the run began with: {said}; give the same again", field="data")
+    raise DataError(f"the data in memory is not what the run began with: {said}; give the same again")
 
 
 def open_memory(path: str, wanted: Wanted) -> Source:
@@ -117,7 +115,7 @@ def open_memory(path: str, wanted: Wanted) -> Source:
     else:
         source = MemorySource(part.items, numbers, classes, name, wanted)
     if numbers is not None and not source.multi_label:
-        source.notes += unseen(name, classes, numbers.tolist())
+        source.notes += note_unseen(name, classes, numbers.tolist())
     return source
 
 
@@ -166,7 +164,7 @@ def _part(data: Any, where: str) -> _Part:
     pairs = _pairs(data, where)
     images, items = (data, data) if pairs is None else (pairs.images, pairs)
     if len(items) == 0:
-        raise SitusError(f"{where}: is empty; give {TAKEN}", field="data")
+        raise DataError(f"{where}: is empty; give {TAKEN}")
     whole = _stacked(images, where) if _is_array(images) else None
     labels = pairs.labels if pairs is not None else None if whole is not None else _labels(data, where)
     if labels is not None:
@@ -190,7 +188,7 @@ def _check_kind(data: Any, where: str) -> None:
     elif type(data).__module__.startswith("pandas."):
         said = "is a table of pandas; give a list of its images, or of (image, label) pairs"
     if said is not None:
-        raise SitusError(f"{where}: {said}; {TAKEN} is taken", field="data")
+        raise DataError(f"{where}: {said}; {TAKEN} is taken")
 
 
 def _pairs(data: Any, where: str) -> _Pairs | None:
@@ -199,7 +197,7 @@ def _pairs(data: Any, where: str) -> _Pairs | None:
         image = next((name for name in IMAGE_NAMES if name in data), None)
         label = next((name for name in LABEL_COLUMNS if name in data), None)
         if image is None:
-            raise SitusError(f"{where}: is a dict of {_listed(data)}; {TAKEN} is taken", field="data")
+            raise DataError(f"{where}: is a dict of {_listed(data)}; {TAKEN} is taken")
         images, labels = data[image], None if label is None else data[label]
     elif isinstance(data, tuple) and len(data) == 2 and _is_many(data[0]) and not _is_many(data[1]):
         images, labels = data
@@ -211,7 +209,7 @@ def _pairs(data: Any, where: str) -> _Pairs | None:
     count = len(labels) if hasattr(labels, "__len__") else 1
     if count != len(images):
         said = f"has {counted(len(images), 'images')} and {counted(count, 'labels')}; give one label an image"
-        raise SitusError(f"{where}: {said}", field="data")
+        raise DataError(f"{where}: {said}")
     return _Pairs(images, labels)
 
 
@@ -225,14 +223,11 @@ def _is_many(value: Any) -> bool:
 def _stacked(array: Any, where: str) -> Tensor:
     """Images [n, H, W], [n, C, H, W] or [n, H, W, C] as one tensor [n, C, H, W], uint8 or float32 in [0, 1]."""
     if array.ndim not in {3, 4}:
-        raise SitusError(
-            f"{where}: is an array {list(array.shape)}; images are [n, H, W], [n, C, H, W] or [n, H, W, C]",
-            field="data",
-        )
+        raise DataError(f"{where}: is an array {list(array.shape)}; images are [n, H, W], [n, C, H, W] or [n, H, W, C]")
     try:
         return from_array(array, where, many=True)
     except BrokenSampleError as error:
-        raise SitusError(str(error), field="data") from error
+        raise DataError(str(error)) from error
 
 
 def _labels(data: Any, where: str) -> list[Any] | None:
@@ -287,27 +282,26 @@ def _numbered(
     kinds = {type(label) for labels in every for label in labels}
     if len(kinds) > 1:
         listed = " and ".join(sorted({int: "numbers", str: "names", tuple: "lists"}[kind] for kind in kinds))
-        raise SitusError(f"{name}: its labels are {listed}; give one kind of them", field="data")
+        raise DataError(f"{name}: its labels are {listed}; give one kind of them")
     many = kinds == {tuple}
     if many and not wanted.multi_label:
         return None, None  # as of a folder whose table of labels nobody asked for
     if wanted.multi_label and not many:
         said = "has one class an image, and a multi-label set 0 or 1 for each class"
         raise SitusError(f"{name}: {said}", field="multi_label")
-    if kinds == {str}:
-        home = next((parts[word] for word in SPLITS["train"] if word in parts), part)
-        classes = tuple(sorted({*(home.labels or ())}))
-        number = {each: at for at, each in enumerate(classes)}
-        if stranger := next((each for each in part.labels if each not in number), None):
-            raise SitusError(f"{name}: class {stranger!r} is not among the {len(classes)} of training", field="data")
-        return torch.tensor([number[each] for each in part.labels]), classes
     names = next((each.names for each in parts.values() if each.names), ())
     if many:
         count = len(part.labels[0])
         classes = names if len(names) == count else number_names(count - 1, name)
         return torch.tensor(part.labels, dtype=torch.int8), classes
-    most = max(max(labels) for labels in every)
-    return torch.tensor(part.labels), names if len(names) > most else number_names(most, name)
+    if kinds == {int}:
+        most = max(max(labels) for labels in every)
+        return torch.tensor(part.labels), names if len(names) > most else number_names(most, name)
+    home = next((parts[word] for word in SPLITS["train"] if word in parts), part)
+    classes, number = classes_of(home.labels or (), (), name)
+    if stranger := next((each for each in part.labels if each not in number), None):
+        raise DataError(f"{name}: class {stranger!r} is not among the {len(number)} of training")
+    return torch.tensor([number[each] for each in part.labels]), classes
 
 
 # --- one sample ------------------------------------------------------------------------------------------------
@@ -325,12 +319,12 @@ def _sample(items: Any, index: int, where: str) -> tuple[Any, Any]:
     if isinstance(sample, Mapping):
         image = next((name for name in IMAGE_NAMES if name in sample), None)
         if image is None:
-            raise SitusError(f"{where}, sample {index}: is a dict of {_listed(sample)}; {TAKEN} is taken", field="data")
+            raise DataError(f"{where}, sample {index}: is a dict of {_listed(sample)}; {TAKEN} is taken")
         return sample[image], next((sample[name] for name in LABEL_COLUMNS if name in sample), None)
     if isinstance(sample, tuple | list):
         if len(sample) not in {1, 2}:
             said = f"{where}, sample {index}: is a list of {len(sample)}"
-            raise SitusError(f"{said}; give images or (image, label) pairs", field="data")
+            raise DataError(f"{said}; give images or (image, label) pairs")
         return sample[0], sample[1] if len(sample) == 2 else None
     return sample, None
 
@@ -346,7 +340,7 @@ def _image(value: Any, name: str, channels: int | None = None) -> Tensor:
     if isinstance(value, bytes | bytearray):
         return decode(bytes(value), name, channels)
     more = "; of sentences and of files give the folder or the table they are in" if isinstance(value, str) else ""
-    raise SitusError(f"{name}: is {_kind(value)}, and no image of Pillow, array or tensor{more}", field="data")
+    raise DataError(f"{name}: is {_kind(value)}, and no image of Pillow, array or tensor{more}")
 
 
 def _label(value: Any, index: int, where: str) -> int | str | tuple[int, ...] | None:
@@ -363,7 +357,7 @@ def _label(value: Any, index: int, where: str) -> int | str | tuple[int, ...] | 
     if isinstance(value, list | tuple) and value and all(each in (-1, 0, 1) for each in value):
         return tuple(int(each) for each in value)
     allowed = "a class number from 0 on, a name, or in a multi-label set 0 or 1 for each class"
-    raise SitusError(f"{where}, sample {index}: has the label {shown}; a label is {allowed}", field="data")
+    raise DataError(f"{where}, sample {index}: has the label {shown}; a label is {allowed}")
 
 
 def _all_or_none(labels: list[Any], where: str) -> list[Any] | None:
@@ -373,9 +367,9 @@ def _all_or_none(labels: list[Any], where: str) -> list[Any] | None:
     if without:
         other = next(index for index, label in enumerate(labels) if label is not None)
         said = f"sample {without[0]} has no label and sample {other} has one; give all of them or none"
-        raise SitusError(f"{where}: {said}", field="data")
+        raise DataError(f"{where}: {said}")
     if len(sizes := {len(label) for label in labels if isinstance(label, tuple)}) > 1:
-        raise SitusError(f"{where}: its labels tell of {min(sizes)} and of {max(sizes)} classes", field="data")
+        raise DataError(f"{where}: its labels tell of {min(sizes)} and of {max(sizes)} classes")
     return labels
 
 
@@ -385,7 +379,7 @@ def _all_or_none(labels: list[Any], where: str) -> list[Any] | None:
 def _recall(path: str) -> dict[str, _Part]:
     if path not in _known:
         counts = _counts(path.removeprefix(PREFIX).split("-")[0])
-        raise SitusError(f"the data was {counts} in memory, which is there no more; give it again", field="data")
+        raise DataError(f"the data was {counts} in memory, which is there no more; give it again")
     return _known[path]
 
 
@@ -412,11 +406,11 @@ def _pixels(part: _Part, where: str) -> Iterator[bytes]:
             continue
         if twice[0].shape != twice[1].shape or not torch.equal(*twice):
             said = f"sample {row} is another each time it is read, as by a random transform"
-            raise SitusError(f"{where}: {said}; leave that out: Situs augments itself (augment)", field="data")
+            raise DataError(f"{where}: {said}; leave that out: Situs augments itself (augment)")
         yield f"{row} {twice[0].dtype} {list(twice[0].shape)}".encode()
         yield twice[0].contiguous().numpy().tobytes()
     if 2 * len(broken) > len(rows):
-        raise SitusError(str(broken[0]), field="data")
+        raise DataError(str(broken[0]))
 
 
 def _read_probe(part: _Part, row: int, where: str) -> Tensor:

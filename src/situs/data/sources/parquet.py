@@ -23,23 +23,27 @@ from situs.data.sources.base import (
     Wanted,
     check_state,
     find_shards,
-    is_numbered,
     list_shards,
-    number_names,
     split_of,
-    unseen,
 )
-from situs.data.sources.columns import class_names, classes_in, label_columns, multi_hot
 from situs.data.sources.images import read_bytes
+from situs.data.sources.labels import (
+    LABEL_COLUMNS,
+    class_names,
+    is_list,
+    is_numbered,
+    multi_label_columns,
+    multi_label_rows,
+    note_unseen,
+    number_names,
+)
 from situs.data.sources.remote import check_unchanged, is_kept, opened
-from situs.data.sources.table import LISTS
-from situs.errors import BrokenSampleError, SitusError, counted
+from situs.errors import BrokenSampleError, DataError, SitusError, counted
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "image": ("image", "img", "jpg", "png", "webp"),
     "audio": ("audio", "wav", "flac", "ogg", "opus"),
 }
-LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
 _MASK_COLUMNS = ("mask", "masks", "annotation", "annotations", "segmentation", "segmentation_mask", *LABEL_COLUMNS)
 # Sets up to this size are held in memory, encoded. Of a larger one a row group is read where one of its images is asked
 # for. In training the order is one in which each is read once and held until it is released (`situs.data.blocks`).
@@ -67,7 +71,7 @@ class ParquetSource(EncodedSource):
         self._ends = array("q", np.cumsum(rows).tobytes())  # of the row groups
         self._first = array("q", np.cumsum([0, *(len(footer.rows) for footer in footers)], dtype=np.int64).tobytes())
         if not self._ends or self._ends[-1] == 0:
-            raise SitusError(f"{path}: its parquet files hold no rows", field="data")
+            raise DataError(f"{path}: its parquet files hold no rows")
         self._bytes = sum(footer.bytes for footer in footers)
         self._fetched = is_kept(self._files[0])
         self._lock = threading.Lock()
@@ -87,7 +91,7 @@ class ParquetSource(EncodedSource):
         if chosen in (None, *SPLITS["train"]) and self._numbers and is_numbered(classes):
             there = np.concatenate([each.drop_null().to_numpy() for each in labels]) if labels else None
             least = max(0, min(footer.least for footer in footers))
-            self.notes += unseen(self.name, classes, None if there is None else np.unique(there), least)
+            self.notes += note_unseen(self.name, classes, None if there is None else np.unique(there), least)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_lock"} | {"_footers": OrderedDict()}
@@ -160,7 +164,7 @@ class ParquetSource(EncodedSource):
         if self.multi_label:
             assert self.classes is not None
             where = f"{self._files[file]}, row group {number}"
-            return images, multi_hot([table[name] for name in self._labels], self._labels, self.classes, where)
+            return images, multi_label_rows([table[name] for name in self._labels], self._labels, self.classes, where)
         return images, table[self._labels[0]].combine_chunks() if self._labels else None
 
     def _footer(self, file: int) -> Any:
@@ -231,7 +235,7 @@ def reading(file: Path, part: str = "") -> Iterator[None]:
     except (pa.ArrowException, OSError, ValueError, TypeError, LookupError, OverflowError, MemoryError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         what = f"{part} is damaged" if part else "is not a readable parquet file"
-        raise SitusError(f"{file}: {what} ({reason})", field="data") from error
+        raise DataError(f"{file}: {what} ({reason})") from error
 
 
 def open_parquet(file: Path, footer: Any = None) -> Any:
@@ -299,7 +303,7 @@ def _layout(files: list[Path], footers: list[_Footer]) -> tuple[str, tuple[str, 
         if (footer.image, footer.labels) != (image, labels):
             pairs = ((footer.image, *footer.labels), (image, *labels))
             said, wanted = (", ".join(map(repr, pair)) for pair in pairs)
-            raise SitusError(f"{file}: its columns are {said}, in {files[0].name} {wanted}", field="data")
+            raise DataError(f"{file}: its columns are {said}, in {files[0].name} {wanted}")
     most = max(footer.most for footer in footers)
     if most < 0:
         return image, (), None  # the hub marks a withheld label with -1
@@ -307,25 +311,22 @@ def _layout(files: list[Path], footers: list[_Footer]) -> tuple[str, tuple[str, 
     if not names:
         return image, labels, number_names(most, f"{files[0]}, column {labels[0]!r}")
     if most >= len(names):
-        raise SitusError(
-            f"{files[0]}: names {counted(len(names), 'classes')}, its column {labels[0]!r} has {most}", field="data"
-        )
+        raise DataError(f"{files[0]}: names {counted(len(names), 'classes')}, its column {labels[0]!r} has {most}")
     return image, labels, names
 
 
 def _multi_label_classes(path: Path, file: Path, labels: tuple[str, ...]) -> tuple[str, ...]:
     """The class names of a multi-label set: the 0/1 columns, those beside the schema, or all that any shard has."""
-    import pyarrow as pa
-
     schema = open_parquet(file).schema_arrow
-    if not pa.types.is_nested(schema.field(labels[0]).type):
+    if not is_list(schema.field(labels[0]).type):
         return labels
     if names := class_names(file, schema, labels[0]):
         return names
     found: set[Any] = set()
     for shard in list_shards(path, ".parquet"):
         with reading(shard, f"column {labels[0]!r}"):
-            found |= classes_in(open_parquet(shard).read(columns=[labels[0]])[labels[0]])
+            column = open_parquet(shard).read(columns=[labels[0]])[labels[0]]
+            found |= {each for part in column.chunks for each in part.flatten().unique().to_pylist()} - {None}
     if any(isinstance(each, int) for each in found):
         return number_names(max(found), f"{path}, column {labels[0]!r}")
     return tuple(sorted(found))
@@ -339,18 +340,18 @@ def _columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, tuple[str, .
     image = next((name for name in usual if name in schema.names), None)
     if image is None:
         said = f"one of {', '.join(usual)}, only {', '.join(schema.names)[:200]}"
-        raise SitusError(f"{file}: has no {wanted.kind} column, {said}", field="data")
+        raise DataError(f"{file}: has no {wanted.kind} column, {said}")
     _check_bytes_column(file, schema, image, "images" if wanted.kind == "image" else "clips")
     if wanted.target == "mask":
         mask = next((name for name in _MASK_COLUMNS if name in schema.names), None)
         if mask is None:
             listed, columns = ", ".join(_MASK_COLUMNS[:6]), ", ".join(schema.names)[:200]
-            raise SitusError(f"{file}: has no column of masks, one of {listed}, only {columns}", field="data")
+            raise DataError(f"{file}: has no column of masks, one of {listed}, only {columns}")
         _check_bytes_column(file, schema, mask, "masks")
         return image, (mask,)
     if wanted.multi_label:
         with reading(file):
-            return image, label_columns(file, schema, (*LISTS, *LABEL_COLUMNS))
+            return image, multi_label_columns(file, schema)
     label = next((name for name in LABEL_COLUMNS if name in schema.names), None) if wanted.labels else None
     if label is None:
         return image, ()
@@ -358,7 +359,7 @@ def _columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, tuple[str, .
         kind = schema.field(label).type
     if not pa.types.is_integer(kind):
         more = "; several an image are multi-label" if pa.types.is_nested(kind) else ""
-        raise SitusError(f"{file}: column {label!r} is {str(kind)[:80]}, labels must be integers{more}", field="data")
+        raise DataError(f"{file}: column {label!r} is {str(kind)[:80]}, labels must be integers{more}")
     return image, (label,)
 
 
@@ -372,7 +373,7 @@ def _check_bytes_column(file: Path, schema: Any, name: str, what: str) -> None:
     named = what == "clips" and pa.types.is_string(kind)
     if not (named or any(own(kind) for own in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view))):
         said = f"{file}: column {name!r} is {str(kind)[:80]}, {what} must be bytes or {{bytes, path}}"
-        raise SitusError(said, field="data")
+        raise DataError(said)
 
 
 def _label_ends(file: Path, opened: Any, label: str) -> list[tuple[int, int]]:

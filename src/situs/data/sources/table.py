@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import csv
 import io
+import math
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,28 +19,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.data.batch import VOID
-from situs.data.sources.base import ANY, SPLITS, Wanted, choose_split, lonely
-from situs.data.sources.folder import TABLES, FileSource, find_table, split_folders
-from situs.data.sources.walk import plain, walk
-from situs.errors import SitusError, counted
+from situs.data.sources.base import ANY, SPLITS, Wanted, choose_split
+from situs.data.sources.folder import TABLES, FileSource, find_table, plain, split_folders, walk
+from situs.data.sources.labels import LISTS, from_flags, from_lists, note_singletons
+from situs.errors import DataError, SitusError, counted
 
 PARTITION = "list_eval_partition.txt"
 """CelebA's own splits, beside the table: 0, 1 and 2 for train, val and test."""
 SUFFIXES = (".csv", ".txt")
-LISTS = ("labels", "classes", "tags")
-"""Columns that hold names, and are no classes of their own."""
-BOTH = "-1 and 0 both stand beside 1, and only one of them can mean no: what is unknown has no value"
 
 _SPLITS = {"0": "train", "1": "val", "2": "test"}
-_MINUS, _UNSAID, _NONE = 2, 3, 4  # -1 in a table, which means no; nothing; and what is no label
-_CODES = {"1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0, "-1": _MINUS, "-1.0": _MINUS}
-_CODES |= {"": _UNSAID, "nan": _UNSAID}
+_VALUES = {
+    "1": 1,
+    "1.0": 1,
+    "true": 1,
+    "0": 0,
+    "0.0": 0,
+    "false": 0,
+    "-1": -1,
+    "-1.0": -1,
+    "": math.nan,
+    "nan": math.nan,
+}
 
 
 @dataclass(frozen=True)
 class LabelTable:
-    """A line a file. names: as the table has them. lines: their numbers. labels: [n, K] int8, 1, 0 or VOID.
+    """A line a file. names: as the table has them. lines: their numbers. labels: [n, K] int8, 1, 0 or -1 for unknown.
 
     listed: whether the classes are those that a column of names has, and not the heading's.
     """
@@ -47,7 +54,7 @@ class LabelTable:
     classes: tuple[str, ...]
     names: list[str]
     lines: list[int]
-    labels: np.ndarray
+    labels: Tensor
     listed: bool
 
     def match(self, files: Sequence[str]) -> Tensor:
@@ -64,14 +71,14 @@ class LabelTable:
         found: dict[str, str] = {}
         for file, name in zip(files, keys, strict=True):
             if name not in rows:
-                raise SitusError(f"{plain(str(folder / file))}: has no line in {self.file.name}", field="data")
+                raise DataError(f"{plain(str(folder / file))}: has no line in {self.file.name}")
             if found.setdefault(name, file) != file:
                 both = f"{plain(found[name])} and {plain(file)} have one name"
                 raise self.wrong(rows[name], f"{both}, and the table names no folders")
         for row, name in enumerate(self.names):
             if name not in found:
                 raise self.wrong(row, f"there is no image {name!r} below {folder}")
-        return torch.from_numpy(self.labels[[rows[name] for name in keys]])
+        return self.labels[[rows[name] for name in keys]]
 
     def wrong(self, row: int, said: str) -> SitusError:
         """What is wrong with a row."""
@@ -91,7 +98,7 @@ class TableSource(FileSource):
         self.root = folder / chosen if chosen in split_folders(folder) else folder
         file = path if path.is_file() else find_table(self.root) or find_table(folder)
         if file is None:
-            raise SitusError(f"{self.root}: has no table of labels ({', '.join(TABLES)})", field="data")
+            raise DataError(f"{self.root}: has no table of labels ({', '.join(TABLES)})")
         home = next((folder / name for name in ("train", "training") if name in splits), folder)
         first = find_table(home) if file.parent not in (home, folder) else None
         table = read_table(file, None if first is None else read_table(first).classes)
@@ -103,13 +110,13 @@ class TableSource(FileSource):
             rows = [row for row in rows if splits_of[row] == chosen]
         rows = [row for row in rows if files[row].startswith(prefix)]
         if not rows:
-            raise SitusError(f"{self.root}: holds no image of the split", field="data")
+            raise DataError(f"{self.root}: holds no image of the split")
         self._files, self._labels = [files[row].removeprefix(prefix) for row in rows], labels[torch.tensor(rows)]
         name = folder.name + (f" ({chosen})" if chosen else "")
         super().__init__(name, table.classes, wanted.channels, wanted.strict, multi_label=True)
         self.notes = left_out.notes(name)
         if table.listed and chosen in (None, *SPLITS["train"]):
-            self.notes += lonely(name, table.classes, (self._labels == 1).sum(0).tolist())
+            self.notes += note_singletons(name, table.classes, (self._labels == 1).sum(0).tolist())
 
 
 def has_table(folder: Path) -> bool:
@@ -131,7 +138,7 @@ def read_table(file: Path, classes: tuple[str, ...] | None = None) -> LabelTable
         cut = enumerate((line.split() for line in text) if celeba else csv.reader(text), 1)
         return _parse(file, celeba, ((line, cells) for line, cells in cut if any(cells)), classes)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise SitusError(f"{file}: must be a table in UTF-8 text ({error})", field="data") from error
+        raise DataError(f"{file}: must be a table in UTF-8 text ({error})") from error
 
 
 _Lines = Iterator[tuple[int, list[str]]]
@@ -157,61 +164,48 @@ def _parse(file: Path, celeba: bool, rows: _Lines, classes: tuple[str, ...] | No
             yield line, cells[1:]
 
     listed = len(header) == 1 and header[0].lower() in LISTS
-    if listed:
-        found, labels = _listed(file, labelled(), classes)
-    else:
-        found, labels = tuple(header), _coded(file, header, labelled())
+    found, labels = (_listed if listed else _coded)(file, header, labelled(), lines, classes)
     if classes is not None and found != classes:
         if strange := {*found} ^ {*classes}:
             raise _wrong(file, 1, f"{min(strange)!r} is a class of one split and not of the other")
         labels = labels[:, [found.index(name) for name in classes]]
     if not names or not found:
-        raise SitusError(
-            f"{file}: {'names no class in any line' if names else 'has no line for any image'}", field="data"
-        )
+        raise DataError(f"{file}: {'names no class in any line' if names else 'has no line for any image'}")
     if count is not None and int(count[0]) != len(names):
         raise _wrong(file, 1, f"tells of {int(count[0]):,} files, and {len(names):,} follow")
     return LabelTable(file, classes or found, names, lines, labels, listed)
 
 
-def _coded(file: Path, header: list[str], rows: _Lines) -> np.ndarray:
+def _coded(
+    file: Path, header: list[str], rows: _Lines, lines: list[int], _: tuple[str, ...] | None
+) -> tuple[tuple[str, ...], Tensor]:
     """The labels of a column a class."""
-    held, seen = bytearray(), set[int]()
+    values = array("f")
     for line, cells in rows:
         if len(cells) != len(header):
             raise _wrong(file, line, f"has {counted(len(cells), 'labels')} for {counted(len(header), 'classes')}")
-        codes = bytes([_CODES.get(cell.strip().lower(), _NONE) for cell in cells])
-        if _NONE in codes:
-            at = codes.index(_NONE)
-            raise _wrong(file, line, f"{cells[at]!r} of {header[at]!r} is neither 0 nor 1, nor -1 or 1, nor empty")
-        seen.update(codes)
-        if {0, _MINUS} <= seen:
-            raise _wrong(file, line, BOTH)
-        held += codes
-    codes = np.frombuffer(held, np.uint8).reshape(-1, len(header))
-    return np.where(codes == _UNSAID, VOID, codes == 1).astype(np.int8)
+        for name, cell in zip(header, cells, strict=True):
+            if (value := _VALUES.get(cell.strip().lower())) is None:
+                raise _wrong(file, line, f"{cell!r} of {name!r} is neither 0 nor 1, nor -1 or 1, nor empty")
+            values.append(value)
+    table = np.array(values).reshape(-1, len(header))
+    return tuple(header), from_flags(table, header, lambda row: f"{file}, line {lines[row]}")
 
 
-def _listed(file: Path, rows: _Lines, classes: tuple[str, ...] | None) -> tuple[tuple[str, ...], np.ndarray]:
+def _listed(
+    file: Path, _: list[str], rows: _Lines, lines: list[int], classes: tuple[str, ...] | None
+) -> tuple[tuple[str, ...], Tensor]:
     """The classes, sorted, and the labels of a column of names."""
-    told: list[tuple[int, list[str] | None]] = []
+    lists: list[list[str] | None] = []
     for line, cells in rows:
         if len(cells) > 1:
             raise _wrong(file, line, f"has {len(cells) + 1} values: names stand in one, with ; between them")
         text = cells[0].strip() if cells else ""
-        held = [name for part in text.split(";") if (name := part.strip())]
-        told.append((line, None if text.lower() == "nan" else held))
-    found = classes or tuple(sorted({name for _, names in told for name in names or ()}))
-    number = {name: index for index, name in enumerate(found)}
-    labels = np.zeros((len(told), len(found)), np.int8)
-    for row, (line, names) in enumerate(told):
-        if names is None:
-            labels[row] = VOID
-        for name in names or ():
-            if name not in number:
-                raise _wrong(file, line, f"class {name!r} is not among the {len(found):,} of the training split")
-            labels[row, number[name]] = 1
-    return found, labels
+        names = [name for part in text.split(";") if (name := part.strip())]
+        lists.append(None if text.lower() == "nan" else names)
+    known = classes or tuple(sorted({name for names in lists for name in names or ()}))
+    number = {name: index for index, name in enumerate(known)}
+    return known, from_lists(lists, number, lambda row: f"{file}, line {lines[row]}")
 
 
 def _partition(file: Path, files: Sequence[str]) -> list[str]:
@@ -224,9 +218,9 @@ def _partition(file: Path, files: Sequence[str]) -> list[str]:
         told[name.strip()] = _SPLITS.get(number, "")
     names = [each.rpartition("/")[2] for each in files]
     if strange := next((each for each in names if each not in told), None):
-        raise SitusError(f"{strange}: has no line in {file}", field="data")
+        raise DataError(f"{strange}: has no line in {file}")
     return [told[each] for each in names]
 
 
 def _wrong(file: Path, line: int, said: str) -> SitusError:
-    return SitusError(f"{file}, line {line}: {said}", field="data")
+    return DataError(f"{file}, line {line}: {said}")

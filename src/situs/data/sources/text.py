@@ -6,7 +6,8 @@ classes are those of the training split. Held in memory: the sentences as they a
 
 from __future__ import annotations
 
-import math
+import csv
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,148 @@ from situs.data.sources.base import (
     Source,
     Wanted,
     choose_split,
-    is_numbered,
     list_shards,
-    lonely,
-    number_names,
     split_of,
     splits_of,
-    unseen,
 )
-from situs.data.sources.rows import LABELS, SENTENCES, SUFFIXES, Columns, read_columns
+from situs.data.sources.labels import (
+    LABEL_COLUMNS,
+    class_names,
+    classes_of,
+    is_missing,
+    is_text,
+    note_singletons,
+    note_unseen,
+)
+from situs.data.sources.parquet import open_parquet, reading
 from situs.data.text import LONGEST, TextConfig
 from situs.data.tokeniser import Ids, Tokeniser
-from situs.errors import BrokenSampleError, SitusError, counted, verb
+from situs.errors import BrokenSampleError, DataError, SitusError, counted, verb
+
+SUFFIXES = (".parquet", ".csv", ".tsv", ".jsonl")
+SENTENCES = ("text", "sentence")
+
+
+class Columns:
+    """The rows of one file. names: its columns. words: those that hold text. others: those that hold neither words nor
+    numbers, and what they hold."""
+
+    def __init__(
+        self,
+        file: Path,
+        columns: dict[str, list[Any]],
+        written: dict[str, tuple[str, ...]],
+        others: dict[str, str] | None = None,
+    ) -> None:
+        self.file, self._columns, self._written, self.others = file, columns, written, others or {}
+        self.names = list(columns)
+        self.words = [name for name, values in columns.items() if any(isinstance(each, str) for each in values)]
+
+    @property
+    def headed(self) -> bool:
+        """Whether its columns have names for sure: the first row of csv and tsv may be data."""
+        told = {name.strip().lower() for name in self.names}
+        return self.file.suffix not in (".csv", ".tsv") or not told.isdisjoint((*SENTENCES, *LABEL_COLUMNS))
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values()), ()))
+
+    def column(self, name: str) -> list[Any]:
+        """Its values, None where there is none."""
+        return self._columns[name]
+
+    def class_names(self, name: str) -> tuple[str, ...]:
+        """The names of the classes that are written beside a column of numbers."""
+        return self._written.get(name, ())
+
+
+def read_columns(file: Path) -> Columns:
+    """The rows of a file, by its ending; one without any is refused."""
+    table = _read_parquet(file) if file.suffix == ".parquet" else _read_plain(file)
+    if not len(table):
+        others = ", ".join(f"{name} ({kind})" for name, kind in table.others.items())[:200]
+        said = f"neither words nor numbers, only {others}" if others and not table.names else "no rows"
+        raise DataError(f"{file}: holds {said}")
+    return table
+
+
+def _read_plain(file: Path) -> Columns:
+    if file.suffix not in SUFFIXES:
+        raise DataError(f"{file}: sentences are read from {', '.join(SUFFIXES)}")
+    try:
+        columns = _read_lines(file) if file.suffix == ".jsonl" else _read_cells(file)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{file}: cannot be read ({str(error)[:80]})") from error
+    return Columns(file, columns, {})
+
+
+def _read_parquet(file: Path) -> Columns:
+    import pyarrow as pa
+
+    opened = open_parquet(file)
+    with reading(file):
+        schema = opened.schema_arrow
+        kinds = (is_text, pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+        held_as = {each.name: each.type for each in schema}  # a category, as pandas writes them, is what it stands for
+        held_as = {n: kind.value_type if pa.types.is_dictionary(kind) else kind for n, kind in held_as.items()}
+        plain = [name for name, own in held_as.items() if any(kind(own) for kind in kinds)]
+        held = opened.read(columns=plain)
+        held.validate(full=True)
+        columns = {name: held[name].to_pylist() for name in plain}
+        written = {name: class_names(file, schema, name) for name in LABEL_COLUMNS if name in plain}
+    return Columns(file, columns, written, {name: str(own)[:40] for name, own in held_as.items() if name not in plain})
+
+
+def _read_cells(file: Path) -> dict[str, list[Any]]:
+    csv.field_size_limit(1 << 30)  # a text may be a book
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        heading = lines.readline()
+        lines.seek(0)
+        # A quotation mark in a tsv file is one of the sentence: GLUE's open quotes that they never close.
+        form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {}
+        if not form and "," not in heading:  # as spreadsheets write them where a comma is for decimals
+            form = {"delimiter": next((each for each in ";\t" if each in heading), ",")}
+        reader = csv.reader(lines, strict=True, **form)
+        names = [name.strip() for name in next(reader, [])]
+        if len({*names}) < len(names):
+            raise DataError(f"{file}: two of its columns have one name ({', '.join(names)[:100]})")
+        rows = []
+        for row in filter(None, reader):  # a blank line is no row
+            if len(row) != len(names):
+                said = f"has {counted(len(row), 'cells')}, and the heading {len(names)}"
+                raise DataError(f"{file}, line {reader.line_num}: {said}")
+            rows.append(row)
+    return {name: _numbers([row[at] for row in rows]) for at, name in enumerate(names)}
+
+
+def _numbers(cells: list[str]) -> list[Any]:
+    """Cells as numbers where all that are not empty are; else as they are."""
+    try:
+        found = [float(each) if each.strip() else None for each in cells]
+    except ValueError:
+        return list(cells)
+    return [int(each) if each is not None and each.is_integer() else each for each in found]
+
+
+def _read_lines(file: Path) -> dict[str, list[Any]]:
+    rows = []
+    with file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{file}, line {number}: is no JSON ({str(error)[:80]})") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{file}, line {number}: must be an object with a name for each value")
+            if "\\u" in line and any("\ud800" <= each <= "\udfff" for each in json.dumps(row, ensure_ascii=False)):
+                said = "half a character is written there (a surrogate alone), which is no text"
+                raise DataError(f"{file}, line {number}: {said}")
+            rows.append(row)
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
+
 
 PLAIN = ".txt"
 
@@ -45,7 +176,7 @@ def text_files(path: Path, *, words: bool, unlabelled: bool = False) -> list[Pat
     found = [*plain, *tables] if unlabelled else plain or tables
     if not found:
         allowed = ", ".join((*SUFFIXES, *((PLAIN,) if words or unlabelled else ())))
-        raise SitusError(f"{path}: holds no sentences, in files that end in {allowed}", field="data")
+        raise DataError(f"{path}: holds no sentences, in files that end in {allowed}")
     return found
 
 
@@ -73,7 +204,7 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
     if text.unlabelled:
         return _unlabelled(name, own, tokeniser, text, wanted)
     if any(file.suffix == PLAIN for file in own):
-        raise SitusError(f"{own[0]}: is plain text without labels, which a language model learns from", field="data")
+        raise DataError(f"{own[0]}: is plain text without labels, which a language model learns from")
     home = [file for file in files if split_of(file) in SPLITS["train"]] or own
     tables = [read_columns(file) for file in own]
     column, label = _columns(tables, text)
@@ -82,25 +213,19 @@ def open_text(path: Path, wanted: Wanted, text: TextConfig, *, words: bool = Fal
         None if text.pair is None else [each for table in tables for each in _sentences(table, text.pair, "text.pair")]
     )
     entries = [(table.file, row) for table in tables for row in range(len(table))]
-    numbers, classes, named = None, None, False
+    numbers, classes = None, None
     if label is not None and wanted.labels:
-        first = tables if home == own else [read_columns(file) for file in home]
-        classes = _classes(first, label)
-        named = not is_numbered(classes) and not any(table.class_names(label) for table in first)
-    if classes is not None:
-        assert label is not None
-        known = {name: number for number, name in enumerate(classes)}
-        numbers = [_number(table, label, row, known, named) for table in tables for row in range(len(table))]
-    told = {"pairs": pairs, "strict": wanted.strict}
-    found = TextSource(name, texts, numbers, classes, entries, tokeniser, text.longest or LONGEST, **told)
+        classes, numbers = _numbered(tables, tables if home == own else [read_columns(file) for file in home], label)
+    more = {"pairs": pairs, "strict": wanted.strict}
+    found = TextSource(name, texts, numbers, classes, entries, tokeniser, text.longest or LONGEST, **more)
     if numbers is not None and home == own:
         there = [each for each in numbers if each is not None]
-        found.notes += unseen(name, classes, {*there})
-        found.notes += lonely(name, classes or (), np.bincount(there, minlength=len(classes or ())).tolist())
+        found.notes += note_unseen(name, classes, {*there})
+        found.notes += note_singletons(name, classes or (), np.bincount(there, minlength=len(classes or ())).tolist())
     if label is None and wanted.labels:
         found.notes += [
             f"{name}: its column {each!r} holds {tables[0].others[each]}, which is no label"
-            for each in LABELS
+            for each in LABEL_COLUMNS
             if each in tables[0].others
         ]
     return found
@@ -231,9 +356,8 @@ class BlockSource(Source):
         ]
         flat = np.concatenate(parts) if parts else coded.flat
         if len(flat) < 2:
-            raise SitusError(
-                f"{name}: has {counted(len(flat), 'words')}, and a language model learns the next from the one before",
-                field="data",
+            raise DataError(
+                f"{name}: has {counted(len(flat), 'words')}, and a language model learns the next from the one before"
             )
         count = -(-len(flat) // self.longest)
         if len(flat) - (count - 1) * self.longest < 2:  # a last word alone has nothing behind it
@@ -265,7 +389,7 @@ def _plain(file: Path, text: TextConfig) -> list[str]:
     try:
         return [file.read_text(encoding="utf-8-sig")]
     except UnicodeDecodeError as error:
-        raise SitusError(f"{file}: is no text in UTF-8 ({str(error)[:80]})", field="data") from error
+        raise DataError(f"{file}: is no text in UTF-8 ({str(error)[:80]})") from error
 
 
 def _sentences(table: Columns, column: str, field: str = "text.column") -> list[str | None]:
@@ -281,7 +405,7 @@ def _columns(tables: list[Columns], text: TextConfig) -> tuple[str, str | None]:
     found = [_columns_of(table, text) for table in tables]
     for table, each in zip(tables, found, strict=True):
         if each != found[0]:
-            raise SitusError(f"{table.file}: its columns are {each}, in {tables[0].file.name} {found[0]}", field="data")
+            raise DataError(f"{table.file}: its columns are {each}, in {tables[0].file.name} {found[0]}")
     return found[0]
 
 
@@ -295,10 +419,10 @@ def _columns_of(table: Columns, text: TextConfig) -> tuple[str, str | None]:
             where = "only" if table.headed else "and must have a heading; its first row is"
             raise SitusError(f"{table.file}: has no column {asked!r}, {where} {listed}", field=field)
     if not table.headed and (text.column, text.pair, text.label) == (None, None, None):
-        known = ", ".join((*SENTENCES, *LABELS))
+        known = ", ".join((*SENTENCES, *LABEL_COLUMNS))
         said = f"its first row must be a heading, and reads {listed}, with none of {known}: put a heading above it"
         raise SitusError(f"{table.file}: {said}, or if it is one name the column of sentences", field="text.column")
-    label = next((name for name in LABELS if name in table.names and name not in (text.column, text.pair)), None)
+    label = next((name for name in LABEL_COLUMNS if name in table.names and name not in (text.column, text.pair)), None)
     label = text.label or label
     if text.column is not None:
         return text.column, label
@@ -311,23 +435,28 @@ def _columns_of(table: Columns, text: TextConfig) -> tuple[str, str | None]:
     return words[0], label
 
 
-def _classes(tables: list[Columns], label: str) -> tuple[str, ...] | None:
-    """Their names: written beside the table, those in it, or its numbers; None where every label is hidden."""
-    for table in tables:
+def _numbered(
+    tables: list[Columns], training: list[Columns], label: str
+) -> tuple[tuple[str, ...] | None, list[int | None] | None]:
+    """The classes, which are those of training, and the class of each row; None of both where every label is hidden."""
+    for table in training:
         if label not in table.names:
             raise SitusError(f"{table.file}: has no column {label!r} of labels, other files have", field="text.label")
-        if names := table.class_names(label):
-            return names
-    found = {_label(table, label, row) for table in tables for row in range(len(table))} - {None}
-    named = sorted(each for each in found if isinstance(each, str))
-    if named and len(named) < len(found):
-        raise SitusError(
-            f"{tables[0].file}: column {label!r} holds numbers and names, as {named[0]!r}", field="text.label"
-        )
-    if named:
-        return tuple(named)
-    numbers = [each for each in found if isinstance(each, int)]
-    return number_names(max(numbers), f"{tables[0].file}, column {label!r}") if numbers else None
+    named = next((names for table in training if (names := table.class_names(label))), ())
+    labels = (_label(table, label, row) for table in training for row in range(len(table)))
+    classes, number = classes_of(labels, named, f"{training[0].file}, column {label!r}")
+    if classes is None:
+        return None, None
+    number |= {name: at for at, name in enumerate(classes)} | {at: at for at in range(len(named))}
+    numbers: list[int | None] = []
+    for table in tables:
+        for row in range(len(table)):
+            value = _label(table, label, row)  # a number may be a name: 5 of 1, 5 and "6+"
+            numbers.append(None if value is None else number.get(value, number.get(str(value))))
+            if value is not None and numbers[-1] is None:
+                told = f"the label {value!r} is not among the {len(classes):,} of the training split"
+                raise DataError(f"{table.file}, row {row}: {told}")
+    return classes, numbers
 
 
 def _label(table: Columns, label: str, row: int) -> int | str | None:
@@ -336,24 +465,10 @@ def _label(table: Columns, label: str, row: int) -> int | str | None:
     value = value.strip() if isinstance(value, str) else value
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, float) and math.isnan(value):  # as pandas writes a number that is missing
-        return None
-    if value is None or value == "" or (isinstance(value, int) and value == -1):
+    if is_missing(value) or value in ("", -1):
         return None
     if isinstance(value, str):
         return value
     if isinstance(value, int) and value >= 0:
         return int(value)
     raise SitusError(f"{table.file}, row {row}: the label {value!r} is no class number and no name", field="text.label")
-
-
-def _number(table: Columns, label: str, row: int, known: dict[str, int], named: bool) -> int | None:
-    """The class of a row. named: the training split has names, of which a number is one or none: 5 of 1, 5 and "6+"."""
-    found = _label(table, label, row)
-    found = str(found) if named and found is not None else found
-    if isinstance(found, str):
-        found = known.get(found, found)
-    if isinstance(found, str) or (found is not None and found >= len(known)):
-        said = f"the label {found!r} is not among the {len(known):,} of the training split"
-        raise SitusError(f"{table.file}, row {row}: {said}", field="data")
-    return found

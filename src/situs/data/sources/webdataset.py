@@ -7,13 +7,26 @@ used up (`situs.data.blocks`), each is read in one go.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
+import tarfile
+import zlib
+from array import array
 from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator
+from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
+from situs.data.batch import VOID
 from situs.data.sources.base import (
     ANY,
     SPLITS,
@@ -22,15 +35,214 @@ from situs.data.sources.base import (
     Wanted,
     check_state,
     find_shards,
-    number_names,
     split_of,
-    unseen,
 )
-from situs.data.sources.images import check_bytes
-from situs.data.sources.remote import USUAL_BYTES, is_kept, open_shard
-from situs.data.sources.tar_index import open_index
-from situs.data.sources.walk import plain
-from situs.errors import BrokenSampleError, SitusError, counted
+from situs.data.sources.folder import OTHER, SPECIAL, LeftOut, plain
+from situs.data.sources.images import IMAGE_SUFFIXES, check_bytes
+from situs.data.sources.labels import note_unseen, number_names
+from situs.data.sources.remote import USUAL_BYTES, is_kept, open_shard, present
+from situs.errors import BrokenSampleError, DataError, SitusError, counted
+from situs.files import cache_folder
+from situs.folder_lock import in_turn
+
+_END = 1024  # zeros, at the end of every archive
+_LONGEST_NUMBER = 32  # bytes of a .cls
+_MOST = 2**31 - 1  # a larger class number is refused wherever it is used
+_WORTH_KEEPING = 16 << 20  # bytes of shards: less is read in a moment
+_FORMAT = 3
+
+_keeps = ContextVar("situs.data.sources.webdataset", default=True)
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Within, indices are read and none is written: for a run that is only rehearsed."""
+    before = _keeps.set(False)
+    try:
+        yield
+    finally:
+        _keeps.reset(before)
+
+
+class TarIndex(NamedTuple):
+    """The images of some shards.
+
+    states: of each shard its size and time of change, as it was when the index was opened. arrays: "offsets", "sizes"
+    and "labels" (VOID without one) of the images, their "names" in one piece, where each ends there ("name_ends"), and
+    how many images there are up to the end of each shard ("ends").
+    """
+
+    states: list[tuple[int, int]]
+    arrays: dict[str, np.ndarray]
+    left_out: LeftOut
+
+    def __len__(self) -> int:
+        return len(self.arrays["offsets"])
+
+    def name(self, index: int) -> str:
+        """The member's name without needless slashes."""
+        ends = self.arrays["name_ends"]
+        text = self.arrays["names"][ends[index - 1] if index else 0 : ends[index]]
+        return text.tobytes().decode("utf-8", "surrogateescape")
+
+
+def open_index(shards: list[Path], labels: bool) -> TarIndex:
+    """The images of the shards, from the cache where it has them. labels: read the numbers in the .cls members."""
+    states = [file.stat() for file in shards]
+    sizes = [(each.st_size, each.st_mtime_ns) for each in states]
+    # Beside them a time that no tool sets back; of a remote shard it says nothing.
+    marks = [[*size, 0 if is_kept(file) else state.st_ctime_ns]
+             for file, size, state in zip(shards, sizes, states, strict=True)]  # fmt: skip
+    names = "\n".join([f"{_FORMAT} {labels}", *(str(file.resolve()) for file in shards)])
+    kept = cache_folder("tar") / f"{hashlib.blake2b(os.fsencode(names), digest_size=16).hexdigest()}.safetensors"
+    large = sum(size for size, _ in sizes) >= _WORTH_KEEPING
+    known = _load(kept, marks) if large else None
+    if known is None and large and _keeps.get():
+        with in_turn(kept.with_suffix(".lock")):  # of several ranks the first reads the shards, the others its file
+            known = _load(kept, marks)
+            if known is None:
+                known = _read(shards, labels)
+                _save(kept, marks, *known)
+                known = _load(kept, marks) or known  # mapped, where it could be kept
+    return TarIndex(sizes, *(known or _read(shards, labels)))
+
+
+# The shards
+
+
+_Found = tuple[dict[str, np.ndarray], LeftOut]
+
+
+def _read(shards: list[Path], labels: bool) -> _Found:
+    offsets, sizes, numbers, name_ends, ends = (array("q") for _ in range(5))
+    names, left_out = bytearray(), LeftOut()
+    for file in shards:
+        keys, classes = list[str](), dict[str, int]()
+        for key, name, offset, size in _images(file, labels, classes, left_out):
+            keys.append(key)
+            offsets.append(offset)
+            sizes.append(size)
+            names += name.encode("utf-8", "surrogateescape")
+            name_ends.append(len(names))
+        seen = Counter(keys)
+        if twice := next((key for key, count in seen.items() if count > 1 and key in classes), None):
+            raise DataError(f"{file}: {plain(twice)!r} has two images and one .cls, a sample has one")
+        for key in classes.keys() - seen.keys():
+            left_out.add(OTHER, f"{key}.cls")
+        numbers.extend(classes.get(key, VOID) for key in keys)
+        ends.append(len(offsets))
+    whole = {"offsets": offsets, "sizes": sizes, "name_ends": name_ends, "ends": ends}
+    arrays = {name: np.array(values, np.int64) for name, values in whole.items()}
+    return arrays | {"labels": np.array(numbers, np.int32), "names": np.frombuffer(bytes(names), np.uint8)}, left_out
+
+
+def _images(
+    file: Path, labels: bool, classes: dict[str, int], left_out: LeftOut
+) -> Iterator[tuple[str, str, int, int]]:
+    """Key, name, offset and size of each image of a shard; the class of each key goes to `classes`."""
+    present(file)
+    images = 0
+    try:
+        with file.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
+            for info in _members(tar):
+                if not info.isreg() or info.issparse():
+                    left_out.add(SPECIAL, info.name)
+                    continue
+                folder, base = os.path.split(info.name)
+                stem, dot, suffix = base.partition(".")
+                key, kind = f"{folder}/{stem}" if folder else stem, f".{suffix.lower()}"
+                if kind in IMAGE_SUFFIXES:
+                    images += 1
+                    yield key, f"{key}{dot}{suffix}", info.offset_data, info.size
+                elif kind != ".cls":
+                    left_out.add(OTHER, info.name)
+                elif labels:
+                    number = _class_number(raw, info)
+                    if classes.setdefault(key, number) != number:
+                        raise ValueError(f"{info.name!r} stands there twice, as {classes[key]} and as {number}")
+            _check_end(raw, tar.offset, file, images)
+    except SitusError:
+        raise
+    except Exception as error:  # each field of a header fails in its own way where it is damaged
+        raise DataError(
+            f"{file}: is not a plain tar of images and class numbers, or is damaged after {counted(images, 'images')} "
+            f"({plain(str(error))[:120]})"
+        ) from error
+
+
+def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """All but folders."""
+    last = -1
+    while (info := tar.next()) is not None:
+        tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]  (a gigabyte of a large archive)
+        if info.offset <= last or info.size < 0:  # a damaged size would lead back, and round for ever
+            raise tarfile.ReadError(f"{info.name!r} claims {info.size:,} bytes")
+        last = info.offset
+        if not info.isdir():
+            yield info
+
+
+def _class_number(raw: BinaryIO, info: tarfile.TarInfo) -> int:
+    if info.size > _LONGEST_NUMBER:
+        raise ValueError(f"{info.name!r} is no class number, it has {info.size:,} bytes")
+    number = int(os.pread(raw.fileno(), info.size, info.offset_data))
+    if number < 0:
+        raise ValueError(f"{info.name!r} holds a negative class number")
+    return min(number, _MOST)
+
+
+def _check_end(raw: BinaryIO, end: int, file: Path, images: int) -> None:
+    """Refuses a tar that does not end as one: Python's reader takes whatever it cannot read for the end."""
+    raw.seek(end)
+    mark = raw.read(_END)
+    if len(mark) < _END or any(mark):
+        cut = raw.seek(0, os.SEEK_END) <= end + len(mark) and not any(mark)
+        what = "was cut short" if cut else "is damaged"
+        raise DataError(
+            f"{file}: {what} after {counted(images, 'images')}, at byte {end:,}, where neither another member nor the "
+            "end of the archive follows; get it again"
+        )
+    while part := raw.read(1 << 20):
+        if any(part):
+            raise DataError(
+                f"{file}: goes on after its end, after {counted(images, 'images')}: several tar files in one? Join "
+                "them with tar --concatenate, or keep them apart"
+            )
+
+
+# The kept file
+
+
+def _save(file: Path, marks: list[list[int]], arrays: dict[str, np.ndarray], left_out: LeftOut) -> None:
+    facts = {"shards": marks, "left_out": vars(left_out), "sum": _sum(arrays)}
+    with contextlib.suppress(OSError, SafetensorError):  # a cache that cannot be written: read again at the next start
+        for left in file.parent.glob(f".{file.name}.*.tmp"):  # by a process that was killed
+            left.unlink()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+        save_file(arrays, aside, {"situs": json.dumps(facts)})
+        aside.replace(file)
+
+
+def _load(file: Path, marks: list[list[int]]) -> _Found | None:
+    """What the file holds, mapped and not read; None where there is none, or one that is damaged or of older shards."""
+    try:
+        with safe_open(file, "pt") as held:
+            facts = json.loads(held.metadata()["situs"])
+            arrays = {name: held.get_tensor(name).numpy() for name in held.keys()}  # noqa: SIM118
+        if facts["shards"] == marks and facts["sum"] == _sum(arrays):
+            return arrays, LeftOut(**facts["left_out"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+        pass
+    return None
+
+
+def _sum(arrays: dict[str, np.ndarray]) -> int:
+    total = 0
+    for name in sorted(arrays):
+        total = zlib.crc32(arrays[name].data, total)
+    return total
+
 
 _BLOCK = 4 << 20  # bytes: long enough for a disk to read them about as fast as it can
 
@@ -48,7 +260,7 @@ class TarSource(EncodedSource):
         self._remote = is_kept(self._shards[0])
         self._held: dict[int, tuple[int, bytes]] | None = None  # of each block its first byte's place, and its bytes
         if not len(self._index):
-            raise SitusError(f"{path}: its tar files hold no images", field="data")
+            raise DataError(f"{path}: its tar files hold no images")
         labels = self._index.arrays["labels"]
         most = int(labels.max())
         if most >= 0 and (lonely := np.flatnonzero(labels < 0)).size:
@@ -62,7 +274,7 @@ class TarSource(EncodedSource):
         super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, wanted.channels, wanted.strict)
         self.notes = self._index.left_out.notes(self.name)
         if chosen in (None, *SPLITS["train"]):
-            self.notes += unseen(self.name, classes, np.unique(labels))
+            self.notes += note_unseen(self.name, classes, np.unique(labels))
 
     def __len__(self) -> int:
         return len(self._index)
@@ -128,7 +340,7 @@ class TarSource(EncodedSource):
             handle = open_shard(file) if self._remote else os.open(file, os.O_RDONLY)
         except OSError as error:  # of all its images, and of none
             said = (error.strerror or str(error)).lower()
-            raise SitusError(f"{file}: cannot be opened any more ({said})", field="data") from error
+            raise DataError(f"{file}: cannot be opened any more ({said})") from error
         try:
             check_state(file, os.fstat(handle), self._index.states[number])
             return os.pread(handle, size, offset)

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
-from situs.backbones.weights import HEADS
 from situs.core.when import When
 from situs.data.loader import Loader, default_batch, make_loader
 from situs.data.sampler import sample_of
@@ -22,9 +21,10 @@ from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.subset import Rows
 from situs.errors import SitusError
 from situs.measure.accuracy import Accuracy, Tally, hard, labels_of, measure_accuracy
-from situs.measure.adapt.ways import FOLDS, PARTS, Origin, Tried, Way, class_means, fold_in
+from situs.measure.adapt.ways import FOLDS, PARTS, Origin, Tried, Way, class_means
 from situs.measure.finetune import finetune_config
 from situs.measure.knn import knn_scores
+from situs.measure.probe.head import fold_in, head_inputs, head_of
 from situs.measure.probe.linear import fit_linear
 from situs.methods import METHODS
 from situs.methods.base import Method
@@ -32,7 +32,7 @@ from situs.models.inference import evaluating
 from situs.progress import notes_to, silent
 from situs.train.assemble import RunConfig, Start, make_method
 from situs.train.checkpoint.state import seed_generators
-from situs.train.optim import OptimConfig, peak_rate, rate_at, trains_few, warmup_steps
+from situs.train.optim import OptimConfig, gentle, peak_rate, rate_at, trains_few, warmup_steps
 from situs.train.step import Stepper, autocast
 from situs.train.tuning import TuningConfig, attach, freeze
 
@@ -48,8 +48,7 @@ SCALES = (5.0, 10.0, 20.0, 40.0, 80.0)
 @dataclass(frozen=True)
 class Bench:
     """What every way is tried with. config: of the run, its backbone not settled. train: labelled images, all of which
-    can be read; labels: [n]. start: puts weights into a model. fresh: whether a training begins with a new head, and
-    not with the probe's."""
+    can be read; labels: [n]. start: puts weights into a model."""
 
     config: RunConfig
     train: Source
@@ -58,7 +57,6 @@ class Bench:
     classes: tuple[str, ...]
     device: torch.device
     start: Start
-    fresh: bool = False
 
     def make(self, origin: Origin, way: Way, **optim: Any) -> tuple[RunConfig, Method]:
         """The run's config for a way from some weights, and its method with these weights, on the device."""
@@ -67,8 +65,7 @@ class Bench:
         config = replace(config, tuning=TuningConfig(PARTS.get(way, "head")))
         method = make_method(config, self.classes)
         batch = self.config.data.batch or default_batch(len(self.labels), 1, training=True)
-        rates = rates_of(way, batch, blocks=bool(method.backbone.block_modules()))
-        config = replace(config, optim=replace(OptimConfig(), **{**rates, **optim}))
+        config = replace(config, optim=replace(rates_of(way, batch, method), **optim))
         self.start(config, method.backbone)
         freeze(attach(method, config.tuning), config.tuning, new_positions=not config.init_positions)
         return config, method.to(self.device)
@@ -86,20 +83,7 @@ class Bench:
 
     def features(self, backbone: Backbone, *, test: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """What the classifier is fed, [n, D]; labels [n]; and the images' numbers [n]: those that can be read."""
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        seen: list[Tensor] = []
-        hook = head_of(backbone, len(self.classes)).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        try:
-            with evaluating(backbone):
-                for batch in self.loader(test=test):
-                    backbone(batch.inputs)
-                    parts.append((seen.pop().float(), hard(labels_of(batch)), sample_of(batch.ids)))
-        finally:
-            hook.remove()
-        if not parts:
-            raise SitusError("none of the labelled images can be read", field="data")
-        features, labels, rows = map(torch.cat, zip(*parts, strict=True))
-        return features, labels, rows
+        return head_inputs(backbone, len(self.classes), self.loader(test=test))
 
     # --- one way on the folds
 
@@ -176,11 +160,10 @@ class Bench:
 
     def _begin(self, method: Method, features: Tensor, decay: float, rows: Tensor) -> None:
         """Gives a training's head the weights of the probe on these rows."""
-        if not self.fresh:
-            rows = rows.to(features.device)
-            labels = self.labels.to(features.device)[rows]
-            linear = fit_linear(features[rows], labels, len(self.classes), decay)
-            fold_in(linear, head_of(method.backbone, len(self.classes)))
+        rows = rows.to(features.device)
+        labels = self.labels.to(features.device)[rows]
+        linear = fit_linear(features[rows], labels, len(self.classes), decay)
+        fold_in(linear, head_of(method.backbone, len(self.classes)))
 
     def _answers(self, method: Method, loader: Loader, config: RunConfig) -> Tensor:
         """1 or 0 for each image of a loader in its order, NaN for one that cannot be read."""
@@ -240,14 +223,11 @@ class Bench:
                 yield learner
 
 
-def rates_of(way: Way, batch: int, *, blocks: bool = True) -> dict[str, Any]:
-    """How fast a training moves the weights, for so many images a step; from the folds of `benchmarks/few_labels.py`.
-
-    blocks: whether the model has some, whose rates fall with their depth.
-    """
+def rates_of(way: Way, batch: int, method: Method) -> OptimConfig:
+    """How fast a training moves the weights at this batch; from the folds of `benchmarks/few_labels.py`."""
     if way == "all layers":
-        return {"lr": 1.2e-6 * batch, "layer_decay": 0.75 if blocks else 1.0}
-    return {"lr": 1e-4 * math.sqrt(batch) if way == "LoRA" else 1e-3}
+        return gentle(OptimConfig(), method)
+    return OptimConfig(lr=1e-4 * math.sqrt(batch) if way == "LoRA" else 1e-3)
 
 
 def updates(method: Method, loader: Loader, config: RunConfig, total: int) -> Iterator[int]:
@@ -276,18 +256,6 @@ def updates(method: Method, loader: Loader, config: RunConfig, total: int) -> It
                     break
     finally:
         loader.close()
-
-
-def head_of(backbone: Backbone, classes: int) -> nn.Linear:
-    """The linear layer that gives the logits."""
-    heads = [
-        module
-        for name, module in backbone.model.named_modules()
-        if f"{name}.".startswith(HEADS) and isinstance(module, nn.Linear) and module.out_features == classes
-    ]
-    if len(heads) != 1 or heads[0].bias is None:
-        raise SitusError(f"{backbone.name}: has no single linear classifier that adapt could set", field="source")
-    return heads[0]
 
 
 def part_of(source: Source, rows: Tensor) -> Source:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from situs.backbones.config import PositionKind
@@ -71,14 +71,6 @@ def class_means(features: Tensor, labels: Tensor, classes: int, scale: float = 1
     weight = F.normalize(sums.index_add_(0, labels, unit), dim=-1) * scale / features.norm(dim=-1).mean()
     zero = torch.zeros(features.shape[1], dtype=features.dtype, device=features.device)
     return Linear(weight, zero.new_zeros(classes), zero, zero + 1)
-
-
-def fold_in(linear: Linear, head: nn.Linear) -> None:
-    """Puts a classifier of standardised features into the head that reads the features themselves."""
-    weight = linear.weight / linear.scale
-    with torch.no_grad():
-        head.weight.copy_(weight)
-        head.bias.copy_(linear.bias - weight @ linear.mean)
 
 
 def gain(new: Tensor, old: Tensor, labels: Tensor) -> tuple[float, float]:

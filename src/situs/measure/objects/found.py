@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from situs.data.sources.coco import Truth
-from situs.data.sources.outlines import Rle, encode_masks
+from situs.data.sources.coco import Rle, Truth, encode_masks
 
 _AT_ONCE = 1 << 25  # pixels of masks that are drawn at a time
 _SURE = 0.5

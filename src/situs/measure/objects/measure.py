@@ -15,8 +15,7 @@ from torch import Tensor
 
 from situs.data.loader import Loader
 from situs.data.sampler import sample_of
-from situs.data.sources.coco import CocoSource, Truth
-from situs.data.sources.outlines import Rle, decode_rles
+from situs.data.sources.coco import CocoSource, Rle, Truth, decode_rles
 from situs.errors import SitusError, counted
 from situs.files import write_text
 from situs.limits import check_value

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.data.sources.coco import Truth
-from situs.data.sources.outlines import mask_api
+from situs.data.sources.coco import Truth, mask_api
 from situs.measure.objects.found import Found
 
 SURE = 0.5

@@ -13,8 +13,8 @@ from situs.errors import SitusError
 from situs.measure.accuracy import hard
 from situs.measure.by_class import ByClass
 from situs.measure.features import Pool, extract
+from situs.measure.position.dropped import RATIO, PositionProbes, follow, probe_position
 from situs.measure.probe.linear import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
-from situs.measure.probe.position import RATIO, PositionProbes, follow, probe_position
 from situs.measure.probe.segments import SegmentProbes, probe_segments
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_labels, load_bank, made_with, opened

@@ -22,7 +22,7 @@ from situs.audit import (
 )
 from situs.audit.attacks.adaptive import attack as adaptive
 from situs.audit.attacks.spans import SOLVED
-from situs.audit.attacks.tokens.runs import first_linears
+from situs.audit.attacks.tokens.block import first_linears
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, NoDefence

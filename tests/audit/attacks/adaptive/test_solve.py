@@ -10,12 +10,18 @@ import torch
 from builders import small_vit
 from torch import Tensor
 
-from situs.audit.attacks.adaptive import search as searching
 from situs.audit.attacks.adaptive import solve
 from situs.audit.attacks.adaptive.algebra import Partly, separate
-from situs.audit.attacks.adaptive.block import FirstBlock
-from situs.audit.attacks.adaptive.search import Effort, Family, TokenFit, Trial, search
-from situs.audit.attacks.adaptive.solve import family_of, solve_directions
+from situs.audit.attacks.adaptive.solve import (
+    Effort,
+    Family,
+    FirstBlock,
+    TokenFit,
+    Trial,
+    family_of,
+    search,
+    solve_directions,
+)
 from situs.audit.attacks.spans import SOLVED, TELLING
 from situs.audit.attacks.tokens.block import read_block
 from situs.audit.client import known_gradient, victim_gradients
@@ -131,11 +137,11 @@ def test_derivatives_are_those_of_differences(usual: Scene) -> None:
     phi = family.phi(places, usual.theta[:5]) + 0.3 * torch.randn(5, len(family.along), dtype=torch.float64)
     functionals = torch.linalg.qr(torch.randn(17, 4, dtype=torch.float64))[0].T
     for given in (None, functionals):
-        out, jacobian = searching._residuals(block, family, places, phi, given)
+        out, jacobian = solve._residuals(block, family, places, phi, given)
         for axis in range(phi.shape[1]):
             step = torch.zeros_like(phi)
             step[:, axis] = 1e-6
-            ahead, behind = (searching._residuals(block, family, places, phi + s, given)[0] for s in (step, -step))
+            ahead, behind = (solve._residuals(block, family, places, phi + s, given)[0] for s in (step, -step))
             torch.testing.assert_close(jacobian[:, axis], (ahead - behind) / 2e-6, rtol=1e-4, atol=1e-6)
         assert float(out.norm()) > 1e-3
 
@@ -221,13 +227,13 @@ def test_what_is_no_picture_or_proves_nothing_is_no_fit(usual: Scene) -> None:
     family, places = family_of(usual.block, usual.partly, loose=0), everywhere(usual)
     phi = family.phi(places, usual.theta)
     attempt = trial(usual._replace(family=family))
-    assert float(searching._fit(attempt, places, phi).max()) <= SOLVED
+    assert float(solve._fit(attempt, places, phi).max()) <= SOLVED
     quiet = replace(attempt, loud=1e-3 * float(usual.theta.norm(dim=1).min()))
-    assert searching._fit(quiet, places, phi).isinf().all()
+    assert solve._fit(quiet, places, phi).isinf().all()
     held, usual.block.fc2.noise = usual.block.fc2.noise, usual.block.fc2.noise + 1e6
     off = phi + torch.randn_like(phi) * usual.theta.std()
     fit, sticks = (
-        searching._fit(attempt, places, off),
+        solve._fit(attempt, places, off),
         usual.block.fc2.residual(usual.block.late(family.streams(places, off))),
     )
     usual.block.fc2.noise = held

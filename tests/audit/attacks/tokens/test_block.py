@@ -12,8 +12,7 @@ from torch import nn
 from victims import LEARNED, WIDTH, vit
 
 from situs.audit.adapter import adapt
-from situs.audit.attacks.tokens.block import Block, read_block, read_norm
-from situs.audit.attacks.tokens.runs import NoBlockError
+from situs.audit.attacks.tokens.block import Block, NoBlockError, read_block, read_norm
 from situs.core.tokens import patchify
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from victims import vit
 
-from situs.audit.attacks.adaptive import jigsaw
+from situs.audit.attacks.adaptive import ordering
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.images import agree, make_images
 from situs.audit.attacks.tokens.linear import Tokens
-from situs.audit.attacks.tokens.roots import Roots
+from situs.audit.attacks.tokens.search import Roots
 from situs.core.tokens import patchify
 
 
@@ -84,7 +84,7 @@ def test_images_of_which_no_token_was_found_stay_empty() -> None:
 @torch.no_grad()
 def test_a_method_that_names_places_orders_what_no_position_tells_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise: no border fits another, and whoever knows the patches puts them right."""
-    monkeypatch.setattr(jigsaw, "ROUNDS", 1)
+    monkeypatch.setattr(ordering, "ROUNDS", 1)
     block, roots, patches = scene(1, positions="none")
     loose = Roots(torch.zeros_like(roots.place), roots.tokens, roots.fit, torch.zeros(16).long())
     loose.wanted[0] = 16

@@ -10,8 +10,7 @@ from victims import LEARNED, vit
 
 from situs.audit.attacks.spans import SOLVED
 from situs.audit.attacks.tokens.block import Block
-from situs.audit.attacks.tokens.count import count
-from situs.audit.attacks.tokens.linear import Equations, Spans, Tokens, misfit, read_spans, solve
+from situs.audit.attacks.tokens.linear import Equations, Spans, Tokens, count, misfit, read_spans, solve
 from situs.audit.client import victim_gradients
 from situs.core.tokens import patchify
 

@@ -12,21 +12,22 @@ from victims import LEARNED, vit
 
 from situs.audit.attacks.spans import SOLVED
 from situs.audit.attacks.tokens.block import Block
-from situs.audit.attacks.tokens.count import count
 from situs.audit.attacks.tokens.descent import HELD, Descent, Range
-from situs.audit.attacks.tokens.linear import Tokens, read_spans
-from situs.audit.attacks.tokens.roots import (
+from situs.audit.attacks.tokens.linear import Tokens, count, read_spans
+from situs.audit.attacks.tokens.search import (
     CHUNK,
     PICTURES,
     VAIN,
+    Effort,
+    Found,
     Roots,
+    Search,
     _distinct,
     _polished,
     _starts,
     find_roots,
     shared_places,
 )
-from situs.audit.attacks.tokens.search import Effort, Found, Search
 from situs.audit.client import victim_gradients
 from situs.core.tokens import patchify
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from situs.cli.main import main
 from situs.data.augment.recipes import RECIPES
-from situs.data.check import check
+from situs.data.check import check, survey
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.open import open_source, splits_at
@@ -27,7 +27,6 @@ from situs.data.sources.parquet import ParquetSource
 from situs.data.sources.remote import cache, transfer
 from situs.data.sources.remote.transfer import RemoteError
 from situs.data.sources.webdataset import TarSource
-from situs.data.survey import survey
 from situs.errors import SitusError
 from situs.folder_lock import in_turn
 

@@ -22,17 +22,13 @@ import torch
 from torch import Tensor
 
 from situs.audit.attacks.adaptive.algebra import Partly, separate
-from situs.audit.attacks.adaptive.block import FirstBlock
 from situs.audit.attacks.adaptive.ordering import order_hidden
-from situs.audit.attacks.adaptive.search import Effort, TokenFit
-from situs.audit.attacks.adaptive.solve import solve_directions
+from situs.audit.attacks.adaptive.solve import Effort, FirstBlock, TokenFit, solve_directions
 from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused, known_numbers
-from situs.audit.attacks.patchembed.attack import PatchEmbedding, patch_rows
+from situs.audit.attacks.patchembed.attack import PatchEmbedding, patch_rows, see_through
 from situs.audit.attacks.patchembed.equations import judge, whiten
-from situs.audit.attacks.patchembed.through import see_through
 from situs.audit.attacks.spans import SOLVED
-from situs.audit.attacks.tokens.block import Block, read_block
-from situs.audit.attacks.tokens.runs import first_linears
+from situs.audit.attacks.tokens.block import Block, first_linears, read_block
 from situs.audit.client import hidden_places
 from situs.audit.deadline import Deadline
 from situs.audit.defences import UNKNOWN, Gradients

@@ -9,7 +9,6 @@ tells that apart, token by token (`search`, `roots`), and what attention gave th
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Collection, Sequence
@@ -23,19 +22,13 @@ import torch
 from torch import Tensor
 
 from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, known_numbers
-from situs.audit.attacks.patchembed.through import see_through
+from situs.audit.attacks.patchembed.attack import see_through
 from situs.audit.attacks.spans import SOLVED, TELLING
 from situs.audit.attacks.tokens.block import Block, read_block
-from situs.audit.attacks.tokens.count import Counts, count
 from situs.audit.attacks.tokens.descent import Range
-from situs.audit.attacks.tokens.images import agree, distinct_images, make_images, repeated
-from situs.audit.attacks.tokens.later import Later, Through, later_block
-from situs.audit.attacks.tokens.linear import Misfit, Spans, Tokens, misfit, read_spans, solve
-from situs.audit.attacks.tokens.order import order_by_attention
-from situs.audit.attacks.tokens.roots import find_roots
-from situs.audit.attacks.tokens.search import SHARP, Effort, Search
-from situs.audit.attacks.tokens.steps import halfway, times_counted
-from situs.audit.attacks.tokens.unsolved import grey, unsolved
+from situs.audit.attacks.tokens.images import agree, distinct_images, make_images, order_by_attention, repeated
+from situs.audit.attacks.tokens.linear import Counts, Misfit, Spans, Tokens, count, misfit, read_spans, solve
+from situs.audit.attacks.tokens.search import SHARP, Effort, Search, find_roots
 from situs.audit.deadline import Deadline, first_ctrl_c
 from situs.audit.defences import Gradients
 from situs.audit.stem import patches_of
@@ -43,6 +36,69 @@ from situs.backbones.base import Backbone
 from situs.backbones.lora import low_rank_names
 from situs.methods.measured import HidesPlaces
 from situs.methods.mp3 import MP3
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is said of an upload that has no equations to solve: gradients of zeros, or of numbers that are none.
+#
+# A classifier that is sure, or one of zeros, sends zeros behind it; so does a type too coarse for small gradients.
+# That is one upload and no defence: the next one may hold the image.
+
+
+def grey(block: Block, images: int) -> Tensor:
+    """Patches [B, N, K] of which nothing is known."""
+    return block.weight.new_zeros(images, block.places, block.weight.shape[1])
+
+
+def unsolved(block: Block, upload: Gradients, free: int) -> dict[str, Fact]:
+    """The facts of an upload whose equations broke down. free: directions that were counted to be open."""
+    lost = [name for name in block.names if name in upload and not known_numbers(upload[name]).nan_to_num().any()]
+    return {
+        "open_directions": free,
+        "residual": None,
+        "expected_residual": 1.0,
+        "fits": False,
+        "proof": None,
+        "verdict": f"the gradient of {lost[0]} came as zeros, or as numbers that are none: there is nothing to solve "
+        "with in this upload, and nothing is known of another"
+        if lost
+        else FAILED,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Uploads after several local steps (FedAvg): sums of gradients that were taken at weights on a path.
+
+
+def times_counted(block: Block, known: Knowledge, sent: Collection[str]) -> list[Counts]:
+    """The ranks for ever more inputs a token, as far as that leaves nothing open; at least those of one input.
+
+    The sum over k steps holds k inputs of every token, in its row space all of them: that of the first step belongs to
+    the weights that were sent out, which are known exactly. One input is enough for one step alone.
+    """
+    found: list[Counts] = []
+    for times in range(1, known.local_steps + 1):
+        here = count(block, known.batch, sent, times)
+        if times > 1 and (here.full or here.open):
+            break
+        found.append(here)
+    return found[1:] or found
+
+
+@torch.no_grad()
+def halfway(backbone: Backbone, upload: Gradients, known: Knowledge) -> Backbone:
+    """A copy with the mean of the weights over a client's steps of SGD, as far as the upload tells it.
+
+    Gradients of one input a token are then off by what the path bends, and not by its whole length.
+    """
+    copy, back = deepcopy(backbone), known.training.lr * (known.local_steps - 1) / 2
+    for name, parameter in copy.named_parameters():
+        if name in upload and not known.training.adam:
+            parameter -= back * known_numbers(upload[name]).nan_to_num().to(parameter)
+    return copy
+
+
+# --- the attack ------------------------------------------------------------------------------------------------------
+
 
 BLURRED = "rounding and noise blur the row spaces so far that a wrong token passes like a right one: nothing is proved"
 
@@ -101,9 +157,6 @@ class TokenSpans(Attack):
         if not counts.full and (counts.open or not (counts.informs or counts.second)):
             lacking = absent(sent, (*layers.qkv, layers.proj, *layers.fc1, layers.fc2))
             if lacking is not None:
-                later = self._later(block, sent, known, counts)
-                if later is not None:
-                    return Ready((*patches, *later.names), _through(later), TURN * self.config.seconds)
                 return Refused(f"{lacking.reason}; {_left(block, counts, known.batch, bool(patches))}")
         if counts.full:
             return Refused(counts.full)
@@ -164,44 +217,11 @@ class TokenSpans(Attack):
         self, block: Block, upload: Gradients, counts: Counts, known: Knowledge, deadline: Deadline
     ) -> tuple[Tensor, dict[str, Fact]]:
         """The different images [B, N, K] of one upload, and what the attacker can say of them."""
-        if counts.open and (later := self._later(block, upload, known, counts)) is not None:
-            return self._far(block, later, upload, counts, known, deadline)
         if not counts.open:
             return _solved(block, upload, known)
         moved = Block(halfway(block.backbone, upload, known)) if known.local_steps > 1 else block
         spans = read_spans(moved, upload, counts, known.even(upload, block.names), known.forward)
         return self._searched(moved, upload, spans, counts, known, deadline)
-
-    def _later(self, block: Block, sent: Collection[str], known: Knowledge, counts: Counts) -> Later | None:
-        """The block behind those of which nothing is sent, through which one image can be looked for; else None."""
-        plain = known.batch == 1 and known.local_steps == 1 and counts.structural <= 0
-        if not plain or absent(sent, block.names[1:]) is None:
-            return None
-        return later_block(block.backbone, sent, block.places + len(block.prefix))
-
-    def _far(
-        self,
-        block: Block,
-        later: Later,
-        upload: Gradients,
-        counts: Counts,
-        known: Knowledge,
-        deadline: Deadline,
-    ) -> tuple[Tensor, dict[str, Fact]]:
-        """The image [1, N, K] of one upload by what a later block was fed, and what the attacker can say of it."""
-        end, even = time.monotonic() + self.config.seconds, known.even(upload, later.names)
-        through = Through(block.backbone, later, upload, counts.x, _pixels(block, known), (even, known.forward))
-        found = through.solve(lambda: deadline.over() or time.monotonic() > end)
-        fact: dict[str, Fact] = {
-            "blocks_before": later.before,
-            "open_directions": None,
-            "residual": found.residual if math.isfinite(found.residual) else None,
-            "expected_residual": 1.0,
-            "fits": found.fits,
-            "proof": None,
-            "verdict": None if found.fits else FAILED,
-        }
-        return found.patches.unsqueeze(0), fact
 
     def _searched(
         self,
@@ -325,15 +345,6 @@ def _pixels(block: Block, known: Knowledge) -> Range:
     return Range(rows.amin(dim=(0, 1)), rows.amax(dim=(0, 1)))
 
 
-def _through(later: Later) -> str:
-    """Why what is found through blocks of which nothing is sent proves nothing."""
-    blocks = "the first block" if later.before == 1 else f"the first {later.before} blocks"
-    return (
-        f"nothing is sent of {blocks}: the image is looked for of which all that enters the next one lies in the row "
-        "spaces of its gradients, and another image may fit as well"
-    )
-
-
 def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
     """What an attacker still has without the gradients of the first block: one clause."""
     values = block.weight.shape[1]
@@ -344,10 +355,8 @@ def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
         held = f"the row space of {block.stem.weight} still holds every patch ({counts.x} of {values} directions)"
     tokens = batch * (block.places + len(block.prefix))
     return (
-        f"{held}; those of later blocks hold the {tokens} tokens there, no linear function of the pixels: one image "
-        "of one step is looked for in those where a block with another behind it sends all its matrices and has "
-        "more channels than tokens, and the positions tell every place apart. What else may be in "
-        "them only a search tells (matching)"
+        f"{held}; those of later blocks hold the {tokens} tokens there, no linear function of the pixels: what may be "
+        "in them only a search tells (matching)"
     )
 
 

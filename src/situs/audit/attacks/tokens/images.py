@@ -8,20 +8,192 @@ place gives each image one token (`_part`). Places that no vector tells apart ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from situs.audit.attacks.adaptive.ordering import order_hidden
 from situs.audit.attacks.spans import SOLVED, Span
-from situs.audit.attacks.tokens.block import Block
+from situs.audit.attacks.tokens.block import LOOSE, Block
 from situs.audit.attacks.tokens.linear import Tokens
-from situs.audit.attacks.tokens.members import company
-from situs.audit.attacks.tokens.roots import Roots, shared_places
+from situs.audit.attacks.tokens.search import Roots, shared_places
 from situs.audit.defences import Gradients
 from situs.audit.stem import to_images
 from situs.core.tokens import patchify
 from situs.methods.mp3 import MP3
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which tokens are of one image, from the attention of the first block alone.
+#
+# What attention gives token i is a mean over the tokens of its image, head by head:
+#
+#     o_i = Σ_j y_ij a_ij v_j / Σ_j y_ij a_ij    with a_ij = exp(q_i · k_j / √d) and y_ij = 1 within an image, else 0
+#
+# Queries, keys and values follow from the tokens, so that Σ_j y_ij a_ij (v_j - o_i) = 0 is linear in y_i: as many
+# equations as channels for as many unknowns as tokens, of which attention needs fewer. Least squares near y = 1 /
+# batch give every token's company, also where some tokens were not found.
+
+
+MISSED = 0.1
+"""Share of o that may be of tokens that were not found: what the equations are weighed by."""
+
+
+class Heads(NamedTuple):
+    """Weight [3 D, D] and bias [3 D] of queries, keys and values, one below the other, and how many heads they have."""
+
+    weight: Tensor
+    bias: Tensor
+    count: int
+
+    def split(self, entered: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [heads, T, d] of what enters their layers [T, D]."""
+        parts = (entered @ self.weight.T + self.bias).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.count, -1)).transpose(0, 1) for part in parts)
+        return q, k, v
+
+
+def read_heads(block: Block) -> Heads | None:
+    """The plain attention that gives what the block's own gives, found by trying; None where it is of another kind."""
+    own = dict(block.backbone.named_parameters())
+    weights: list[Tensor] = [own[name] for name in block.layers.qkv]
+    biases = [own.get(f"{name.removesuffix('weight')}bias") for name in block.layers.qkv]
+    pairs = zip(weights, biases, strict=True)
+    bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
+    patches = torch.randn(1, block.places, block.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    entered, given = block.attended(patches.to(block.weight))
+    width = given.shape[-1]
+    if len(bias) != 3 * width:
+        return None
+    for count in (number for number in range(1, width + 1) if width % number == 0):
+        heads = Heads(torch.cat(weights), bias, count)
+        made = scaled_dot_product_attention(*heads.split(entered[0])).transpose(0, 1).flatten(1)
+        if float((made - given[0]).norm()) <= LOOSE * float(given.norm()):
+            return heads
+    return None
+
+
+def company(block: Block, roots: Roots, batch: int) -> Tensor | None:
+    """How far tokens are of one image [T, T], near 1 or 0; None where the attention is not a plain one.
+
+    Two of one place are of different images, unless places share their equations.
+    """
+    heads = read_heads(block)
+    if heads is None:
+        return None
+    tokens, first, count = roots.tokens, len(block.prefix), len(roots.place)
+    q, k, v = heads.split(block.norm1.apply(torch.cat([block.prefix, tokens.z])))
+    scores = q[:, first:] @ k.transpose(1, 2) / q.shape[-1] ** 0.5
+    paid = (scores - scores.amax(dim=-1, keepdim=True)).exp()
+    o = tokens.o.unflatten(-1, (heads.count, -1)).transpose(0, 1)
+    links = torch.eye(count).to(o)
+    alone = roots.wanted[roots.place] <= batch
+    for number in range(count):
+        pull = (paid[:, number, :, None] * (v - o[:, number, None])).transpose(0, 1).flatten(1)
+        apart = (roots.place == roots.place[number]) & alone
+        apart[number] = True
+        others = (~apart).nonzero()[:, 0]
+        scale = MISSED * float(paid[:, number].sum(dim=-1).mean()) / batch * float(o[:, number].std())
+        columns = pull[first + others].T / scale
+        left = -(pull[:first].sum(dim=0) + pull[first + number]) / scale - columns.sum(dim=1) / batch
+        normal = columns.T @ columns + torch.eye(len(others)).to(columns)
+        links[number, others] = 1 / batch + torch.linalg.solve(normal, columns.T @ left)
+    return (links + links.T) / 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order of tokens that nothing but attention tells apart: rotary and relative positions.
+#
+# What a token's attention gave it, o, is known beside the token itself. The block's own attention over the tokens in
+# some order gives each of them an o: in the right order the same. Borders give a first order, which is often right but
+# for a shift of the whole and a few patches; those are tried. Where every order gives the same, no position is in
+# attention.
+
+
+RIVALS = 3.0
+"""The order is proved if attention is off by this many times less than in every other that was tried."""
+
+WORST = 16
+"""Tokens whose places are exchanged with each other in a round: those whose attention is furthest off."""
+
+ROUNDS = 60
+
+ABREAST = 2**14
+"""Tokens that are run at a time."""
+
+
+class Order(NamedTuple):
+    """at: [N], which of the tokens stands at each place. proved: whether attention tells it from every other tried."""
+
+    at: Tensor
+    proved: bool
+
+
+def order_by_attention(block: Block, patches: Tensor, o: Tensor, stop: Callable[[], bool] = lambda: False) -> Order:
+    """The order of patches [N, K] whose attention gave o [N, ·], from the order they are in."""
+    count = len(patches)
+    here = torch.arange(count, device=patches.device)
+    every = _off(block, patches, o, torch.cat([here[None], _shifts(block, here)]))
+    best = int(every.sum(dim=1).argmin())
+    at = torch.cat([here[None], _shifts(block, here)])[best]
+    off, reached = every[best], float(every.sum(dim=1).max())
+    if reached <= (1 + 1e-6) * float(off.sum()):
+        return Order(here, False)  # attention knows no places
+    nearest = torch.inf
+    for _ in range(ROUNDS):
+        if stop():
+            return Order(at, False)
+        worst = off.argsort(descending=True)[:WORST]
+        tries = _exchanged(at, torch.combinations(worst))
+        found = _off(block, patches, o, tries)
+        nearest = float(found.sum(dim=1).min())
+        if nearest >= float(off.sum()):
+            break
+        at, off = tries[found.sum(dim=1).argmin()], found[found.sum(dim=1).argmin()]
+    # No exchange of the worst helps: what of all neighbours, and of others by chance?
+    grid = here.view(block.grid)
+    pairs = [
+        torch.stack([a.flatten(), b.flatten()], dim=1) for a, b in ((grid[:, 1:], grid[:, :-1]), (grid[1:], grid[:-1]))
+    ]
+    pairs.append(torch.stack([here, here.roll(count // 2 + 1)], dim=1))
+    found = _off(block, patches, o, _exchanged(at, torch.cat(pairs)), stop).sum(dim=1)
+    alike = torch.cdist(patches, patches) <= 1e-6 * patches.norm(dim=1).max()
+    told = ~alike[at[torch.cat(pairs)[:, 0]], at[torch.cat(pairs)[:, 1]]]  # two that are equal may stand either way
+    nearest = min(nearest, float(found[told].min()) if bool(told.any()) else torch.inf)
+    return Order(at, not stop() and RIVALS**2 * float(off.sum()) <= nearest)
+
+
+def _off(block: Block, patches: Tensor, o: Tensor, orders: Tensor, stop: Callable[[], bool] = lambda: False) -> Tensor:
+    """How far attention is off in each order [T, N], squared, at each place: [T, N]."""
+    first, found = len(block.prefix), []
+    for part in orders.split(max(1, ABREAST // patches.shape[0])):
+        if stop():
+            found.append(torch.full(part.shape, torch.inf).to(patches))
+            continue
+        given = block.middle(patches[part])[1][:, first:]
+        found.append(((given - o[part]) @ block.into).square().sum(dim=-1))
+    return torch.cat(found)
+
+
+def _shifts(block: Block, here: Tensor) -> Tensor:
+    """The order shifted as a whole, every way but none, [N - 1, N]."""
+    grid = here.view(block.grid)
+    down, across = block.grid[0], block.grid[1]
+    moved = [grid.roll((i, j), dims=(0, 1)).flatten() for i in range(down) for j in range(across) if i or j]
+    return torch.stack(moved)
+
+
+def _exchanged(at: Tensor, pairs: Tensor) -> Tensor:
+    """The order with the tokens at two places exchanged, once for each of pairs [T, 2]: [T, N]."""
+    orders = at.repeat(len(pairs), 1)
+    rows = torch.arange(len(pairs), device=at.device)
+    orders[rows, pairs[:, 0]], orders[rows, pairs[:, 1]] = at[pairs[:, 1]], at[pairs[:, 0]]
+    return orders
+
+
+# --- from tokens to images -------------------------------------------------------------------------------------------
+
 
 TOGETHER = 1e-2
 """Tokens are of one image if its attention gives them their streams up to this share."""

@@ -23,8 +23,7 @@ from typing import Any
 
 from situs import files
 from situs.data.sources.remote.listing import SHARDS, Entry, list_set
-from situs.data.sources.remote.names import redacted
-from situs.data.sources.remote.transfer import RangedFile, RemoteError, read_pieces, state_of
+from situs.data.sources.remote.transfer import RangedFile, RemoteError, read_pieces, redacted, state_of
 from situs.errors import SitusError
 from situs.files import read_json, write_bytes, write_text
 from situs.folder_lock import in_turn
@@ -224,15 +223,12 @@ def _mark(entry: Entry) -> str:
 def _check(part: Path, entry: Entry) -> None:
     """Holds what was fetched to what the set promised."""
     if part.stat().st_size != entry.size:
-        raise RemoteError(
-            f"{redacted(entry.url)}: {part.stat().st_size:,} bytes came and not {entry.size:,}", field="data"
-        )
+        raise RemoteError(f"{redacted(entry.url)}: {part.stat().st_size:,} bytes came and not {entry.size:,}")
     if entry.sha256:
         with part.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
                 raise RemoteError(
-                    f"{redacted(entry.url)}: is not what was packed: its SHA-256 differs from its manifest's",
-                    field="data",
+                    f"{redacted(entry.url)}: is not what was packed: its SHA-256 differs from its manifest's"
                 )
         return
     _check_version(entry)
@@ -247,7 +243,7 @@ def check_unchanged(path: Path) -> None:
 def _check_version(entry: Entry) -> None:
     now = state_of(entry.url)  # of a shard that a manifest tells of, no version was asked for
     if now.size != entry.size or (not entry.sha256 and now.version != entry.version):
-        raise RemoteError(f"{redacted(entry.url)}: was changed since the set was opened; open it again", field="data")
+        raise RemoteError(f"{redacted(entry.url)}: was changed since the set was opened; open it again")
 
 
 def _free_space(entry: Entry, path: Path) -> None:

@@ -9,9 +9,16 @@ from urllib.parse import urlsplit
 
 from situs.data.sources.base import SPLIT_WORDS
 from situs.data.sources.manifest import CLASSES, MANIFEST, parse_manifest
-from situs.data.sources.remote.names import check_address, expand, redacted
-from situs.data.sources.remote.transfer import RemoteError, list_folder, read_whole, state_of
-from situs.errors import SitusError
+from situs.data.sources.remote.transfer import (
+    RemoteError,
+    check_address,
+    expand,
+    list_folder,
+    read_whole,
+    redacted,
+    state_of,
+)
+from situs.errors import DataError
 
 SHARDS = (".parquet", ".tar")
 _AT_ONCE = 16  # questions
@@ -48,15 +55,14 @@ def list_set(address: str) -> tuple[list[Entry], dict[str, bytes]]:
         ]
         return entries, {MANIFEST: data, **({CLASSES: lines.encode()} if lines else {})}
     if urlsplit(address).scheme in {"http", "https"}:
-        raise SitusError(
+        raise DataError(
             f"{redacted(address)}: must name shards (…/train-{{000..099}}.tar, .parquet) or the folder of a packed set "
-            f"with its {MANIFEST}: a web server cannot be asked for a list",
-            field="data",
+            f"with its {MANIFEST}: a web server cannot be asked for a list"
         )
     places = [folder, f"{folder}/data", *(f"{folder}/{word}" for word in SPLIT_WORDS)]  # as of local shards
     urls = [url for place in places for url in list_folder(place) if url.endswith(SHARDS)]
     if not urls:
-        raise SitusError(f"{redacted(address)}: holds no parquet or tar files", field="data")
+        raise DataError(f"{redacted(address)}: holds no parquet or tar files")
     return _asked(urls), _beside(folder)
 
 
@@ -65,7 +71,7 @@ def _asked(urls: list[str]) -> list[Entry]:
     names = [_name(url) for url in urls]
     if len({*names}) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise SitusError(f"{redacted(urls[0])}, …: two shards are called {twice}", field="data")
+        raise DataError(f"{redacted(urls[0])}, …: two shards are called {twice}")
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         states = list(pool.map(state_of, urls))
     return [Entry(name, url, *state) for name, url, state in zip(names, urls, states, strict=True)]

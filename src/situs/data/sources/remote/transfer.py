@@ -9,14 +9,76 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, NamedTuple, TypeVar
 from urllib.error import URLError
+from urllib.parse import urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
-from situs.data.sources.remote.names import redacted
-from situs.errors import SitusError, missing_extra
+from situs.errors import DataError, SitusError, missing_extra
+
+_MOST = 100_000
+_BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+def is_remote(path: object) -> bool:
+    """Whether a path is an address of another place: https://…, s3://…"""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(path)) is not None
+
+
+def redacted(text: str) -> str:
+    """Text with the addresses in it as they may be shown: without user, password and query, which may hold a key."""
+    return re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>()]+", lambda found: _bare(found[0]), text)
+
+
+def _bare(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return url.partition("://")[0] + "://…"
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def check_address(url: str) -> None:
+    """Refuses a password: what is given as a path is kept in configs and shown in pages."""
+    if "@" in urlsplit(url).netloc and urlsplit(url).scheme in {"http", "https", "ftp", "sftp"}:
+        raise DataError(
+            f"{redacted(url)}: was given with a user or a password, which a run would keep in its config; use a "
+            "signed address, or fsspec's own configuration"
+        )
+
+
+def expand(pattern: str) -> list[str]:
+    """The addresses that {000..099} and {a,b} stand for, in order; zeros in front are kept.
+
+    >>> expand("s3://b/{train,val}-{8..10}.tar")[:3]
+    ['s3://b/train-8.tar', 's3://b/train-9.tar', 's3://b/train-10.tar']
+    """
+    parts = _BRACES.split(pattern)
+    choices = [[part] if number % 2 == 0 else _choices(part, pattern) for number, part in enumerate(parts)]
+    count = 1
+    for each in choices:
+        count *= len(each)
+    if count > _MOST:
+        raise DataError(f"{redacted(pattern)}: stands for {count:,} addresses; at most {_MOST:,}")
+    return ["".join(each) for each in product(*choices)]
+
+
+def _choices(inner: str, pattern: str) -> list[str]:
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", inner)
+    if span is None:
+        if "," not in inner:
+            raise DataError(f"{redacted(pattern)}: {{{inner}}} must be {{000..099}} or {{a,b}}")
+        return inner.split(",")
+    first, last = int(span[1]), int(span[2])
+    if last < first or last - first >= _MOST:
+        raise DataError(f"{redacted(pattern)}: {{{inner}}} must rise, by less than {_MOST:,}")
+    width = len(span[1]) if len(span[1]) == len(span[2]) or span[1].startswith("0") else 0
+    return [f"{number:0{width}d}" for number in range(first, last + 1)]
+
 
 T = TypeVar("T")
 TRIES = 6
@@ -28,7 +90,7 @@ _FINAL = {400, 401, 403, 405, 416, 451} | _GONE
 _TIMEOUT = 60.0  # seconds without a byte
 
 
-class RemoteError(SitusError):
+class RemoteError(DataError):
     """The place of the data cannot be reached, or does not give what it promised. No image is to blame."""
 
 
@@ -49,7 +111,7 @@ def state_of(url: str) -> State:
         files.invalidate_cache()
         info = files.info(path)
         if info.get("size") is None:
-            raise RemoteError(f"{redacted(url)}: its server does not say how long it is", field="data")
+            raise RemoteError(f"{redacted(url)}: its server does not say how long it is")
         marks = (info.get(key) for key in ("ETag", "etag", "VersionId", "LastModified", "last_modified", "mtime"))
         return State(int(info["size"]), next((str(mark) for mark in marks if mark), ""))
 
@@ -136,7 +198,7 @@ def patiently(url: str, ask: Callable[[], T]) -> T:
             raise
         except Exception as error:  # each scheme's library has classes of its own
             if number == TRIES or not _may_pass(error):
-                raise RemoteError(f"{redacted(url)}: cannot be fetched ({_reason(error)})", field="data") from error
+                raise RemoteError(f"{redacted(url)}: cannot be fetched ({_reason(error)})") from error
             time.sleep(PAUSE * 2 ** (number - 1))
     raise AssertionError("the last try returns or raises")
 
@@ -171,9 +233,9 @@ def _files(url: str) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
     except ImportError as error:
-        raise SitusError(f"reading {redacted(url)} needs another package: {error}", field="data") from None
+        raise DataError(f"reading {redacted(url)} needs another package: {error}") from None
     except ValueError as error:
-        raise SitusError(f"{redacted(url)}: cannot be read ({error})", field="data") from None
+        raise DataError(f"{redacted(url)}: cannot be read ({error})") from None
 
 
 def _cat(url: str, start: int, end: int) -> bytes:
@@ -196,7 +258,7 @@ def _web_state(url: str) -> State:
         total = (answer.headers.get("Content-Range") or "").rpartition("/")[2]
         size = total if answer.status == 206 else answer.headers.get("Content-Length") or ""
         if not size.isdigit():
-            raise RemoteError(f"{redacted(url)}: its server does not say how long it is", field="data")
+            raise RemoteError(f"{redacted(url)}: its server does not say how long it is")
         return State(int(size), answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "")
 
 
@@ -204,7 +266,7 @@ def _web_whole(url: str, most: int) -> bytes:
     with _web(url) as answer:
         data = answer.read(most + 1)
         if len(data) > most:
-            raise RemoteError(f"{redacted(url)}: is longer than {most:,} bytes", field="data")
+            raise RemoteError(f"{redacted(url)}: is longer than {most:,} bytes")
         if answer.length:
             raise OSError(f"{answer.length:,} bytes did not come")
         return data

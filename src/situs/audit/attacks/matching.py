@@ -1,0 +1,538 @@
+"""Gradient matching: look for images whose gradients are those that were sent.
+
+The idea of DLG (Zhu et al., arXiv 1906.08935) with the signed Adam and total variation of Geiping et al. (arXiv
+2003.14053) and the smooth patch borders of GradViT (Hatamizadeh et al., arXiv 2203.11894). It needs no structure: any
+model, any batch, gradients with names left out. It promises nothing either: an optimisation ends where it ends.
+
+Deviation: both distances are taken for each named gradient by itself, relative to its size, and averaged with weights
+that know the noise (`search.name_weights`). Over all together the classifier's gradient, the largest, drowns the rest:
+the cosine distance falls to almost nothing while the images stay noise (measured).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, known_numbers
+from situs.audit.attacks.patchembed.equations import svd
+from situs.audit.client import Walk, hidden_places, parameter_names
+from situs.audit.deadline import Deadline
+from situs.audit.defences import Gradients
+from situs.audit.stem import find_stem, noise_for, require_stem, table_rows
+from situs.backbones.base import Backbone
+from situs.config import Checked
+from situs.core.tokens import pair
+from situs.errors import SitusError
+from situs.limits import Count, NotNegative, Positive
+from situs.methods.base import Batch, Draws, Method
+from situs.methods.measured import HidesPlaces
+from situs.progress import tracked
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The search for images by descent: distances of gradients, priors of images, and the optimiser with its best guess.
+#
+# Everything runs over P independent searches at once (uploads × restarts): no number of one reaches another.
+
+
+FAINT, NOISY = 1e-2, 10.0
+"""Names count alike in a distance, but for those whose squared norm is below this share of the largest, or of this many
+times the noise that is on all gradients together: they count by their size (measured; see `name_weights`)."""
+
+
+@dataclass(frozen=True)
+class MatchingConfig(Checked):
+    """How the optimisation attacks search."""
+
+    distance: Literal["l2", "cosine"] = "l2"
+    """Of a guessed gradient from the one sent: relative squared error, or cosine distance; weighted mean over names."""
+
+    iterations: Count = 1000
+    """Steps of the optimiser. The step size falls to a tenth after 3/8, 5/8 and 7/8 of them, or of the time limit."""
+
+    restarts: Count = 1
+    """Starts from other noise; the one with the least loss is kept, and nobody looks at the truth for that."""
+
+    lr: Positive = 0.1
+    """Step size, in standard deviations of the pixels."""
+
+    signed: bool = True
+    """Whether Adam sees the sign of the pixels' gradient alone."""
+
+    smooth: NotNegative = 1e-4
+    """Weight of the total variation: images are smooth."""
+
+    border: NotNegative = 1e-4
+    """Weight of the squared steps across the borders of patches."""
+
+    table: NotNegative = 1.0
+    """april-optimisation alone: weight of the cosine distance of the position table's gradient."""
+
+    parallel: Count = 8
+    """Searches (uploads × restarts) run at once."""
+
+
+class BestGuesses(NamedTuple):
+    """The best guesses: loss and distance [P], images [P, B, C, H, W]. done: iterations made."""
+
+    loss: Tensor
+    distance: Tensor
+    images: Tensor
+    done: int
+
+
+# --- distances and priors, all [P] ----------------------------------------------------------------------------
+
+
+def name_weights(target: Gradients, noise: float = 0.0) -> Tensor:
+    """How much each name counts, [P, names] in [0, 1]: t² / (t² + FAINT · max t² + NOISY · σ² · all numbers).
+
+    t: the norm of what was sent, σ: `noise`, the deviation on each number. Names count alike, so that the largest
+    drowns none, but faint ones (a key's bias is all rounding) mislead no one. Under noise that swamps the names every
+    number counts alike, as Gaussian noise asks for: on a small ViT with σ = 1e-3, 21.6 dB instead of 13.5.
+    """
+    sent = torch.stack([t.flatten(1).square().sum(dim=1) for t in target.values()], dim=1)
+    numbers = sum(t[0].numel() for t in target.values())
+    return sent / (sent + FAINT * sent.amax(dim=1, keepdim=True) + NOISY * noise**2 * numbers).clamp(min=1e-30)
+
+
+def gradient_distances(guess: Gradients, target: Gradients, kind: str) -> Tensor:
+    """Distance of each name by itself, [P, names]: its relative squared error (l2), or 1 - cosine.
+
+    guess, target: [P, ...] by name.
+    """
+    pairs = [(guess[name].flatten(1), target[name].flatten(1)) for name in target]
+    sent = torch.stack([t.square().sum(dim=1) for _, t in pairs], dim=1).clamp(min=1e-30)
+    if kind == "l2":
+        return torch.stack([(g - t).square().sum(dim=1) for g, t in pairs], dim=1) / sent
+    dots = torch.stack([(g * t).sum(dim=1) for g, t in pairs], dim=1)
+    made = torch.stack([g.square().sum(dim=1) for g, _ in pairs], dim=1).clamp(min=1e-30)
+    return 1 - dots / (made * sent).sqrt()
+
+
+def variation(images: Tensor) -> Tensor:
+    """Total variation: mean absolute step to the next pixel, down and across. images: [P, B, C, H, W]."""
+    down, across = images.diff(dim=-2).abs(), images.diff(dim=-1).abs()
+    return down.flatten(1).mean(dim=1) + across.flatten(1).mean(dim=1)
+
+
+def border_steps(images: Tensor, grid: tuple[int, ...]) -> Tensor:
+    """Mean squared step over the borders between patches of `grid`, down and across. images: [P, B, C, H, W]."""
+    total = images.new_zeros(images.shape[0])
+    for dim, count in ((-2, grid[0]), (-1, grid[1])):
+        if count > 1:
+            side = images.shape[dim] // count
+            before = torch.arange(side - 1, side * (count - 1), side, device=images.device)
+            edges = images.index_select(dim, before + 1) - images.index_select(dim, before)
+            total = total + edges.square().flatten(1).mean(dim=1)
+    return total
+
+
+# --- the optimiser --------------------------------------------------------------------------------------------
+
+
+def optimise(
+    objective: Callable[[Tensor], tuple[Tensor, Tensor]],
+    start: Tensor,
+    config: MatchingConfig,
+    deadline: Deadline,
+    what: str,
+    bounds: tuple[Tensor, Tensor] | None = None,
+) -> BestGuesses:
+    """The images with the least loss on the way from `start` [P, B, C, H, W].
+
+    objective: images -> loss [P] and, of it, the distance [P]. bounds: what pixels can be. When the deadline says
+    so, or on Ctrl-C, it stops with the best guess so far. One iteration is always made; a Ctrl-C before its
+    end is raised.
+    """
+    images = start.clone().requires_grad_()
+    optimiser = torch.optim.Adam([images], lr=config.lr)
+    nothing = torch.full((start.shape[0],), torch.inf, dtype=start.dtype, device=start.device)
+    best, told = BestGuesses(nothing, nothing, start, 0), time.monotonic()
+    try:
+        for done in tracked(range(1, config.iterations + 1), what):
+            with torch.enable_grad():
+                loss, distance = objective(images)
+                [gradient] = torch.autograd.grad(loss.sum(), [images])
+            best = _better(best, BestGuesses(loss.detach(), distance.detach(), images.detach(), done))
+            optimiser.param_groups[0]["lr"] = config.lr * _decay(max(done / config.iterations, deadline.progress()))
+            gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
+            images.grad = gradient.sign() if config.signed else gradient
+            optimiser.step()
+            if bounds is not None:
+                with torch.no_grad():
+                    images.clamp_(*bounds)
+            if done % max(1, config.iterations // 10) == 0 or time.monotonic() - told > 10:
+                deadline.say(
+                    f"{what}: iteration {done:,} of {config.iterations:,}, distance {best.distance.mean():.3g}"
+                )
+                told = time.monotonic()
+            if deadline.over():
+                break
+    except KeyboardInterrupt:
+        deadline.interrupt()
+        if not best.done:  # mere noise is no guess
+            raise
+    return best
+
+
+def _better(best: BestGuesses, now: BestGuesses) -> BestGuesses:
+    """For each search the guess with the lesser loss."""
+    wins = now.loss < best.loss
+    images = torch.where(wins.view(-1, 1, 1, 1, 1), now.images, best.images)
+    loss, distance = (torch.where(wins, a, b) for a, b in ((now.loss, best.loss), (now.distance, best.distance)))
+    return BestGuesses(loss, distance, images, now.done)
+
+
+def _decay(share: float) -> float:
+    """The factor on the step size when this share of the iterations is done."""
+    return 0.1 ** sum(share > end for end in (3 / 8, 5 / 8, 7 / 8))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What an attacker computes again and again: the gradients that guessed images would have sent.
+#
+# The same function as `client.victim_gradients` without what the attacker cannot know (the noise, the draws of MJP
+# beyond its mask), pure and twice differentiable, so that it can be mapped over many uploads and followed back to the
+# pixels.
+
+
+Simulation = Callable[[Tensor, Tensor, Draws], Gradients]
+"""(images [B, C, H, W], labels [B], draws) -> gradients by name."""
+
+
+def simulation(method: Method, known: Knowledge, names: Iterable[str]) -> Simulation:
+    """The function that turns guessed images into the gradients of `names` that a client would have made of them."""
+    own = dict(method.named_parameters())
+    full = {name.removeprefix("backbone."): name for name, p in own.items() if p.requires_grad}
+    names = [name for name in names if name in full]
+    whole = known.defence.per_sample or known.local_steps > 1  # a norm over all gradients, or steps along them
+    moved = {name: own[full[name]].detach() for name in (full if whole else names)}
+    size = 1 if known.defence.per_sample else known.batch
+
+    def loss(weights: Gradients, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
+        batch = Batch(images, torch.zeros_like(labels), {"label": labels})
+        return functional_call(method, {full[name]: w for name, w in weights.items()}, (batch, draws)).loss
+
+    def mean(weights: Gradients, images: Tensor, labels: Tensor, draws: Draws) -> Gradients:
+        total: Gradients = {}
+        parts = range(0, known.batch, size)
+        for i in parts:
+            part = {name: value[i : i + size] if value.dim() else value for name, value in draws.items()}
+            found = grad(loss)(weights, images[i : i + size], labels[i : i + size], part)
+            found = known.defence.bound(found) if known.defence.per_sample else found
+            total = {name: g + total[name] if total else g for name, g in found.items()}
+        return {name: g / len(parts) for name, g in total.items()}
+
+    def gradients(images: Tensor, labels: Tensor, draws: Draws) -> Gradients:
+        weights, total, walk = moved, Gradients(), Walk(known.training)
+        for step in range(known.local_steps):
+            found = mean(weights, images, labels, draws)
+            found = walk(found) if known.local_steps > 1 else found  # a single step is undone in what was sent
+            total = {name: g + total[name] if total else g for name, g in found.items()}
+            if step + 1 < known.local_steps:
+                weights = {name: w - known.training.lr * found[name] for name, w in weights.items()}
+        return {name: total[name] / known.local_steps for name in names}
+
+    return gradients
+
+
+def guessed_draws(method: Method, upload: Gradients, known: Knowledge) -> Draws:
+    """The draws behind an upload as far as it shows them.
+
+    Of one image under MJP the mask shows in the rows of the table that got no gradient, and the order inside it changes
+    no gradient, so that any will do. A batch has a mask an image, which the sum hides: none is assumed.
+    """
+    ids = torch.zeros(known.batch, dtype=torch.int64)
+    draws = method.draw(Batch(ids, ids), known.when._replace(seed=known.seed))
+    for name in {"index", "pixels"} & draws.keys():
+        draws[name] = torch.arange(draws[name].shape[1]).expand_as(draws[name]).contiguous()
+    if "mask" in draws:
+        mask = _mask_of(method.backbone, upload) if isinstance(method, HidesPlaces) and known.batch == 1 else None
+        draws["mask"] = torch.zeros_like(draws["mask"]) if mask is None else mask[None].to(draws["mask"].device)
+    device = next(method.parameters()).device
+    return {name: value.to(device) for name, value in draws.items()}
+
+
+def _mask_of(backbone: Backbone, upload: Gradients) -> Tensor | None:
+    stem = find_stem(backbone)
+    if isinstance(stem, str) or stem.table not in upload:
+        return None
+    return hidden_places(table_rows(upload[stem.table], stem))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Labels from the classifier's own gradient: ∂l/∂b = mean over the batch of (p - y), negative only where a label is.
+#
+# With one image exactly one class is negative (Zhao et al., iDLG, arXiv 2001.02610). With more, every negative class
+# is a label for sure, and the rest of the batch is counted off the negative mass: a label that stands behind two
+# images has twice as much of it. A classifier that sends no bias gradient has rows (p - y) f of ∂l/∂W instead: the
+# same numbers along the direction that the images' features share.
+
+
+class Classifier(NamedTuple):
+    """Names of the parameters that make the logits; None where the model has no such parameter."""
+
+    weight: str | None
+    bias: str | None
+
+
+def find_classifier(backbone: Backbone, size: tuple[int, int]) -> Classifier:
+    """The classifier's parameters, found by behaviour: a bias moves the logits as they are, a weight by one outer
+    product with the features. A model with several heads (distillation) names one of them."""
+    named = {name: p for name, p in backbone.named_parameters() if p.requires_grad and p.dim() in (1, 2)}
+    with torch.enable_grad():
+        logits = backbone(noise_for(backbone, 1, backbone.input.channels, *size))
+        probe = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits)
+        able = {name: p for name, p in named.items() if p.shape[0] == logits.shape[1]}
+        if not able:
+            return Classifier(None, None)
+        found = torch.autograd.grad((logits * probe).sum(), list(able.values()), allow_unused=True)
+    weight = bias = None
+    for name, gradient in zip(able, found, strict=True):
+        if gradient is None or not _follows(gradient, probe[0]):
+            continue
+        if gradient.dim() == 1:
+            bias = name
+        else:
+            weight = name
+    return Classifier(weight, bias)
+
+
+def _follows(gradient: Tensor, probe: Tensor) -> bool:
+    """Whether every column of `gradient` [K, ...] is a multiple of `probe` [K], and not all are none."""
+    columns = gradient.reshape(gradient.shape[0], -1)
+    along = torch.outer(probe, probe @ columns) / probe.square().sum()
+    return bool(columns.norm() > 0) and bool((columns - along).norm() <= 1e-3 * columns.norm())
+
+
+def class_gradient(upload: Gradients, classifier: Classifier) -> Tensor | None:
+    """mean (p - y) over the batch, up to a positive factor: [K] in float64; None where nothing of it was sent."""
+    if classifier.bias in upload:
+        return upload[classifier.bias].double().nan_to_num(0.0, 1e30, -1e30)  # overflow keeps its sign
+    if classifier.weight not in upload:
+        return None
+    weight = known_numbers(upload[classifier.weight])
+    weight = weight[:, weight.isfinite().all(dim=0)]
+    if not weight.numel():
+        return None
+    # The direction that the batch's features share. Its sign: labels are few and large, the other classes many.
+    u, s, _ = svd(weight)
+    along = u[:, 0] * s[0]
+    return -along if along.max() > -along.min() else along
+
+
+def count_labels(classes: Tensor, batch: int, noise: float = 0.0) -> Tensor:
+    """The labels of a batch from mean (p - y) [K] up to a positive factor: [batch], rising.
+
+    First every class that is negative beyond what noise does, the most negative first; then, one by one, the class
+    that has most negative mass left when each label found so far has taken an even share.
+    """
+    mass = (-classes).clamp(min=0.0)
+    order = mass.argsort(descending=True, stable=True)[:batch]
+    sure = [int(label) for label in order if float(mass[label]) > 4 * noise]
+    found = sure or [int(order[0])]
+    left = mass * (batch / mass.sum().clamp(min=1e-300))
+    for label in found:
+        left[label] -= 1
+    while len(found) < batch:
+        best = int(left.argmax())
+        found.append(best)
+        left[best] -= 1
+    return torch.tensor(sorted(found))
+
+
+def infer_labels(upload: Gradients, classifier: Classifier, batch: int, noise: float = 0.0) -> Tensor | None:
+    """The labels behind an upload, [batch], in rising order; None where the classifier's gradient was not sent."""
+    classes = class_gradient(upload, classifier)
+    return None if classes is None else count_labels(classes, batch, noise)
+
+
+# --- the attack ------------------------------------------------------------------------------------------------------
+
+
+class Matching(Attack):
+    """Images whose gradients match, by double backward."""
+
+    name: ClassVar[str] = "matching"
+    about: ClassVar[str] = "an optimiser moves noise until its gradients match those that were sent"
+    slow: ClassVar[bool] = True
+    Config: ClassVar[type[MatchingConfig]] = MatchingConfig
+    config: MatchingConfig
+
+    def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
+        if not backbone.input.channels:
+            return Refused("it takes no images")
+        if not sent:
+            return Refused("all of its parameters are frozen, so that no gradient is sent")
+        if known.labels is None and not {*find_classifier(backbone, _size(backbone, known))} & {*sent}:
+            return Refused("it is not told the labels, and no gradient of a classifier was sent that gives them away")
+        return Ready(None, "an optimisation: it ends where it ends, and more iterations or restarts may find more")
+
+    def recover(
+        self,
+        backbone: Backbone,
+        uploads: Sequence[Gradients],
+        known: Knowledge | None = None,
+        deadline: Deadline | None = None,
+    ) -> Recovery:
+        known, deadline = known or Knowledge(), deadline or Deadline()
+        config, method = self.config, known.trained(backbone)
+        inferred = None if known.labels is not None else _infer(backbone, uploads, known)
+        labels = known.labels if inferred is None else inferred
+        assert labels is not None
+        each = max(1, config.parallel // config.restarts)
+        images, facts, partial = [], [], None
+        for first in range(0, len(uploads), each):
+            if first and deadline.over():
+                break
+            group = range(first, min(first + each, len(uploads)))
+            deadline.say(f"{self.name}: uploads {known.first + first + 1} to {known.first + group[-1] + 1}")
+            try:
+                with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+                    found = self._search(method, uploads, labels, group, known, deadline)
+            except KeyboardInterrupt:  # before this search had made a guess: those before it stay
+                if not images:
+                    raise
+                deadline.interrupt()
+                break
+            images.append(found.images)
+            facts += _facts(found, config)
+            if found.done < config.iterations:
+                partial = f"{found.done:,} of {config.iterations:,} iterations"
+        told = None if inferred is None else inferred[: len(facts)]
+        return Recovery(torch.cat(images).flatten(0, 1), facts, told, partial)
+
+    def _search(
+        self,
+        method: Method,
+        uploads: Sequence[Gradients],
+        labels: Tensor,
+        group: range,
+        known: Knowledge,
+        deadline: Deadline,
+    ) -> BestGuesses:
+        """For each upload of a group the best of all restarts, searched for at once."""
+        restarts, backbone, like = self.config.restarts, method.backbone, next(method.parameters())
+        problems = [(number, restart) for number in group for restart in range(restarts)]
+        names = [name for name in parameter_names(method) if name in uploads[group[0]]]
+        numbers = {name: torch.stack([known_numbers(uploads[i][name]) for i, _ in problems]) for name in names}
+        there = {name: each.isfinite() for name, each in numbers.items()}  # what overflowed says nothing
+        target = {name: each.nan_to_num(0.0).to(like.dtype) for name, each in numbers.items()}
+        guesses = {i: guessed_draws(method, uploads[i], known) for i in group}
+        draws = {name: torch.stack([guesses[i][name] for i, _ in problems]) for name in guesses[group[0]]}
+        told = torch.stack([labels[i] for i, _ in problems]).to(like.device)
+        noise = [_noise(backbone, known, known.first + number, restart) for number, restart in problems]
+        start = torch.stack(noise).to(like.device, like.dtype)
+        simulate = _mapped(simulation(method, known, names), start, told, draws)
+        measure = self.measure(target, backbone, known.defence.noise_level(known.batch))
+
+        def objective(images: Tensor) -> tuple[Tensor, Tensor]:
+            guess = simulate(images)
+            distance = measure({name: torch.where(there[name], guess[name], 0.0) for name in names})
+            prior = self.config.smooth * variation(images)
+            if backbone.num_tokens:
+                prior = prior + self.config.border * border_steps(images, backbone.grid)
+            return distance + prior, distance
+
+        found = optimise(objective, start, self.config, deadline, self.name, _bounds(known, start))
+        best = found.loss.view(-1, restarts).argmin(dim=1)
+        pick = torch.arange(len(group), device=best.device) * restarts + best
+        return BestGuesses(found.loss[pick], found.distance[pick], found.images[pick], found.done)
+
+    def measure(self, target: Gradients, backbone: Backbone, noise: float) -> Callable[[Gradients], Tensor]:  # noqa: ARG002
+        """The distance [P] of guessed gradients from those that were sent with noise of a deviation."""
+        weights = name_weights(target, noise)
+        return lambda guess: (weights * gradient_distances(guess, target, self.config.distance)).mean(dim=1)
+
+
+def _infer(backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge) -> Tensor:
+    """Labels [uploads, batch] from the classifier's gradients; 0 where all overflowed: any guess is as good."""
+    classifier, noise = find_classifier(backbone, _size(backbone, known)), known.defence.noise_level(known.batch)
+    found = [infer_labels(upload, classifier, known.batch, noise) for upload in uploads]
+    return torch.stack([torch.zeros(known.batch, dtype=torch.int64) if each is None else each for each in found])
+
+
+def _size(backbone: Backbone, known: Knowledge) -> tuple[int, int]:
+    size = known.size or backbone.input.shape
+    if size is None:
+        raise SitusError(f"{backbone.name} takes images of any size: say which was used (Knowledge.size)")
+    return pair(size)
+
+
+def _noise(backbone: Backbone, known: Knowledge, upload: int, restart: int) -> Tensor:
+    """Where a search begins, [B, C, H, W]: noise that only the seed, the upload and the restart decide."""
+    chance = torch.Generator().manual_seed((known.seed * 1_000_003 + upload) * 1_009 + restart)
+    return torch.randn(known.batch, backbone.input.channels, *_size(backbone, known), generator=chance)
+
+
+def _bounds(known: Knowledge, like: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Black and white, normalised, [C, 1, 1] each; None where the attacker does not know them."""
+    if known.normalisation is None:
+        return None
+    mean, std = (torch.tensor(part).view(-1, 1, 1).to(like) for part in known.normalisation)
+    return (0 - mean) / std, (1 - mean) / std
+
+
+def _mapped(simulate: Simulation, images: Tensor, labels: Tensor, draws: Draws) -> Callable[[Tensor], Gradients]:
+    """The simulation over P searches at once, images [P, B, C, H, W] -> gradients [P, ...]; in turn where a model's
+    operations cannot be mapped."""
+
+    def together(images: Tensor) -> Gradients:
+        return vmap(simulate)(images, labels, draws)
+
+    def in_turn(images: Tensor) -> Gradients:
+        each = [
+            simulate(image, label, {name: value[i] for name, value in draws.items()})
+            for i, (image, label) in enumerate(zip(images, labels, strict=True))
+        ]
+        return {name: torch.stack([found[name] for found in each]) for name in each[0]}
+
+    if len(images) == 1:
+        return in_turn
+    try:
+        together(images)
+    except RuntimeError:
+        return in_turn
+    return together
+
+
+def _facts(found: BestGuesses, config: MatchingConfig) -> list[dict[str, Fact]]:
+    fixed: dict[str, Fact] = {"iterations": found.done, "restarts": config.restarts}
+    # No number where nothing it saw was one.
+    return [{"distance": d if math.isfinite(d) else None, **fixed} for d in found.distance.tolist()]
+
+
+class AprilOptimisation(Matching):
+    """APRIL's optimisation form (Lu et al., CVPR 2022, arXiv 2112.14087): matching that counts the table again.
+
+    The paper adds the cosine distance of ∂l/∂E_pos to the squared distance of all gradients, because that one gradient
+    has a row for each patch. Here it stands beside the distance of `matching`, with a weight of its own.
+    """
+
+    name: ClassVar[str] = "april-optimisation"
+    about: ClassVar[str] = "gradient matching that counts the gradient of the position table a second time"
+
+    def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
+        stem = find_stem(backbone)
+        if isinstance(stem, str):
+            return Refused(stem)
+        return absent(sent, [stem.table]) or super().prepare(backbone, sent, known)
+
+    def measure(self, target: Gradients, backbone: Backbone, noise: float) -> Callable[[Gradients], Tensor]:
+        table, plain = require_stem(backbone).table, super().measure(target, backbone, noise)
+        sent = {table: target[table]}
+
+        def distance(guess: Gradients) -> Tensor:
+            rows = gradient_distances({table: guess[table]}, sent, "cosine").mean(dim=1)
+            return plain(guess) + self.config.table * rows
+
+        return distance

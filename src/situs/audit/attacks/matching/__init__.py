@@ -1,1 +1,0 @@
-"""The optimisation attacks: images whose gradients are those that were sent."""

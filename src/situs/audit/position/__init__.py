@@ -1,1 +1,0 @@
-"""What a model knows and gives away of position."""

@@ -1,0 +1,42 @@
+"""How much a model knows and gives away of position: what `situs.measure.position` reads, and the law of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Unpack
+
+from situs.locks.equivariance import verify
+from situs.measure.position.knowledge import RATIOS, PositionAudit, measure_positions
+from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
+
+
+def audit_positions(
+    model: AnyModel,
+    data: AnyData = None,
+    *,
+    ratios: Sequence[float] = RATIOS,
+    equivariance: bool = True,
+    seed: int = 0,
+    **chosen: Unpack[Chosen],
+) -> PositionAudit:
+    """How much a model knows and gives away of position: in its vectors, its features, its answers and its blocks.
+
+    model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. ratios:
+    shares of the patches to shuffle. equivariance: whether the law of permuted tokens is measured. chosen: see
+    `load_set`.
+    """
+    model = opened(model, seed)
+    model.backbone.require("tokens")
+    loader = load_set(model, data, **chosen)
+    known = measure_positions(
+        model.name,
+        model.trained,
+        loader,
+        positions=model.positions,
+        classifier=model.classifier,
+        ratios=ratios,
+        seed=seed,
+    )
+    law = asdict(verify(model.backbone, steps=0, tokens=16, seed=seed).whole("row")) if equivariance else None
+    return replace(known, rows=law, provenance=made_with(model, loader, seed))

@@ -1,0 +1,193 @@
+"""What labels mean: class numbers and names as they stand in the data, to classes from 0 on.
+
+A sample has one class, or of a multi-label set any number of them: by a list of class numbers or names (an empty list
+is no class, null is unknown), or by a column a class, of 1 and 0 (or 1 and -1; null and NaN are unknown).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from situs.data.batch import VOID
+from situs.errors import DataError, SitusError, verb
+
+LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
+LISTS = ("labels", "classes", "tags")
+"""Columns that hold several names or numbers, and are no classes of their own."""
+
+# A label beyond this is an id or a damaged number; each class costs a name and a row of every classifier.
+_MOST_CLASSES = 1_000_000
+
+
+def number_names(most: int, where: str) -> tuple[str, ...]:
+    """The class numbers 0 to `most` as names, for data that names none."""
+    if most >= _MOST_CLASSES:
+        raise DataError(f"{where}: class number {most:,}: must be below {_MOST_CLASSES:,}; is it no class?")
+    return tuple(str(number) for number in range(most + 1))
+
+
+def is_numbered(classes: Sequence[str] | None) -> bool:
+    """Whether the classes have no names but the numbers from 0 on."""
+    return classes is not None and all(name == str(number) for number, name in enumerate(classes))
+
+
+def classes_of(
+    labels: Iterable[Any], named: tuple[str, ...], where: str
+) -> tuple[tuple[str, ...] | None, dict[Any, int]]:
+    """The names of the classes, and the number of each label. labels: of the training split, None for an unknown one.
+    named: names that stand beside the labels, which then are numbers, or these names."""
+    known = sorted({label for label in labels if not is_missing(label)}, key=lambda label: (str(type(label)), label))
+    if not known:
+        return None, {}
+    if isinstance(known[0], str) != isinstance(known[-1], str):
+        raise DataError(f"{where} holds numbers and names, as {known[-1]!r}")
+    if not named and (isinstance(known[0], str) or known[0] < 0 or not isinstance(known[-1], int)):
+        return tuple(map(str, known)), {label: number for number, label in enumerate(known)}
+    names = named or number_names(known[-1], where)
+    return names, {
+        label: number for number, label in enumerate(names if isinstance(known[0], str) else [*range(len(names))])
+    }
+
+
+def is_missing(label: Any) -> bool:
+    """Null, or no number, as pandas writes one that is missing."""
+    return label is None or label != label
+
+
+def few(names: Sequence[Any]) -> str:
+    """The first of some names, for a sentence."""
+    return ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
+
+
+def note_unseen(name: str, classes: Sequence[str] | None, labels: Iterable[int] | None, least: int = 0) -> list[str]:
+    """A note where classes that only numbers name have no sample among the labels. labels: None where they are too many
+    to be looked at; then what is known of them is the smallest."""
+    if classes is None or not is_numbered(classes):
+        return []
+    missing = sorted({*range(len(classes))} - {int(label) for label in labels}) if labels is not None else range(least)
+    if labels is not None and not missing:
+        return []
+    told = f"there are {len(classes):,} classes, 0 to {len(classes) - 1}"
+    lack = f"{len(missing):,} of them {verb(len(missing), 'have')} no sample ({few(missing)})"
+    if labels is None:
+        told += f", and {lack}" if missing else ""
+        rest = "all others have one" if missing else "all of them have a sample"
+        lack = f"whether {rest} is not looked at in a set of this size"
+    return [f"{name}: its labels are class numbers, taken as they are: {told}, and {lack}"]
+
+
+def note_singletons(name: str, classes: Sequence[str], counts: Sequence[int]) -> list[str]:
+    """A note where few of the classes have one sample only, as a mistyped label has. counts: the samples of each."""
+    alone = [each for each, count in zip(classes, counts, strict=True) if count == 1]
+    if not alone or 2 * len(alone) > sum(count > 0 for count in counts):
+        return []
+    told = f"{len(alone):,} of its {len(classes):,} classes {verb(len(alone), 'have')} one sample only ({few(alone)})"
+    return [f"{name}: {told}; a mistyped label makes a class of its own"]
+
+
+# --- any number of classes a sample: [n, K] int8, 1, 0 or VOID for unknown --------------------------------------------
+
+
+def from_lists(lists: Sequence[Sequence[Any] | None], number: Mapping[Any, int], where: Callable[[int], str]) -> Tensor:
+    """The labels of lists of classes. where: what an error calls a row."""
+    labels = np.zeros((len(lists), len(number)), np.int8)
+    for row, classes in enumerate(lists):
+        if classes is None:
+            labels[row] = VOID
+        for each in classes or ():
+            if each not in number:
+                raise DataError(f"{where(row)}: class {each!r} is not among the {len(number):,}")
+            labels[row, number[each]] = 1
+    return torch.from_numpy(labels)
+
+
+def from_flags(values: np.ndarray, names: Sequence[str], where: Callable[[int], str]) -> Tensor:
+    """The labels of a column a class. values: [n, K] floats, NaN for unknown."""
+    known = ~np.isnan(values)
+    strange = np.argwhere(known & ~np.isin(values, (-1, 0, 1)))
+    if strange.size:
+        row, at = strange[0]
+        told = f"column {names[at]!r} holds {values[row, at]:g}, and a label is 0 or 1, or -1 or 1"
+        raise DataError(f"{where(row)}: {told}")
+    minus, zero = (values == -1).any(1), (values == 0).any(1)
+    if minus.any() and zero.any():
+        both = "-1 and 0 both stand beside 1, and only one of them can mean no: what is unknown has no value"
+        raise DataError(f"{where(max(minus.argmax(), zero.argmax()))}: {both}")
+    return torch.from_numpy(np.where(known, values > 0, VOID).astype(np.int8))
+
+
+# --- columns of parquet files -------------------------------------------------------------------------------------
+
+
+def is_text(kind: Any) -> bool:
+    """Whether a column of this type holds words; a category, as pandas writes them, is what it stands for."""
+    import pyarrow as pa
+
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def is_list(kind: Any) -> bool:
+    """Whether each row of a column of this type is a list."""
+    import pyarrow as pa
+
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def class_names(file: Path, schema: Any, label: str) -> tuple[str, ...]:
+    """The names that Hugging Face writes beside the schema; none where it wrote none."""
+    written = (schema.metadata or {}).get(b"huggingface")
+    if written is None:
+        return ()
+    try:
+        described: Any = json.loads(written)
+        for key in ("info", "features", label):
+            described = described.get(key) or {}
+        described = described[0] if isinstance(described, list) else described.get("feature") or described
+        return tuple(str(name) for name in described.get("names") or {})
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise DataError(f"{file}: its 'huggingface' metadata is damaged ({str(error)[:80]})") from error
+
+
+def multi_label_columns(file: Path, schema: Any) -> tuple[str, ...]:
+    """The list column, by one of its usual names; else every bool column, else every column of numbers."""
+    import pyarrow as pa
+
+    kinds = dict(zip(schema.names, schema.types, strict=True))
+    usual = [name for name in (*LISTS, *LABEL_COLUMNS) if name in kinds]
+    if listed := next((name for name in usual if is_list(kinds[name])), None):
+        inner = kinds[listed].value_type
+        if not (pa.types.is_integer(inner) or is_text(inner)):
+            raise SitusError(f"{file}: column {listed!r} holds lists of {str(inner)[:80]}, not of numbers or names")
+        return (listed,)
+    flags = tuple(name for name, kind in kinds.items() if pa.types.is_boolean(kind))
+    if usual and not flags:
+        told = f"column {usual[0]!r} holds one class an image, and a multi-label set has a list of them or 0/1 columns"
+        raise SitusError(f"{file}: {told}", field="multi_label")
+    numbers = (name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind))
+    columns = flags or tuple(numbers)
+    if not columns:
+        raise SitusError(f"{file}: has neither a list of labels nor 0/1 columns", field="multi_label")
+    return columns
+
+
+def multi_label_rows(columns: Sequence[Any], names: Sequence[str], classes: Sequence[str], where: str) -> Tensor:
+    """The labels of some rows of these columns. where: what an error calls them."""
+    import pyarrow as pa
+
+    def place(row: int) -> str:
+        return f"{where}, row {row}"
+
+    kind = columns[0].type
+    if is_list(kind):
+        known = classes if is_text(kind.value_type) else range(len(classes))
+        return from_lists(columns[0].to_pylist(), {label: number for number, label in enumerate(known)}, place)
+    whole = [column.cast(pa.int8()) if pa.types.is_boolean(column.type) else column for column in columns]
+    return from_flags(np.stack([column.cast(pa.float64()).to_numpy() for column in whole], axis=1), names, place)

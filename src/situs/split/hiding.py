@@ -1,0 +1,151 @@
+"""How a client hides features from its server: what is asked for, what `split.json` holds, the veil of one backbone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from situs.backbones.base import Backbone
+from situs.config import Checked, from_dict
+from situs.core.permutation import invert
+from situs.data.config import DataConfig
+from situs.data.loader import make_loader
+from situs.data.sources.base import Source
+from situs.data.sources.subset import Subset
+from situs.errors import SitusError
+from situs.limits import NotNegative
+from situs.locks.groups import entrance_and_exit, residual_only
+from situs.locks.key import AnyKey, Key, as_key, derive, load_key
+from situs.locks.manifest import permutations_of, read_manifest
+from situs.locks.owner import own_groups
+from situs.locks.veil import Cut, Veil, check_veil, parse_veil
+from situs.split.client import Call, Client
+from situs.split.parts import layout
+from situs.train.checkpoint.files import read_table
+
+FACTS, KEY = "split.json", "owner.key"
+SAMPLES, PIECE = 256, 32
+"""Images that a σ is measured on, and how many at a time."""
+
+
+@dataclass(frozen=True)
+class Hide(Checked):
+    """What the server is shown."""
+
+    permute: tuple[Literal["rows", "columns"], ...] = ()
+    """rows: every sample's tokens, prefix tokens too, in an order of their own. columns: channels by a key."""
+
+    defence: str = "none"
+    """none, noise=σ, lowpass=r, batch-shuffle or batch-shuffle=B."""
+
+    wire: Literal["own", "bf16"] = "own"
+    """How numbers are sent: as they are computed, or rounded to 16 bits."""
+
+    def check(self) -> None:
+        parse_veil(self.defence, self.permute)
+
+    @property
+    def veil(self) -> Veil:
+        """What is done to the features."""
+        return parse_veil(self.defence, self.permute)
+
+    @property
+    def secret(self) -> bool:
+        """Whether a key is needed."""
+        return self.veil != Veil()
+
+
+@dataclass(frozen=True)
+class Hiding(Hide):
+    """The same of one session: what split.json holds.
+
+    scale: what a σ of noise is a multiple of (`noise_scale`). locked: the locked folder whose blocks the server holds.
+    """
+
+    session: str = ""
+    scale: NotNegative = 1.0
+    key_id: str = ""
+    locked: str | None = None
+
+    def cut(self, backbone: Backbone, key: Key | None) -> Cut:
+        """The veil before the blocks of one backbone."""
+        return make_cut(backbone, self.veil, key, run=self.session, locked=self.locked, scale=self.scale)
+
+    def client(self, call: Call) -> Client:
+        """The conversation of this session."""
+        return Client(call, self.session, wire=torch.bfloat16 if self.wire == "bf16" else None)
+
+
+def read_hiding(run: Path) -> Hiding:
+    """The split.json of a client's run."""
+    table = read_table(run / FACTS)
+    if isinstance(table, str):
+        raise SitusError(f"{run}: holds no client's part of a split training: {table}")
+    return from_dict(Hiding, table, where=f"{run}/{FACTS}")
+
+
+def key_of(run: Path, hiding: Hiding, key: AnyKey | None) -> Key | None:
+    """The key of a run: the one given, or that in its folder."""
+    if not hiding.secret:
+        return None
+    if key is None and not (run / KEY).exists():
+        raise SitusError(f"{run}: its key {hiding.key_id} is not in it, so it must be given", field="key")
+    found = load_key(run / KEY) if key is None else as_key(key)
+    if found.id != hiding.key_id:
+        raise SitusError(f"{run}: was trained with the key {hiding.key_id}, and this is {found.id}", field="key")
+    return found
+
+
+def make_cut(
+    backbone: Backbone,
+    veil: Veil,
+    key: Key | None = None,
+    *,
+    run: str = "",
+    locked: str | Path | None = None,
+    scale: float = 1.0,
+) -> Cut:
+    """The veil before a backbone's blocks; what this backbone cannot do is refused with the reason.
+
+    run: names the run, so that no other has its orders. locked: the locked folder whose blocks the server holds;
+    without one, the key makes a permutation of its own for blocks that were never clear.
+    """
+    check_veil(veil, backbone)
+    if key is None and veil != Veil():
+        raise SitusError("permutations and defences are drawn from a key, and none is given", field="key")
+    channels = None
+    if veil.columns:
+        assert key is not None
+        keys = column_permutations(backbone, key, run, locked)
+        first, last = entrance_and_exit(backbone.groups())
+        channels = keys[first], invert(keys[last])
+    return Cut(veil, backbone.num_prefix, backbone.grid, scale, channels, key)
+
+
+def column_permutations(backbone: Backbone, key: Key, run: str, locked: str | Path | None) -> dict[str, Tensor]:
+    """group name -> permutation [size] of the residual channels, which the server's blocks are keyed with."""
+    if locked is not None:
+        manifest = read_manifest(Path(locked), key)
+        names = {group.name for group in residual_only(own_groups(backbone, manifest))}
+        return {name: p for name, p in permutations_of(manifest, key).items() if name in names}
+    return derive(key, residual_only(backbone.groups()), layout(backbone), run)
+
+
+@torch.no_grad()
+def noise_scale(backbone: Backbone, source: Source, data: DataConfig, device: torch.device | str = "cpu") -> float:
+    """The standard deviation of the patch tokens' entries over `SAMPLES` images, chosen at random, the same every time.
+
+    They are not augmented, and taken `PIECE` at a time. It is measured once, with the weights that a training starts
+    from, and never sent.
+    """
+    settled = replace(data, batch=PIECE, count=None, workers=0)
+    count = total = squares = 0.0
+    for batch in make_loader(settled, None, device, source=Subset(source, SAMPLES)):
+        z = backbone.assemble(backbone.embed(batch.inputs), backbone.positions()).z[:, backbone.num_prefix :].double()
+        count, total, squares = count + z.numel(), total + float(z.sum()), squares + float(z.square().sum())
+    return math.sqrt((squares - total * total / count) / (count - 1))

@@ -1,0 +1,147 @@
+"""A look at a table, its words and its page."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import timm
+import torch
+from builders import small_vit
+
+from situs.core.position import sincos
+from situs.errors import SitusError
+from situs.measure.position.vectors import (
+    Look,
+    PositionTable,
+    PositionTables,
+    analyze_positions,
+    grasp,
+    in_words,
+    look_at,
+    look_at_references,
+    tables_of,
+    to_json,
+)
+from situs.models import Model
+from situs.pages import positions as page_of_positions
+from situs.pages.positions import few_places, page
+
+
+def table(name: str = "sincos", grid: tuple[int, int] = (4, 5), dim: int = 16) -> PositionTable:
+    noise = torch.randn(grid[0] * grid[1], dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return PositionTable("learned table", sincos(grid, dim).double() if name == "sincos" else noise, grid)
+
+
+@pytest.fixture(scope="module")
+def looks() -> list[Look]:
+    return [look_at("knows", table()), look_at("knows nothing", table("noise"), note="Its note.")]
+
+
+def test_words_follow_the_numbers(looks: list[Look]) -> None:
+    knows, nothing = looks
+    assert grasp(knows) == "knows the grid"
+    assert grasp(nothing) == "does not know the grid"
+    said = in_words(nothing)
+    assert said.startswith("`knows nothing`, learned table of 4 × 5 places, 16 channels:")
+    assert f"{nothing.decoded.two.mean:.2f} patches" in said
+    assert said.endswith("it does not know the grid. Its note.")
+
+
+def test_words_grow_worse_with_what_covers_the_grid() -> None:
+    chance = torch.Generator().manual_seed(0)
+    taught = table(grid=(8, 8), dim=32)
+    noise = torch.randn(taught.rows.shape, generator=chance, dtype=torch.float64)
+    covered = [taught._replace(rows=taught.rows + amount * noise) for amount in (0.0, 0.1, 0.3, 1.0, 10.0)]
+    looks = [look_at("noisy", each) for each in covered]
+    assert [look.decoded.left for look in looks] == sorted(look.decoded.left for look in looks)
+    said = list(dict.fromkeys(map(grasp, looks)))
+    assert said == ["knows the grid", "knows the grid roughly", "does not know the grid"]
+
+
+def test_numbers_are_all_there(looks: list[Look]) -> None:
+    numbers = json.loads(json.dumps(to_json(looks[1])))
+    assert (numbers["grid"], numbers["channels"], numbers["note"]) == ([4, 5], 16, "Its note.")
+    assert sum(numbers["explained_variance"]) == pytest.approx(1)
+    assert list(numbers["explained_variance_of"]) == ["3", "4", "5", "6", "7"]  # as in MJP's Table 6
+    assert numbers["explained_variance_of"]["3"] == pytest.approx(sum(numbers["explained_variance"][:3]))
+    assert numbers["accumulated_singular_energy"][-1] == pytest.approx(1)
+    assert numbers["regression"]["mae_2d"]["mean"] == looks[1].decoded.two.mean
+
+
+def test_without_a_seed_it_is_0() -> None:
+    plain = look_at("noise", table("noise")).decoded.two.mean
+    assert plain == look_at("noise", table("noise"), seed=0).decoded.two.mean
+    assert plain != look_at("noise", table("noise"), seed=1).decoded.two.mean
+    references = [
+        [look.decoded.two.mean for look in look_at_references(table(), **seed)]
+        for seed in ({}, {"seed": 0}, {"seed": 1})
+    ]
+    assert references[0] == references[1] != references[2]
+
+
+def test_tables_of_several_models_say_how_they_were_made_and_which_took_no_part() -> None:
+    models = [Model("one", small_vit(), identity="1"), Model("two", small_vit(), identity="2", positions=False)]
+    found = analyze_positions(models, folds=4, seed=5)
+    assert [(look.name, bool(look.note)) for look in found.looks] == [("one", False), ("two", True)]
+    assert all(
+        torch.equal(look.table.rows, tables_of(model.backbone)[0].rows)
+        for look, model in zip(found.looks, models, strict=True)
+    )
+    assert "took no part in its training" in found.looks[1].note
+    made = found.provenance
+    assert (made.facts["folds"], made.facts["seed"], [origin.name for origin in made.of]) == (4, 5, ["one", "two"])
+    assert made.facts["torch"] == torch.__version__.partition("+")[0] and made.facts["timm"] == timm.__version__
+    assert {"situs", "scikit-learn"} <= set(made.facts)
+    with pytest.raises(SitusError, match="name at least one model"):
+        analyze_positions([])
+
+
+def test_references_are_known(looks: list[Look]) -> None:
+    sincos, random = look_at_references(looks[0].table)
+    assert sincos.decoded.left < 0.1 < 0.9 < random.decoded.left
+    _, header, rows = PositionTables(looks, [sincos, random]).summary().tables[0]
+    assert [row[0] for row in rows] == [
+        "knows, learned table",
+        "knows nothing, learned table",
+        "sin-cos (reference)",
+        "random (reference)",
+    ]
+    assert all(len(row) == len(header) for row in rows)
+
+
+def test_page_shows_each_model_and_says_how_to_get_umap(looks: list[Look], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_of_positions, "has_umap", lambda: False)
+    drawn = page(PositionTables(looks, look_at_references(looks[0].table)))
+    text, pictures = drawn.render(), drawn.pictures
+    each = {"pca-2d", "pca-3d", "cosine", "guesses"}
+    assert set(pictures) == each | {f"{name}-2" for name in each} | {"energy"}
+    assert text.count("<figure>") == len(pictures)
+    assert "pip install 'situs[umap]'" in text
+    assert f"dealt out at random in {looks[0].decoded.folds} parts" in text  # how the errors were made
+    assert text.index("it knows the grid.") < text.index("<table")
+    assert "`" not in text.split("</style>")[1]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_page_draws_umap_where_it_is_installed(looks: list[Look], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_of_positions, "has_umap", lambda: True)
+    monkeypatch.setattr(page_of_positions, "umap_points", lambda rows, seed: rows[:, :2].numpy())
+    drawn = page(PositionTables(looks[:1], []))
+    assert "umap" in drawn.pictures
+    text = drawn.render()
+    assert "UMAP with 15 neighbours" in text
+    assert "pip install" not in text
+
+
+@pytest.mark.parametrize(("dim", "said"), [(16, "least norm was taken"), (12, "hardly enough"), (4, "")])
+def test_few_places_are_owned_up_to(dim: int, said: str) -> None:
+    note = few_places(look_at("few", table("noise", dim=dim)))
+    assert note.startswith(f"`few`: 16 places to fit {dim} channels") if said else note == ""
+    assert said in note
+
+
+def test_a_single_row_of_places_has_a_page() -> None:
+    drawn = page(PositionTables([look_at("small", table("noise", grid=(1, 6), dim=8))], []))
+    assert "cosine" in drawn.pictures
+    assert "<title>Positions of small</title>" in drawn.render()
