@@ -64,18 +64,18 @@ def main() -> None:
         audit = attack_gradients(victim.trains, test, attacks, [create_defence(f"noise={sigma}")])
         [judged] = audit.judge(psnr=20).judgements
         best = max(audit.attacked, key=lambda pair: max(pair.scores["aligned_psnr"] or [0.0]))
-        assert best.pictures is not None
+        assert best.shown is not None
         read = sum(
             float((two_levels(shown) == real.double()).double().mean()) > 0.9
-            for shown, real in zip(best.pictures.double(), pages, strict=False)
+            for shown, real in zip(best.shown.double(), pages, strict=False)
         )
         plain, aligned = (max(best.scores[name] or [0.0]) for name in ("psnr", "aligned_psnr"))
         shown = f"{plain:.1f} / {aligned:.1f} ({best.attack})"
         print(
-            f"| {sigma:g} | {judged.outcome} | {shown} | {read} of {len(best.pictures)} | {judged.said[:90]} |",
+            f"| {sigma:g} | {judged.outcome} | {shown} | {read} of {len(best.shown)} | {judged.said[:90]} |",
             flush=True,
         )
-        rows.append(best.pictures.float())
+        rows.append(best.shown.float())
         save_image(torch.cat(rows), args.out / "documents.png", nrow=8, pad_value=0.5)
 
 

@@ -13,7 +13,7 @@ with a dense Jacobian:
 - near: again and again from the image, where what it comes to fits better than what newton has: an attacker who began
   at more places could find it, and would prefer it.
 
-What they get is held against the limits of the gate (`situs.audit.judge.gate`). Whoever is above a limit tries again
+What they get is held against the limits of the gate (`situs.audit.gate`). Whoever is above a limit tries again
 on a control: the same noise without any gradient. Above there too, the picture comes from where the attacker began or
 from chance, not from the upload. The status is 1 where one of them is above a limit of a setup that passed, and below
 it on the control.
@@ -44,16 +44,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from situs.audit import adapt, create_attack, create_defence
 from situs.audit.attacks.base import Knowledge
 from situs.audit.attacks.matching import simulation
-from situs.audit.cases import Case, Outcome, TestSet
+from situs.audit.cases import Case, TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Step, method_of
 from situs.audit.gradients import attack_gradients
-from situs.audit.judge.gate import exposed, parse_limit
 from situs.audit.oracle import cosines
+from situs.audit.scores.exposure import METRICS
 from situs.audit.scores.metrics import denormalise
 from situs.audit.scores.scoring import measure
 from situs.audit.stem import find_stem, flat_weight, patches_of, table_rows
 from situs.backbones.base import Backbone
+from situs.gate import Held, exposed, parse_limit
 
 COUNT, SIDE, CONTRAST = 6, 8, 5.0
 
@@ -271,7 +272,7 @@ def tried(setup: dict[str, Any], images: int) -> dict[str, Any]:
     backbone, test = built(setup)
     began = time.perf_counter()
     attacks = [create_attack(name) for name in ("patchembed", "april", "tokens", "patchembed-prior")]
-    limit = parse_limit(setup["limit"])
+    limit = parse_limit(setup["limit"], METRICS)
     audit = attack_gradients(
         backbone,
         test,
@@ -291,12 +292,12 @@ def tried(setup: dict[str, Any], images: int) -> dict[str, Any]:
     best: dict[str, float] = {}
     above, clean_above, by_control = list[str](), list[str](), list[str]()
 
-    def over(pictures: Tensor, first: int) -> tuple[list[float], list[str]]:
+    def over(pictures: Tensor, first: int) -> tuple[list[float], list[Held]]:
         shown = denormalise(pictures.detach(), *HALVES, clip=False)
         scores = measure(shown, test.real(), backbone, None, first) | {"reidentified": None}
         case = Case("", backbone, create_defence(setup["defence"]), attacks[0], batch=setup["batch"])
-        part = Outcome(case, "done", scores, numbers=tuple(range(first, first + setup["batch"])))
-        return list(scores["aligned_psnr"] or []), exposed(part, audit.baselines, audit.names, limit)
+        part = case.finding("done", range(first, first + setup["batch"]), scores=scores)
+        return list(scores["aligned_psnr"] or []), exposed(part.against(audit.baselines, audit.names), limit)
 
     for at in range(min(images, COUNT) // setup["batch"] or 1):
         pictures, nats, control = attackers(setup, backbone, test, at, steps)
@@ -306,7 +307,7 @@ def tried(setup: dict[str, Any], images: int) -> dict[str, Any]:
             if exceeded and name != "told":
                 chance = judged.outcome == "passed" and over(control(name), at * setup["batch"])[1]
                 rows = by_control if chance else clean_above if name == "clean" else above
-                rows.append(f"{name}: {exceeded[0]}, {nats:.2g} nats")
+                rows.append(f"{name}: {exceeded[0].worst}, {nats:.2g} nats")
     oracle = {name: round(value, 1) for name, value in best.items()}
     return {**row, "oracle": oracle, "above": above, "clean_above": clean_above, "by_control": by_control}
 

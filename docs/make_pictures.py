@@ -25,7 +25,7 @@ from torch import Tensor
 import situs
 from situs.audit import PatchEmbedding, victim_gradients
 from situs.audit.scores.metrics import denormalise, psnr
-from situs.audit.split.order import order_rows, public_side, put_together
+from situs.audit.split.order import order_rows, public_side, read_pixels
 from situs.audit.split.stage import streams
 from situs.backbones import create_backbone
 from situs.core.masking import block_mask, block_noise_shape, jigsaw, random_subset
@@ -294,7 +294,10 @@ def draw_split(run: Path) -> None:
     sent = permute_rows(z[own], order)
     side = public_side(model.backbone, z[50:], patchify(images[50:], size), Veil())
     rows = order_rows(sent, side)
-    back = unpatchify(put_together(sent, rows, side), grid, size).clamp(0, 1)
+    sorted_rows = torch.empty_like(sent).scatter_(1, rows[..., None].expand_as(sent), sent)[:, len(side.prefix) :]
+    places = torch.arange(sorted_rows.shape[1]).repeat(len(sorted_rows))
+    pixels = read_pixels(sorted_rows.flatten(0, 1), places, side).view(*sorted_rows.shape[:2], -1)
+    back = unpatchify(pixels, grid, size).clamp(0, 1)
     places = (rows == order)[order > 0].double().mean()
     print(f"split: {100 * places:.1f} % of the places, {psnr(back.float(), images[own]).mean():.1f} dB")
     came = torch.stack([each[each > 0] - 1 for each in order])  # row 0 is CLS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import json
@@ -9,6 +10,7 @@ import logging
 import os
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure() -> None:
-    """What libraries log stays out of the streams that tests look at; nobody pulls the plug, so no disk is waited for."""
+    """What libraries log stays out of the streams that tests look at; no disk is waited for: nobody pulls the plug."""
     logging.getLogger().addHandler(logging.NullHandler())
     os.fsync = lambda _: None
 
@@ -79,15 +81,56 @@ def pytest_collection() -> Iterator[Any]:
         gc.enable()
 
 
+def _copied(module: Any, memo: dict[int, Any]) -> Any:
+    """`deepcopy` of a module, in a fifth of the time: most of what one has are numbers and empty dicts of hooks."""
+    kind = type(module)
+    memo[id(module)] = made = kind.__new__(kind)
+    for name, value in module.__dict__.items():
+        if isinstance(value, bool | int | float | str | None):
+            made.__dict__[name] = value
+        elif not value and type(value) in (dict, OrderedDict, set):
+            made.__dict__[name] = type(value)()
+        else:
+            made.__dict__[name] = copy.deepcopy(value, memo)
+    return made
+
+
+def _created_once(create: Callable[..., Any]) -> Callable[..., Any]:
+    """timm's `create_model`, which makes the same model of the same name, arguments and random state: a copy of that
+    takes a tenth of the time. Large ones and those with values from elsewhere are made each time."""
+    import torch
+
+    kept: dict[str, tuple[Any, torch.Tensor]] = {}
+
+    def created(name: str, **more: Any) -> Any:
+        here = torch.get_default_device().type == "cpu" and not more.get("pretrained") and ":" not in name
+        if not here or not all(isinstance(each, bool | int | float | str | tuple | None) for each in more.values()):
+            return create(name, **more)
+        before = hash(torch.get_rng_state().numpy().tobytes())
+        key = f"{name} {sorted(more.items())} {before} {torch.get_default_dtype()}"
+        if key not in kept:
+            model = create(name, **more)
+            if sum(each.numel() for each in model.parameters()) > 2**20:
+                return model
+            kept[key] = model, torch.get_rng_state()
+            return copy.deepcopy(model)
+        torch.set_rng_state(kept[key][1])
+        return copy.deepcopy(kept[key][0])
+
+    return created
+
+
 def pytest_collection_finish() -> None:
     """For devices that are not here torch notes each seed with the whole stack, a hundred times the work of seeding.
 
     Of timm's first weights the large ones are drawn evenly, in a tenth of the time, with the same mean and, but for
     tails cut at two deviations, the same deviation: half a second of each model of full size.
     """
+    import timm
     import torch
     from timm.layers import weight_init
 
+    timm.create_model = _created_once(timm.create_model)
     exactly, wide = weight_init._trunc_normal_, 3**0.5
 
     def drawn(tensor: torch.Tensor, mean: float, std: float, a: float, b: float) -> torch.Tensor:
@@ -96,6 +139,7 @@ def pytest_collection_finish() -> None:
         return tensor.uniform_(mean - wide * std, mean + wide * std).clamp_(a, b)
 
     weight_init._trunc_normal_ = drawn
+    torch.nn.Module.__deepcopy__ = _copied  # pyright: ignore[reportAttributeAccessIssue]
     for kind in (torch.cuda, torch.xpu, torch.mtia):
         if not kind.is_available():
             kind.manual_seed_all = lambda seed: None  # pyright: ignore[reportAttributeAccessIssue]

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from situs.audit import April, NoDefence, PatchEmbedding
-from situs.audit.cases import Case, Outcome
+from situs.audit.cases import Case, ImageFinding
 from situs.audit.curve import IMAGES, Curves
 from situs.audit.curve import Line as TracedLine
 from situs.audit.curve import Point as TracedPoint
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
-from situs.audit.judge.gate import parse_limit
 from situs.audit.remedies.ladders import Cost
 from situs.audit.remedies.result import Remedies, Remedy, Trial
 from situs.audit.scores.metrics import measure_all
@@ -36,12 +35,10 @@ from situs.bench.step import StepTable
 from situs.config import from_dict
 from situs.data.check import KINDS, DataCheck, Found
 from situs.data.pack import Packed
+from situs.gate import Limit
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
-from situs.locks.tuning.paper import RuleCheck
-from situs.locks.tuning.result import WAYS, Curve, LockTuning, TuningConfig
-from situs.locks.tuning.result import Score as TunedScore
 from situs.locks.veil import Veil
 from situs.measure.accuracy import Accuracy, ClassAccuracy
 from situs.measure.adapt import Adapted
@@ -117,7 +114,7 @@ def _reconstruction() -> Reconstruction:
 def _remedies() -> Remedies:
     trial = Trial(NAME, "above", 30.0, "patchembed", NAME, 2)
     named = Remedy("noise", NAME, NAME, trial, trial, trial, None, Cost(0.5, 1.0, None, NAME), tried=(trial,))
-    return Remedies(NAME, parse_limit("psnr=20"), (named, Remedy("clip", None, NAME)), 2, 2, ("patchembed",))
+    return Remedies(NAME, Limit("psnr", 20.0), (named, Remedy("clip", None, NAME)), 2, 2, ("patchembed",))
 
 
 def _curves() -> Curves:
@@ -170,16 +167,17 @@ def _position_audit() -> PositionAudit:
     )
 
 
-def _outcomes() -> list[Outcome]:
+def _outcomes() -> list[ImageFinding]:
     model: Any = None
     scores = measure_all(IMAGE.flip(3), IMAGE, 8)
-    attacked = Outcome(Case(NAME, model, NoDefence(), PatchEmbedding()), "done", scores, [{}], IMAGE)
-    return [attacked, Outcome(Case(NAME, model, NoDefence(), April()), "refused", reason=NAME)]
+    case = Case(NAME, model, NoDefence(), PatchEmbedding())
+    attacked = case.finding("done", [0], scores=scores, facts=[{}], shown=IMAGE)
+    return [attacked, Case(NAME, model, NoDefence(), April()).refused(NAME)]
 
 
 def _audit() -> Audit:
     notes = {"lock": NAME}
-    return Audit(_outcomes(), [NAME], IMAGE, NAME, Step(), {}, {"none": NAME}, notes=notes, remedies=_remedies())
+    return Audit(_outcomes(), [NAME], IMAGE, NAME, Step(), {}, about={"none": NAME}, notes=notes, remedies=_remedies())
 
 
 def _comparison() -> Comparison:
@@ -217,14 +215,6 @@ def _steps(*seconds: float) -> StepTable:
 def _comparison_of_steps() -> StepComparison:
     before, after = _steps(0.01, 0.011, 0.012), _steps(0.02, 0.021, 0.022)
     return compare_steps(replace(before, machine={**before.machine, "device": "another"}), after)
-
-
-def _tuning() -> LockTuning:
-    curves = {way: Curve([0, 2], [2.0, 1.0], [0.25, 0.5]) for way in WAYS}
-    names = ("open", "locked, opened with its key", "locked, run by its owner", "locked, without the key")
-    served = {name: TunedScore.of(1.0, 0.5) for name in names}
-    rule = (RuleCheck("a key", False, 1e-3, NAME),)
-    return LockTuning(TuningConfig(), NAME, curves, 0.1, 1e-6, 1e-7, rule, served, NAME)
 
 
 def _checked() -> DataCheck:
@@ -297,7 +287,6 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
         {"layers"},
     ),
     "LockAudit": (_lock_audit, set()),
-    "LockTuning": (_tuning, set()),
     "Packed": (_packed, set()),
     "PositionAudit": (_position_audit, {"error", "named", "vectors", "spectrum"}),
     "PositionCurve": (lambda: PositionCurve({0.0: 0.5, 0.5: 0.25}, 4, 16, 0.5), {"curve"}),

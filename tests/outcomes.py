@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 
 from situs.audit import ATTACKS
 from situs.audit.attacks.base import Attack, Knowledge, Ready, Refused
-from situs.audit.cases import Case, Outcome
+from situs.audit.cases import Case, ImageFinding
 from situs.audit.defences import Defence, Step
 from situs.audit.gradients import Audit
 from situs.audit.oracle import Oracle
 from situs.audit.scores.metrics import measure_all
+from situs.findings import Certificate, Remark
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,33 @@ def outcome(
     status: Any = None,
     by_itself: str = "",
     hardest: bool = False,
-    **fields: Any,
-) -> Outcome:
+    partial: str | None = None,
+    doubt: str | None = None,
+    lower_bound: bool = False,
+    numbers: Any = None,
+) -> ImageFinding:
     """What came of an attack against a defence; its status follows from the rest."""
     model: Any = SimpleNamespace(backbone=SimpleNamespace(num_tokens=16))
     made = ATTACKS[attack]() if isinstance(attack, str) else attack
     case = Case("m", model, Named(defence), made, by_itself=by_itself, hardest=hardest)
-    partial = fields.get("partial")
     status = status or ("refused" if reason is not None else "done" if partial is None else "stopped")
-    return Outcome(case, status, scores or {}, list(facts), pictures, reason, caveat, **fields)
+    texts: dict[Any, str | None] = {"refused": reason, "stopped": partial, "fallback": by_itself, "inexact": caveat}
+    texts |= {"doubt": doubt, "lower_bound": "a lower bound" if lower_bound else None}
+    count = len((scores or {}).get("psnr") or ())
+    return case.finding(
+        status,
+        range(count) if numbers is None else numbers,
+        scores=scores or {},
+        facts=list(facts),
+        shown=pictures,
+        remarks=[Remark(kind, text) for kind, text in texts.items() if text],
+        certificates=[Certificate(True)] * count if made.closed_form else [],
+    )
+
+
+def held(findings: Sequence[ImageFinding], blind: Any, names: Sequence[str]) -> list[ImageFinding]:
+    """The findings as a gate reads them."""
+    return [finding.against(blind, names) for finding in findings]
 
 
 def passing(**fields: Any) -> Audit:
@@ -58,13 +77,16 @@ def passing(**fields: Any) -> Audit:
     grey = torch.full_like(real, 0.5)
     blind = {"mean image": measure_all(real.mean(dim=0).expand_as(real), real, 8), "grey": measure_all(grey, real, 8)}
     closed = outcome("patchembed", "noise", None, None, measure_all(real.roll(1, 0), real, 8), [{}] * 5)
-    bound = outcome(Oracle(), "noise", None, None, measure_all(grey[:1], real[:1], 8), numbers=(0,))
-    harder = replace(bound, case=replace(bound.case, hardest=True))
-    shown = ([closed, bound, harder], [*"abcde"], real, "a-model", Step(), blind, {"noise": "noise is added"})
-    return Audit(*shown, **fields)
+    bounds = [
+        outcome(Oracle(), "noise", None, None, measure_all(grey[:1], real[:1], 8), numbers=(0,), hardest=hardest)
+        for hardest in (False, True)
+    ]
+    findings = held([closed, *bounds], blind, [*"abcde"])
+    fields = {"about": {"noise": "noise is added"}} | fields
+    return Audit(findings, [*"abcde"], real, "a-model", Step(), blind, **fields)
 
 
-def undone(attack: str, defence: str) -> Outcome:
+def undone(attack: str, defence: str) -> ImageFinding:
     return outcome(attack, defence, status="not_run")
 
 

@@ -6,7 +6,7 @@ and why it proves nothing or was not made (`Remark`). The gate (`situs.gate`) re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +26,8 @@ does not find proves nothing. gap: what is missing or no number. few: why the sa
 None of these is ever a pass by itself; stopped, gap and few keep a whole defence from passing."""
 
 FIT = 3.0
-"""Equations fit where their residual is at most so many times what noise and precision leave."""
+"""Equations fit if they are off by no more than this many times what noise and precision leave; pixels brighter than
+the prior's deviation of 1 explain that much of noise, and what is wrong by form is off by hundreds (measured)."""
 
 NO_NOISE = (
     "there is no noise in what is sent, and its equations fit and have one solution: what its layer was fed is known. "
@@ -133,6 +134,11 @@ class Finding:
     hardest: bool = False
     facts: Sequence[Mapping[str, Fact]] = ()
     shown: Any = None
+
+    @property
+    def key(self) -> Hashable:
+        """By what it is told from others of one audit."""
+        return self.attack, self.defence
 
     @property
     def attacked(self) -> bool:

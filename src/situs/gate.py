@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
 from xml.etree import ElementTree as ET
 
 from situs.errors import SitusError, counted, unknown_name
 from situs.findings import HONEST, Exposure, Finding, Metric, ThreatModel
-from situs.results import Tone
+from situs.results import Cell, Result, Tone
 
 Answer = Literal["above", "incomplete", "nothing_applied", "passed"]
 """What a gate says. incomplete: something was stopped, is missing or proves nothing; nothing_applied: no attack could
@@ -134,6 +134,17 @@ class Ruling:
         reasons = "; ".join(f"{judged.defence}, {judged.outcome}: {judged.said}" for judged in self.judgements)
         return f"The gate {self.limit} is {opened}, {SCOPE}. {reasons or 'There was no defence to judge'}."
 
+    def table(self) -> tuple[list[str], list[list[Cell]]]:
+        """A row for each defence: what the gate says of it, and by which sample; the sentence says why."""
+        rows: list[list[Cell]] = []
+        for each in self.judgements:
+            one, shown = each.worst, [None] * 5
+            if one is not None:
+                limits = (None if value is None else f"{value:.4g}" for value in (one.limit, one.blind))
+                shown = [one.image, f"{one.metric} {one.value:.4g}", *limits, one.attack]
+            rows.append([each.defence, each.outcome, *shown])
+        return ["defence", "gate", "most exposed", "has", "limit", "a blind guess", "by"], rows
+
     def to_json(self) -> dict[str, Any]:
         return {
             "limit": str(self.limit),
@@ -235,10 +246,12 @@ def judge(
     things: str = "images",
     defences: Iterable[str] = (),
     threat: ThreatModel = HONEST,
+    hardest: bool = True,
 ) -> Ruling:
     """Every defence of the findings: against blind guesses, and against a further limit where there is one.
 
-    defences: all that are to be judged; those without a finding were not attacked.
+    defences: all that are to be judged; those without a finding were not attacked. hardest: whether a pass needs the
+    bound under harder conditions too, which the owner may meet another time.
     """
     named = dict.fromkeys([*defences, *(finding.defence for finding in findings)])
     idle = _idle([one for finding in findings for one in finding.exposures], limit)
@@ -248,11 +261,11 @@ def judge(
         for one in finding.exposures
         if one.metric.margin is not None
     }
-    rows = [_judge(name, [f for f in findings if f.defence == name], limit, things, idle) for name in named]
+    rows = [_judge(name, [f for f in findings if f.defence == name], limit, things, idle, hardest) for name in named]
     return Ruling(limit, rows, margins, threat)
 
 
-def _judge(defence: str, findings: Sequence[Finding], limit: Limit, things: str, idle: str) -> Judgement:
+def _judge(defence: str, findings: Sequence[Finding], limit: Limit, things: str, idle: str, hardest: bool) -> Judgement:
     attacks = [finding for finding in findings if not finding.bound]
     above = [one for finding in attacks for one in exposed(finding, limit)]
     rows = [one for finding in attacks for one in hold(finding, limit) if not one.exposure.above]
@@ -266,7 +279,7 @@ def _judge(defence: str, findings: Sequence[Finding], limit: Limit, things: str,
     shown = [] if worst is None else [f"the most exposed, {worst}{idle}"]
     proofs = [finding.attack for finding in findings if finding.proof]
     gaps = _gaps(findings, limit, things) + ([] if proofs else _lacking(findings, things))
-    gaps += [] if gaps else _unbounded(findings, limit, things)
+    gaps += [] if gaps else _few(findings) or _unbounded(findings, limit, things, hardest)
     if gaps or not proofs:
         applied = any(finding.status != "refused" for finding in findings)
         answer: Answer = "incomplete" if applied else "nothing_applied"
@@ -284,8 +297,8 @@ def _gaps(findings: Sequence[Finding], limit: Limit, things: str) -> list[str]:
         for each in findings
         if each.status == "stopped" or each.why("stopped")
     ]
+    gaps += [remark.text for finding in findings for remark in finding.remarks if remark.kind == "gap"]
     for finding in (each for each in findings if each.attacked):
-        gaps += [remark.text for remark in finding.remarks if remark.kind == "gap"]
         metrics = {one.metric.name for one in finding.exposures}
         if limit != BLIND and limit.metric not in metrics:
             gaps.append(f"{limit.metric} is not defined for {things} so few or so small")
@@ -308,17 +321,26 @@ def _lacking(findings: Sequence[Finding], things: str) -> list[str]:
         elif not finding.proof and not finding.hardest and finding.status == "done":
             reasons.append(f"{finding.attack} proves nothing: what it can prove does not hold for all {things}")
     if not closed:
-        asked = any(finding.closed and finding.status == "refused" for finding in findings)
-        reasons.append("no closed form applies" if asked else "no closed form was run")
+        refusals = [f"{each.attack}: {each.why('refused')}" for each in findings if each.closed and each.why("refused")]
+        reasons.append(f"no closed form applies ({'; '.join(refusals)})" if refusals else "no closed form was run")
         searched = " and ".join(finding.attack for finding in tried)
         reasons += [f"what {searched} does not find may still be there"] if searched else []
     return reasons or ["no closed form was run to its end under the owner's conditions"]
 
 
-def _unbounded(findings: Sequence[Finding], limit: Limit, things: str) -> list[str]:
-    """What else keeps a gate from being passed where no attack is above: too few samples, and the bound."""
-    if few := [remark.text for finding in findings for remark in finding.remarks if remark.kind == "few"]:
-        return few[:1]
+def awaits_bound(findings: Sequence[Finding], limit: Limit = BLIND, things: str = "images") -> bool:
+    """Whether nothing but a bound keeps the findings of one defence from passing."""
+    above = any(exposed(finding, limit) for finding in findings)
+    return not above and any(each.proof for each in findings) and not (_gaps(findings, limit, things) or _few(findings))
+
+
+def _few(findings: Sequence[Finding]) -> list[str]:
+    """That there are too few samples."""
+    return [remark.text for finding in findings for remark in finding.remarks if remark.kind == "few"][:1]
+
+
+def _unbounded(findings: Sequence[Finding], limit: Limit, things: str, hardest: bool) -> list[str]:
+    """What else keeps a gate from being passed where no attack is above: blind guesses, and the bound."""
     bounds = [finding for finding in findings if finding.bound and finding.status == "done"]
     for finding in [*(each for each in findings if each.proof), *bounds]:
         if not {*finding.samples} <= {one.sample for one in finding.exposures if one.limit is not None}:
@@ -329,7 +351,7 @@ def _unbounded(findings: Sequence[Finding], limit: Limit, things: str) -> list[s
         return [f"no attack is above, but the oracle is: an attacker who knew where to look could have more: {worst}"]
     if not bounds:
         return ["the oracle, which a pass needs, was not asked: an audit asks it where it has a gate (fail_above)"]
-    if {finding.hardest for finding in bounds} != {False, True}:
+    if not ({False, True} if hardest else {False}) <= {finding.hardest for finding in bounds}:
         return ["the oracle, which a pass needs, was not asked under both the own and the least likely labels"]
     return []
 
@@ -364,6 +386,45 @@ def _one(things: str) -> str:
     """ "images" as "an image"."""
     one = things.removesuffix("s")
     return f"{'an' if one[0] in 'aeiou' else 'a'} {one}"
+
+
+@dataclass(frozen=True)
+class Report(Result):
+    """What an audit came to: its findings, whatever was attacked. about: what each defence is, by label. limit: of the
+    gate, None without one. stopped: by what and how far it came, None where it is whole. notes: what is special about
+    what was attacked, by name.
+    """
+
+    metrics: ClassVar[Mapping[str, Metric]]
+    """What a gate may limit."""
+
+    findings: Sequence[Finding]
+    about: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    limit: Limit | None = field(default=None, kw_only=True)
+    threat: ThreatModel = field(default=HONEST, kw_only=True)
+    stopped: str | None = field(default=None, kw_only=True)
+    notes: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+
+    def judge(self, **limit: float) -> Ruling:
+        """What the gate says of every defence, with a further limit on one metric, as `judge(psnr=20)`, or none."""
+        if len(limit) > 1:
+            raise SitusError(field="limit", value=limit, allowed="one metric with its bound, as psnr=20")
+        wishes = [parse_limit(f"{metric}={bound}", self.metrics) for metric, bound in limit.items()]
+        return self._judged(*wishes)
+
+    def _judged(self, limit: Limit = BLIND) -> Ruling:
+        things = self.provenance.things
+        return judge(self.findings, limit, things=things, defences=self.about, threat=self.threat)
+
+    @property
+    def ruling(self) -> Ruling | None:
+        """What the gate says; None without one."""
+        return None if self.limit is None else self._judged(self.limit)
+
+    @property
+    def undone(self) -> list[tuple[str, str]]:
+        """(attack, defence) never begun."""
+        return [(each.attack, each.defence) for each in self.findings if each.status == "not_run"]
 
 
 # --- the gate as JUnit ----------------------------------------------------------------------------------------------

@@ -25,11 +25,12 @@ Tone = Literal["good", "bad", "unsure"]
 
 
 class Table(NamedTuple):
-    """A table for people. title: what stands over it on a terminal."""
+    """A table for people. title: what stands over it on a terminal. caption: on a page, in the title's place."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[Cell]]
+    caption: str = ""
 
     def cells(self) -> list[list[str]]:
         """As people read them, row by row, the header first where there is one."""
@@ -44,11 +45,27 @@ class Table(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """A result in words: one verdict, the tables it stands on, and what a reader must not overlook."""
+    """A result in words: one verdict, the tables it stands on, and what a reader must not overlook.
+
+    numbers: the few of a page's first screen, each with what it is of.
+    """
 
     sentence: str
     tables: tuple[Table, ...] = ()
     notes: tuple[str, ...] = ()
+    numbers: tuple[tuple[str, str], ...] = ()
+
+
+class Figure(NamedTuple):
+    """A picture of a page. name: of its file. draw: the function of `situs.report` that draws it, as "figures.curves",
+    or "bars" for bars in the page itself, without a file; values, options: what it takes. section: its heading."""
+
+    name: str
+    caption: str
+    draw: str
+    values: tuple[Any, ...]
+    options: Mapping[str, Any] = MappingProxyType({})
+    section: str = "Numbers"
 
 
 class Origin(NamedTuple):
@@ -110,9 +127,12 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class Result(ABC):
-    """A measurement with all that its page needs. file: the name of its files."""
+    """A measurement with all that its page needs. file: the name of its files. subject: what of the model was measured,
+    as the page's title says it. meaning: what the numbers mean, for the page's end."""
 
     file: ClassVar[str]
+    subject: ClassVar[str] = ""
+    meaning: ClassVar[str] = ""
 
     provenance: Provenance = Provenance()
 
@@ -120,6 +140,16 @@ class Result(ABC):
     def tone(self) -> Tone | None:
         """How the verdict is to be taken, where it is one: only what was judged and passed is good."""
         return None
+
+    @property
+    def title(self) -> str:
+        """Of the page."""
+        return f"{self.provenance.name}: {self.subject or self.file}"
+
+    @property
+    def mark(self) -> str:
+        """The tone in two or three words."""
+        return ""
 
     @property
     def private(self) -> bool:
@@ -134,6 +164,14 @@ class Result(ABC):
     def numbers(self) -> dict[str, Any]:
         """What was measured, as JSON holds it."""
 
+    def figures(self) -> Sequence[Figure]:
+        """The pictures of the page; the first stands on its first screen."""
+        return ()
+
+    def details(self) -> Sequence[Table]:
+        """Tables for the page alone, each under its title."""
+        return ()
+
     def in_words(self) -> Summary:
         """`summary` in the words of its samples."""
         said, word = self.summary(), self.provenance.worded
@@ -145,7 +183,7 @@ class Result(ABC):
             )
             for table in said.tables
         ]
-        return Summary(word(said.sentence), tuple(tables), tuple(map(word, said.notes)))
+        return said._replace(sentence=word(said.sentence), tables=tuple(tables), notes=tuple(map(word, said.notes)))
 
     def __str__(self) -> str:
         """The tables, the sentence and the notes."""
@@ -188,3 +226,11 @@ def show(value: Cell) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return value
+
+
+def channels_drawn(channels: int) -> str:
+    """What a page must say of images whose channels are not grey or red, green and blue; nothing of others."""
+    if channels in (1, 3):
+        return ""
+    drawn = "by the mean of both" if channels == 2 else "by the first three, as red, green and blue"
+    return f"The images have {channels} channels and are drawn {drawn}."

@@ -132,8 +132,8 @@ def test_an_audit_of_it_with_the_defences() -> None:
     )
     plain, withheld, jigsaw = found.pairs
     assert plain.exact == 1
-    assert "model.places is not sent" in str(withheld.reason)
-    assert "runs only as a whole" in str(jigsaw.reason)
+    assert "model.places is not sent" in str(withheld.why("refused"))
+    assert "runs only as a whole" in str(jigsaw.why("refused"))
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from situs.audit.client import least_likely, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import method_of
 from situs.audit.gradients import Audit, attack_gradients
-from situs.audit.judge.gate import ABOVE, NOT_JUDGED, PASSED, exposed
 from situs.audit.oracle import estimate
+from situs.gate import ABOVE, NOT_JUDGED, PASSED, exposed
 
 CHANCE = torch.Generator().manual_seed(0)
 PICTURES = torch.randn(6, 3, 8, 8, generator=CHANCE).cumsum(-1).cumsum(-2).div(12).clamp(-1, 1)
@@ -143,9 +143,7 @@ def test_samples_that_are_known_by_heart_are_judged_by_the_labels_with_the_large
     audit = audited(vit, noise, labels)
     judged = audit.judge()
     assert judged.status == ABOVE and {pair.case.hardest for pair in audit.pairs} == {False, True}
-    plain = [
-        one for pair in audit.pairs if not pair.case.hardest for one in exposed(pair, audit.baselines, audit.names)
-    ]
+    plain = [one for pair in audit.pairs if not pair.case.hardest for one in exposed(pair)]
     assert plain == [] and "least likely labels" in judged.sentence
     assert torch.equal(least_likely(method_of(create_defence("none"), vit), PICTURES), vit(PICTURES).argmin(1))
 

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from builders import small_vit
+from outcomes import outcome
 from PIL import Image
 
 from situs.audit import audit_gradients, trace_defences
-from situs.audit.cases import Outcome
 from situs.audit.curve import IMAGES, Curves, Line, axis_of, exact_patches, point_of, verdict
 from situs.audit.deadline import Deadline
-from situs.audit.defences import NoDefence
 from situs.errors import SitusError
 
 
@@ -87,11 +86,7 @@ def test_a_patch_is_found_where_its_error_is_below_half_a_grey_level() -> None:
 
 
 def _pair(attack: str, psnr: list[float], partial: str | None = None) -> Any:
-    case: Any = SimpleNamespace(
-        attack=SimpleNamespace(name=attack, closed_form=True), defence=NoDefence(), name="", hardest=False
-    )
-    status = "done" if partial is None else "stopped"
-    return Outcome(case, status, {"psnr": psnr}, [{} for _ in psnr], None, partial=partial)
+    return outcome(attack, "none", scores={"psnr": psnr}, facts=[{} for _ in psnr], partial=partial)
 
 
 def test_the_image_that_came_back_best_is_any_attacks_and_what_was_cut_short_is_not_below() -> None:

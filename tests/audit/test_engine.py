@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -15,14 +16,15 @@ from builders import small_vit
 
 from situs.audit import Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence, engine
 from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused
-from situs.audit.cases import Case, Outcome, TestSet
+from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.client import upload_of, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import NoDefence, Noise, NoPositionGradient, Step
-from situs.audit.judge.gate import NO_NOISE
+from situs.audit.run import take_turns
 from situs.audit.scores.metrics import psnr
 from situs.audit.scores.scoring import measure
 from situs.errors import SitusError
+from situs.findings import NO_NOISE
 
 NORMALISATION = ((0.5,), (0.25,))
 COUNT = 20
@@ -60,8 +62,14 @@ class Spy(Attack):
         return Recovery(torch.zeros(count * known.batch, 1, 8, 8), [{}] * count)
 
 
-def run(cases: list[Case], test: TestSet | None = None, *args: Any) -> dict[Case, Outcome]:
-    return {outcome.case: outcome for outcome in engine.run(cases, test or images(), *args)}
+def findings(
+    cases: list[Case], test: TestSet, step: Step | None = None, deadline: Deadline | None = None, lpips: Any = None
+) -> Iterator[Any]:
+    return take_turns(engine.trials_of(cases, test, step, lpips), deadline or Deadline())
+
+
+def run(cases: list[Case], test: TestSet | None = None, *args: Any) -> dict[Case, ImageFinding]:
+    return {each.case: each for each in findings(cases, test or images(), *args)}
 
 
 def test_no_more_uploads_are_held_than_a_group_has(backbone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +146,7 @@ def test_groups_give_what_all_uploads_at_once_give(backbone: Any, batch: int) ->
             expected = measure(pictures, test.real(), backbone, None)
             assert outcome.scores["psnr"] == pytest.approx(expected["psnr"], abs=1e-9)
             assert outcome.scores["reidentified"] == expected["reidentified"]
-            torch.testing.assert_close(outcome.pictures, pictures[: engine.SHOWN], rtol=0, atol=1e-9)
+            torch.testing.assert_close(outcome.shown, pictures[: engine.SHOWN], rtol=0, atol=1e-9)
 
 
 class Ticking(Spy):
@@ -156,7 +164,7 @@ def test_a_stop_leaves_every_case_the_first_images(backbone: Any) -> None:
     deadline = Deadline(seconds=10, clock=lambda: Ticking.now)
     cases = [Case("m", backbone, defence, Ticking()) for defence in (NoDefence(), Noise(1e-3), Noise(1e-2))]
     found = run(cases, images(113), Step(), deadline)
-    assert [(o.status, o.partial) for o in found.values()] == [
+    assert [(o.status, o.why("stopped")) for o in found.values()] == [
         ("stopped", "16 of 113 images"),
         ("stopped", "16 of 113 images"),
         ("stopped", "8 of 113 images"),
@@ -171,7 +179,7 @@ def test_an_attack_with_seconds_for_all_images_has_turns_until_they_are_gone(bac
     deadline = Deadline(clock=lambda: Ticking.now)
     cases = [Case("m", backbone, NoDefence(), attack) for attack in (Limited(), Ticking())]
     found = run(cases, images(40), Step(), deadline)
-    assert [(o.status, o.partial) for o in found.values()] == [("stopped", "24 of 40 images"), ("done", None)]
+    assert [(o.status, o.why("stopped")) for o in found.values()] == [("stopped", "24 of 40 images"), ("done", None)]
     assert deadline.reason == "the 5 s that a search may take"
 
 
@@ -183,7 +191,7 @@ def test_an_attack_that_came_short_goes_on_where_it_stopped(backbone: Any) -> No
     assert [(o.status, o.count) for o in found.values()] == [("done", COUNT)] * 2
     once = run([Case("m", backbone, NoDefence(), Spy(most=3), images=6, seconds=9.0)])
     [outcome] = once.values()
-    assert (outcome.status, outcome.partial) == ("stopped", "3 of 6 images")  # its own time was all it had
+    assert (outcome.status, outcome.why("stopped")) == ("stopped", "3 of 6 images")  # its own time was all it had
 
 
 def test_an_attack_that_gives_back_nan_fails_alone_and_hides_no_image_that_it_found(backbone: Any) -> None:
@@ -203,7 +211,7 @@ def test_an_attack_that_gives_back_nan_fails_alone_and_hides_no_image_that_it_fo
     found = run([broken, spy], test, Step(batch=2))
     assert [found[case].status for case in (broken, spy)] == ["done", "done"]
     assert [fact.get("broken", False) for fact in found[broken].facts] == [False, False, True, True]
-    assert found[broken].exact == 3 and "do not fit for 2 of 4 images" in str(found[broken].doubt)
+    assert found[broken].exact == 3 and "do not fit for 2 of 4 images" in str(found[broken].why("doubt"))
     black, last = test.real()[3:].clone(), test.real()[3:]
     black[:, :, :2] = 0.0
     assert (found[broken].scores["psnr"] or [])[3] == pytest.approx(float(psnr(black, last)))
@@ -220,10 +228,10 @@ def test_refusals_come_first_and_what_runs_by_itself_only_where_nothing_closed_d
     cases = []
     for defence in (NoDefence(), NoPositionGradient()):
         cases += [Case("m", backbone, defence, no), Case("m", backbone, defence, Spy(), by_itself="why")]
-    found = list(engine.run(cases, images(2)))
+    found = list(findings(cases, images(2)))
     first, rest = [(cases[2], "refused"), (cases[3], "not_run")], [(cases[0], "done"), (cases[3], "done")]
     assert [(o.case, o.status) for o in found] == first + rest
-    assert found[3].caveat == "why" and found[0].reason == "no table"
+    assert found[3].caveat == "why" and found[0].why("refused") == "no table"
 
 
 def test_cases_that_differ_in_the_comparison_alone_are_one_attack(backbone: Any) -> None:
@@ -252,13 +260,15 @@ def test_what_a_defence_changes_of_the_step_is_told_and_never_passes_for_proof()
     cases = [Case("m", model, create_defence(name), attack) for name in named for attack in attacks]
     found = {(each.case.defence.name, each.attack): each for each in run(cases, images(2)).values()}
     solved = ("dropout", "drop-path", "fedavg", "clip-batch")
-    assert all(found[name, "patchembed"].exact == 2 and found[name, "patchembed"].doubt == NO_NOISE for name in solved)
+    assert all(
+        found[name, "patchembed"].exact == 2 and found[name, "patchembed"].why("doubt") == NO_NOISE for name in solved
+    )
     for name in ("int8", "fedavg-adam"):
-        assert all(found[name, attack.name].doubt and not found[name, attack.name].exact for attack in attacks)
-    assert "dropout of 0.1" in str(found["dropout", "tokens"].doubt)
+        assert all(found[name, attack.name].why("doubt") and not found[name, attack.name].exact for attack in attacks)
+    assert "dropout of 0.1" in str(found["dropout", "tokens"].why("doubt"))
     for each in (found["drop-path", "tokens"], found["clip-batch", "tokens"]):  # rounding decides: 53 to 71 dB
-        assert each.doubt == NO_NOISE and min(each.scores["psnr"] or [0.0]) > 45
+        assert each.why("doubt") == NO_NOISE and min(each.scores["psnr"] or [0.0]) > 45
     two, three = (Case("m", model, create_defence(f"accumulate={m}"), attacks[0]) for m in (2, 3))
     summed = run([two, three], images(2))
     assert summed[two].count == 2 and "a batch of 2" in str(summed[two].caveat)
-    assert summed[three].reason == "2 images do not make whole batches of 3, so that nothing is sent"
+    assert summed[three].why("refused") == "2 images do not make whole batches of 3, so that nothing is sent"

@@ -15,8 +15,8 @@ from situs.audit import adapt, create_attack, create_defence
 from situs.audit.cases import TestSet
 from situs.audit.fed import pictures_fed, reading_stem, recorded
 from situs.audit.gradients import attack_gradients
-from situs.audit.judge.gate import ABOVE
 from situs.core.tokens import patchify
+from situs.gate import ABOVE
 
 CHANCE = torch.Generator().manual_seed(0)
 LEVELS = (255 * torch.rand(6, 3, 16, 16, generator=CHANCE).cumsum(-1).cumsum(-2).remainder(1.0)).round() / 255

@@ -20,7 +20,7 @@ from situs.audit import (
     create_attack,
     create_defence,
 )
-from situs.audit.cases import Outcome, TestSet
+from situs.audit.cases import ImageFinding, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Step
 from situs.audit.gradients import (
@@ -34,9 +34,10 @@ from situs.audit.gradients import (
     strength,
     verdict,
 )
-from situs.audit.judge.gate import NO_NOISE, Limit, judge
 from situs.audit.scores.metrics import means_of
 from situs.errors import SitusError
+from situs.findings import NO_NOISE
+from situs.gate import Limit, judge
 from situs.pages import make_page
 
 NORMALISATION = ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
@@ -67,9 +68,9 @@ def test_every_pair_is_there_and_the_leak_is_found() -> None:
         ("april", "no-pe-gradient"),
     ]
     best, other, *without = found.pairs
-    assert (best.exact, best.reason, best.caveat) == (4, None, None)
+    assert (best.exact, best.why("refused"), best.caveat) == (4, None, None)
     assert other.exact == 0
-    assert all("not sent" in str(pair.reason) for pair in without)
+    assert all("not sent" in str(pair.why("refused")) for pair in without)
     assert "none: 4 of 4 images recovered exactly from one step (best attack patchembed" in verdict(found)
     assert "no-pe-gradient: not attacked here: no attack of this audit applies." in verdict(found)
     assert "mean image" in verdict(found)
@@ -80,22 +81,22 @@ def test_every_pair_is_there_and_the_leak_is_found() -> None:
 
 def test_the_victims_pictures_are_the_originals() -> None:
     found = audit("patchembed", "none")
-    assert found.pairs[0].pictures is not None
-    torch.testing.assert_close(found.pairs[0].pictures, found.images, rtol=0, atol=1e-3)
+    assert found.pairs[0].shown is not None
+    torch.testing.assert_close(found.pairs[0].shown, found.images, rtol=0, atol=1e-3)
 
 
 def test_a_batch_has_one_solution_for_all_its_images() -> None:
     [pair] = audit("patchembed", "none", batch=2).pairs
-    assert pair.pictures is not None
-    assert torch.equal(pair.pictures[0], pair.pictures[1])
-    assert not torch.equal(pair.pictures[0], pair.pictures[2])
+    assert pair.shown is not None
+    assert torch.equal(pair.shown[0], pair.shown[1])
+    assert not torch.equal(pair.shown[0], pair.shown[2])
     assert pair.exact == 0
     assert "sums over the images" in str(pair.caveat)
 
 
 def test_a_model_without_an_attack_says_so() -> None:
     found = audit(positions="sincos")
-    assert all("fixed or frozen" in str(pair.reason) for pair in found.pairs)
+    assert all("fixed or frozen" in str(pair.why("refused")) for pair in found.pairs)
     assert verdict(found).startswith("No attack of this audit applies")
     assert "Not attacked does not mean private" in verdict(found)
     assert findings(found) == {} and found.baselines == {}
@@ -118,7 +119,7 @@ def test_a_summary_has_reasons_where_something_does_not_apply_and_there_alone() 
 
 def test_mjp_is_given_no_credit_that_an_unfinished_attack_would_give() -> None:
     found = audit("patchembed", "mjp=0.3")
-    assert found.pairs[0].lower_bound
+    assert found.pairs[0].why("lower_bound")
     assert "no credit to MJP" in str(found.pairs[0].caveat)
     assert "mjp γ=0.3: at least " in verdict(found)
     assert "lower bound" in verdict(found)
@@ -142,9 +143,10 @@ def test_the_file_has_every_image_and_is_json() -> None:
     assert told["pairs"][2] == {
         "attack": "patchembed",
         "defence": "no-pe-gradient",
-        "applies": False,
+        "status": "refused",
         "closed_form": True,
-        "reason": found.pairs[2].reason,
+        "bound": False,
+        "remarks": [{"kind": "refused", "text": found.pairs[2].why("refused")}],
     }
     assert set(told["baselines"]) == {"grey", "mean image", "random pair"}
     made = {"batch": 1, "local_steps": 1, "dtype": "float32", "seed": 0, "labels_known": False, "epoch": 0}
@@ -188,11 +190,11 @@ def test_ctrl_c_in_a_search_keeps_what_it_has() -> None:
     found = partial([PatchEmbedding(), Slow(MatchingConfig(parallel=1))], deadline)
     assert deadline.interrupted
     assert [(p.attack, p.count) for p in found.pairs] == [("patchembed", 4), ("matching", 2)]
-    assert found.pairs[1].partial == "3 of 1,000 iterations, 2 of 4 images"
+    assert found.pairs[1].why("stopped") == "3 of 1,000 iterations, 2 of 4 images"
     assert found.stopped == "Ctrl-C, with 1 of 4 attacks finished"
     assert found.undone == [("patchembed", "noise σ=0.001"), ("matching", "noise σ=0.001")]
     told = json.loads(json.dumps(found.numbers(), allow_nan=False))
-    assert told["partial"] and told["pairs"][1]["partial"].startswith("3 of 1,000")
+    assert told["partial"] and told["pairs"][1]["remarks"][1]["text"].startswith("3 of 1,000")
     assert [row["image"] for row in told["pairs"][1]["images"]] == ["0", "1"]
     assert told["not_attacked"][0] == {"attack": "patchembed", "defence": "noise σ=0.001"}
     assert verdict(found).startswith("A partial result: stopped by Ctrl-C")
@@ -208,7 +210,7 @@ def test_ctrl_c_in_a_closed_form_keeps_those_before() -> None:
     deadline = Deadline()
     nothing = partial([Cut()], deadline)
     assert deadline.interrupted and nothing.stopped == "Ctrl-C, with 0 of 2 attacks finished"
-    assert judge(nothing, Limit("psnr", 20.0)).status == 4
+    assert nothing.judge(psnr=20.0).status == 4
     assert nothing.pairs == [] and "before any attack had a result" in verdict(nothing)
     assert nothing.numbers()["partial"] and "Verdict" in make_page(nothing).render()
 
@@ -219,7 +221,7 @@ def test_a_time_limit_is_shared() -> None:
     deadline = Deadline(seconds=20, clock=lambda: float(next(ticks)))
     found = partial([Matching(MatchingConfig(iterations=10**6))], deadline, batch=4)
     assert [pair.count for pair in found.pairs] == [4, 4]
-    assert all("of 1,000,000 iterations" in str(pair.partial) for pair in found.pairs)
+    assert all("of 1,000,000 iterations" in str(pair.why("stopped")) for pair in found.pairs)
     assert found.undone == []
     assert str(found.stopped).startswith("the time limit of 20 s, with 0 of 2 attacks")
 
@@ -234,8 +236,8 @@ def test_a_time_limit_begins_with_the_first_attack() -> None:
 def test_a_batch_of_matching_is_scored_in_the_best_order() -> None:
     torch.manual_seed(0)
     [pair] = audit("matching", "none", batch=2).pairs
-    assert pair.pictures is not None and pair.pictures.shape[0] == 4
-    assert not torch.equal(pair.pictures[0], pair.pictures[1])
+    assert pair.shown is not None and pair.shown.shape[0] == 4
+    assert not torch.equal(pair.shown[0], pair.shown[1])
     assert [fact["labels_right"] for fact in pair.facts] == [2, 2, 2, 2]
 
 
@@ -247,13 +249,13 @@ def test_images_must_fill_their_batches() -> None:
 # --- every branch of what is said -----------------------------------------------------------------------------
 
 
-def said_of(*pairs: Outcome, steps: int = 1, **fields: Any) -> Audit:
+def said_of(*pairs: ImageFinding, steps: int = 1, **fields: Any) -> Audit:
     guesses: Any = {"mean image": {"psnr": [10.0, 12.0]}, "random pair": {"psnr": [8.0, 9.0]}}
     about, images = dict.fromkeys(["none", "noise"], ""), torch.zeros(2, 3, 4, 4)
-    return Audit(list(pairs), ["a", "b"], images, "m", Step(local_steps=steps), guesses, about, **fields)
+    return Audit(list(pairs), ["a", "b"], images, "m", Step(local_steps=steps), guesses, about=about, **fields)
 
 
-def pair(*values: float, known: tuple[float, ...] | None = (1.0, 0.0), **fields: Any) -> Outcome:
+def pair(*values: float, known: tuple[float, ...] | None = (1.0, 0.0), **fields: Any) -> ImageFinding:
     scores = {"psnr": list(values), "reidentified": None if known is None else list(known[: len(values)])}
     return outcome(
         **{"attack": "patchembed", "defence": "none", "scores": scores, "facts": [{}] * len(values), **fields}
@@ -312,7 +314,7 @@ def test_openings() -> None:
         ),
     ],
 )
-def test_findings(best: Outcome, found: str) -> None:
+def test_findings(best: ImageFinding, found: str) -> None:
     told = findings(said_of(best, NOISE))
     assert told == {
         "none": found,
@@ -363,8 +365,8 @@ def test_matching_runs_by_itself_where_no_closed_form_applies(monkeypatch: pytes
     said = "no closed form applies, so matching is run by itself on 2 of 4 images (2 iterations, at most 120 s)"
     assert str(found.pairs[2].caveat).startswith(f"{said}; an optimisation")
     assert f"no-pe-gradient: {said}" in lines
-    assert found.stopped is None and found.undone == [] and found.pairs[2].partial is None
-    assert found.numbers()["pairs"][2]["by_itself"] is True
+    assert found.stopped is None and found.undone == [] and found.pairs[2].why("stopped") is None
+    assert found.numbers()["pairs"][2]["remarks"][0]["kind"] == "fallback"
 
 
 class Cutting(Matching):
@@ -390,17 +392,17 @@ def test_a_search_made_by_itself_that_is_stopped_is_no_pass(cut: bool, monkeypat
     deadline = Deadline()
     found = partial([], deadline, batch=4, search=MatchingConfig())
     search = found.pairs[0]
-    assert search.case.by_itself and "of 300 iterations" in str(search.partial)
+    assert search.case.by_itself and "of 300 iterations" in str(search.why("stopped"))
     assert deadline.interrupted == cut
     assert (found.stopped is not None) == cut  # its own 120 s are no stop of the audit
-    assert judge(found, Limit("psnr", 200.0)).status == 4
+    assert judge(found.findings, Limit("psnr", 200.0)).status == 4
 
 
 def test_what_is_finished_is_counted_once_for_sentence_box_and_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused is not finished, and a search made by itself is an attack, also where it was never begun."""
     monkeypatch.setattr("situs.audit.gradients.Matching", Cutting)
     found = partial([PatchEmbedding()], Deadline(), names="no-pe-gradient,withhold=0", search=MatchingConfig())
-    assert [each.status for each in found.outcomes] == ["refused", "stopped", "refused", "not_run"]
+    assert [each.status for each in found.findings] == ["refused", "stopped", "refused", "not_run"]
     said = "0 of 2 attacks finished (2 do not apply)"
     assert found.stopped == found.numbers()["stopped"] == f"Ctrl-C, with {said}" and said in str(found)
     page = make_page(found).render()
@@ -445,7 +447,7 @@ def test_equations_that_fit_only_under_noise_are_found_out(dtype: torch.dtype) -
         [create_defence(name) for name in ("none", "noise", "clip")],
         step=Step(dtype=dtype),
     )
-    doubts = {(p.attack, p.defence.split()[0]): p.doubt for p in found.pairs}
+    doubts = {(p.attack, p.defence.split()[0]): p.why("doubt") for p in found.pairs}
     assert all(doubts["fitting", defence] is None for defence in ("noise", "clip"))
     rounded = dtype != torch.float32  # and nothing but that: what it hides is no proof either
     assert ("rounding to bfloat16 is no noise" in str(doubts["fitting", "none"])) is rounded
@@ -453,9 +455,9 @@ def test_equations_that_fit_only_under_noise_are_found_out(dtype: torch.dtype) -
     hidden = "without noise and in float32"
     assert all(hidden in str(doubts["half", defence]) for defence in ("noise", "clip"))
     assert ("rounding to bfloat16" if rounded else "do not fit") in str(doubts["half", "none"])
-    alone = replace(found, outcomes=[p for p in found.pairs if p.attack == "half"])
-    assert {judged.status for judged in judge(alone, Limit("psnr", 50.0)).judgements} == {4}
+    alone = replace(found, findings=[p for p in found.pairs if p.attack == "half"])
+    assert {judged.status for judged in judge(alone.findings, Limit("psnr", 50.0)).judgements} == {4}
     test = TestSet(images, torch.arange(2), NORMALISATION)
     found = attack_gradients(backbone, test, [Fitting()], [create_defence("noise=1e-30")], step=Step(dtype=dtype))
     said = "rounding to bfloat16 is no noise" if rounded else "more than one solution for 2 of 2 images"
-    assert said in str(found.pairs[0].doubt)  # noise below what is rounded off is none
+    assert said in str(found.pairs[0].why("doubt"))  # noise below what is rounded off is none

@@ -10,9 +10,9 @@ from situs.audit import audit_gradients
 from situs.audit.client import names_sent, victim_gradients
 from situs.audit.defences import NoDefence
 from situs.audit.gradients import Fallback
-from situs.audit.judge.gate import NOT_JUDGED
 from situs.audit.left import classifier_of, fed_to, read_classifier
 from situs.backbones import create_backbone
+from situs.gate import NOT_JUDGED
 from situs.methods.base import Method
 from situs.methods.supervised import Supervised, SupervisedConfig
 from situs.models import Model
@@ -89,9 +89,9 @@ def test_an_audit_of_such_a_run_says_what_is_sent_and_never_that_it_is_private(
         )
         audit = audit_gradients(model, "samples", count=2, fail_above="psnr=20", attacks=["patchembed", "april"])
         assert audit.ruling is not None and audit.ruling.status == NOT_JUDGED
-        refused = {each.attack: each.reason for each in audit.outcomes if each.status == "refused"}
+        refused = {each.attack: each.why("refused") for each in audit.findings if each.status == "refused"}
         assert refused.keys() == {"patchembed", "april"} and all("frozen" in str(said) for said in refused.values())
-        searched = [each for each in audit.outcomes if each.attack == "matching"]
+        searched = [each for each in audit.findings if each.attack == "matching"]
         assert [each.status for each in searched] == ["done"]
         assert "says nothing about privacy" in audit.notes["sent"]
         assert "2 of 2 images are found again" in audit.notes["left by the classifier"]

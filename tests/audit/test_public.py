@@ -18,7 +18,7 @@ from situs.models import open_model
 
 def test_one_call_from_a_name_to_a_judgement(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Python users write: a model by name, images by place, defences by name."""
-    monkeypatch.setattr("situs.audit.collect.KEEP_EVERY", 0.0)
+    monkeypatch.setattr("situs.audit.run.KEEP_EVERY", 0.0)
     kept: list[Audit] = []
     fields = {"count": 5, "img_size": (32, 32), "keep": kept.append, "model_args": {"depth": 1}}
     found = audit_gradients("test_vit", "samples", attacks=["patchembed"], defences=["none", "noise=1e3"], **fields)

@@ -16,8 +16,16 @@ from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery
 from situs.audit.cases import TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import MaskedJigsaw, NoDefence, Step
-from situs.audit.settings import Comparison, Contestant, compare_settings, contestants, verdict, with_informed
-from situs.audit.tables import glance, settings_table
+from situs.audit.settings import (
+    Comparison,
+    Contestant,
+    compare_settings,
+    contestants,
+    glance,
+    settings_table,
+    verdict,
+    with_informed,
+)
 from situs.core.jigsaw import move_patches
 from situs.core.when import When
 from situs.data.batch import Batch
@@ -97,7 +105,7 @@ def test_every_row_is_there(whole: Comparison) -> None:
 def test_settings_attack_and_compare_with_what_they_say(whole: Comparison) -> None:
     """On a plain model the static attack is exact, so its pictures say which image was in the step."""
     for setting, truth in (("a", whole.images), ("b", whole.shuffled), ("c", whole.shuffled)):
-        found = row(whole, "plain", setting, "patchembed").pictures
+        found = row(whole, "plain", setting, "patchembed").shown
         torch.testing.assert_close(found, truth, atol=1e-3, rtol=0)
     assert psnr(whole, "plain", "a", "patchembed") > 60
     assert psnr(whole, "plain", "b", "patchembed") > 60
@@ -220,7 +228,7 @@ def test_what_does_not_apply_is_a_reason() -> None:
         [PatchEmbedding()],
         settings=("a",),
     )
-    assert "fixed or frozen" in str(found.pairs[0].reason)
+    assert "fixed or frozen" in str(found.pairs[0].why("refused"))
     assert "No model here is trained with MJP" in verdict(found)
     assert "not attacked here" in make_page(found).render()
     json.dumps(found.numbers(), allow_nan=False)
@@ -266,7 +274,7 @@ def test_ctrl_c_keeps_the_rows_before_it_and_a_short_row_is_shown_as_one() -> No
     assert [len(row.facts) for row in found.pairs] == [3, 1]
     assert [row[3] for row in settings_table(found)[1][:2]] == ["0 of 3", "0 of 1, stopped"]
     told = json.loads(json.dumps(found.numbers(), allow_nan=False))
-    assert told["partial"] and told["rows"][1]["partial"] == "1 of 3 uploads, 1 of 3 images"
+    assert told["partial"] and "1 of 3 uploads, 1 of 3 images" in [each["text"] for each in told["rows"][1]["remarks"]]
     page = make_page(found).render()
     assert "Of a row that was stopped" in page and page.count("<img") == 1
 
@@ -314,7 +322,7 @@ def test_a_step_that_hides_nothing_leaves_the_other_images_their_numbers() -> No
 def test_without_pictures_it_holds_none(whole: Comparison) -> None:
     bare = whole.without_pictures()
     assert not len(bare.images) and not len(bare.shuffled) and not bare.private
-    assert all(each.pictures is None for each in bare.outcomes)
+    assert all(each.shown is None for each in bare.findings)
     assert bare.numbers() == whole.numbers()
 
 
@@ -322,7 +330,7 @@ def test_an_attack_that_reads_all_is_given_all() -> None:
     attackers = [Matching(MatchingConfig(iterations=1))]
     plain = {"plain": Contestant(model())}
     found = compare_settings(plain, TEST, attackers, settings=("a",), ratio=0.2)
-    assert found.pairs[0].reason is None and len(found.pairs[0].facts) == 3
+    assert found.pairs[0].why("refused") is None and len(found.pairs[0].facts) == 3
 
 
 def test_what_has_no_patches_to_shuffle_is_refused() -> None:

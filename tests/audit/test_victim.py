@@ -181,7 +181,7 @@ def test_spectrograms_come_back_in_the_range_that_is_stated(clips: Path, tmp_pat
     cut = test.pixels.double().clamp(-3, 3)
     assert torch.allclose(6 * audit.images.double() - 3, cut, atol=1e-6)
     assert abs(float(test.pixels.mean())) < 0.02  # normalised by the set's own mean
-    found = 6 * noisy.pictures.double() - 3
+    found = 6 * noisy.shown.double() - 3
     by_hand = 10 * (36 / (found - cut).square().mean(dim=(1, 2, 3))).log10()
     assert torch.allclose(torch.tensor(noisy.scores["psnr"]).double(), by_hand, atol=1e-3)
     page = publish(audit, tmp_path).read_text()
@@ -191,7 +191,7 @@ def test_spectrograms_come_back_in_the_range_that_is_stated(clips: Path, tmp_pat
     assert (
         "no clip recovered exactly"
         in publish(
-            replace(audit, outcomes=[each for each in audit.outcomes if each.defence != "none"]), tmp_path / "noisy"
+            replace(audit, findings=[each for each in audit.findings if each.defence != "none"]), tmp_path / "noisy"
         ).read_text()
     )
 
@@ -201,7 +201,7 @@ def test_the_paper_s_model_over_frames_says_why_it_is_not_solved(clips: Path) ->
     frames = {"patch_size": (40, 1), "in_chans": 1, "num_classes": 4, "depth": 1}
     fixed = small_vit((40, 98), positions="sincos", width=32, **frames)
     audit = audit_gradients(fixed, clips, count=2, attacks=["patchembed"], defences=["none"])
-    assert "its position table is fixed or frozen" in str(audit.pairs[0].reason)
+    assert "its position table is fixed or frozen" in str(audit.pairs[0].why("refused"))
     loose = small_vit((40, 98), positions="learned", width=32, **frames)
     found = audit_gradients(loose, clips, count=1, attacks=["patchembed"], defences=["none"]).pairs[0]
     assert found.exact == 0 and str(found.caveat).endswith("of all its solutions the one of least norm is shown")

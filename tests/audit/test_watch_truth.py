@@ -454,7 +454,7 @@ def test_twins_in_a_batch_do_not_hide_one_another() -> None:
     [(images, _)] = batches(1)
     real = torch.cat([images, images])
     watch = audit.guard(own(), img_size=16, act="log", attacks=["patchembed"])
-    held = watch._against(real, IMAGENET)
+    held = watch._reference(real, IMAGENET)
     assert list(held.blind) == ["grey"]
 
 
@@ -462,7 +462,7 @@ def test_twins_in_a_batch_do_not_hide_one_another() -> None:
 def test_the_blind_grey_is_the_mean_of_the_normalisation(mean: float) -> None:
     normalisation: Any = ([mean] * 3, [0.2] * 3)
     [(images, _)] = batches(1, 2, normalisation=normalisation)
-    held = audit.guard(own(), img_size=16, act="log")._against(images, normalisation)
+    held = audit.guard(own(), img_size=16, act="log")._reference(images, normalisation)
     errors = (images * 0.2).square().mean(dim=(1, 2, 3))  # of a picture whose every pixel is the mean
     torch.testing.assert_close(torch.tensor(held.blind["grey"]["psnr"]), -10 * errors.log10(), atol=1e-3, rtol=0)
 
@@ -563,7 +563,7 @@ def test_a_frozen_encoder_of_torch_has_a_derivative(norm_first: bool, layers: in
     found = audit.audit_gradients(
         module, tmp_path, attacks=["matching"], defences=["none"], img_size=16, count=1, iterations=2
     )
-    assert found.pairs[0].reason is None
+    assert found.pairs[0].why("refused") is None
 
 
 GOOD, LABELS = batches(1)[0]

@@ -20,10 +20,10 @@ import pytest
 from PIL import Image
 from safetensors.torch import save_file
 
-from situs.audit.judge.gate import SCOPE
 from situs.cli.main import main
 from situs.core.when import When
 from situs.data.batch import Batch
+from situs.gate import SCOPE
 
 NAME = "test_vit"  # timm's own tiny model for tests: 160 pixels in patches of 16, 64 channels
 SMALL = [NAME, "--model-args.depth", "1"]
@@ -49,7 +49,7 @@ def test_table_page_and_file(
     assert "none: 2 of 2 images recovered exactly from one step" in shown and "(best attack patchembed" in shown
     assert "model.pos_embed is not sent" in shown
     told = json.loads((out / "gradients.json").read_text())
-    assert {(p["attack"], p["applies"]) for p in told["pairs"]} >= {("patchembed", True), ("patchembed", False)}
+    assert {(p["attack"], p["status"]) for p in told["pairs"]} >= {("patchembed", "done"), ("patchembed", "refused")}
     assert len(told["pairs"]) == 16
     assert [row["image"] for row in told["pairs"][0]["images"]] == ["0.png", "1.png"]
     page = (out / "gradients.html").read_text()
@@ -62,7 +62,7 @@ def test_table_page_and_file(
 def test_what_another_verb_or_model_left_is_not_lost_without_a_word(
     photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, others = tmp_path / "audit", ("report.html", "audit.html", "finetuning.html", "study.html", "texts.html")
+    out, others = tmp_path / "audit", ("report.html", "audit.html", "study.html", "texts.html")
     out.mkdir()
     for name in others:
         (out / name).write_text(name)
@@ -79,7 +79,7 @@ def test_what_another_verb_or_model_left_is_not_lost_without_a_word(
 
 def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Date, command, versions and hashes; pictures for their owner's eyes alone, or none."""
-    from situs.audit.judge.record import weights_digest
+    from situs.audit.evidence import weights_digest
     from situs.audit.victim import open_victim
 
     out = tmp_path / "audit"
@@ -213,7 +213,7 @@ def test_a_model_without_an_attack(
     assert reason in shown
     assert "No attack of this audit applies" in shown and "Not attacked does not mean private" in shown
     assert reason in (tmp_path / "gradients.html").read_text()
-    assert [p["applies"] for p in json.loads((tmp_path / "gradients.json").read_text())["pairs"]] == [False] * 16
+    assert [p["status"] for p in json.loads((tmp_path / "gradients.json").read_text())["pairs"]] == ["refused"] * 16
 
 
 def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -378,7 +378,7 @@ def test_a_module_without_a_table_is_matched(own: str, photographs: Path, capsys
     shown = capsys.readouterr()
     assert "matching: iteration 2 of 2" in shown.err
     first, second = json.loads(Path("results/gradients.json").read_text())["pairs"]
-    assert not first["applies"] and "no position table" in first["reason"]
+    assert first["status"] == "refused" and "no position table" in first["remarks"][0]["text"]
     assert second["images"][0]["labels_right"] == 2
     assert "2 of 2 labels inferred rightly" in Path("results/gradients.html").read_text()
 
@@ -396,13 +396,13 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
     said = "no closed form applies, so matching is run by itself on 2 of 3 images (100 iterations, at most 120 s)"
     assert said in shown.err and said in shown.out
     pairs = json.loads(Path("results/gradients.json").read_text())["pairs"]
-    assert [(pair["attack"], pair["applies"]) for pair in pairs] == [("patchembed", False), ("matching", True)]
-    assert pairs[1]["by_itself"] and len(pairs[1]["images"]) == 2 and pairs[1]["partial"] is None
+    assert [(pair["attack"], pair["status"]) for pair in pairs] == [("patchembed", "refused"), ("matching", "done")]
+    assert pairs[1]["remarks"][0]["kind"] == "fallback" and len(pairs[1]["images"]) == 2
     monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2, seconds=0.05))
     assert main([*words, "--fail-above", "psnr=190", "--attacks", "patchembed", "--no-pictures"]) == 4
     shown = capsys.readouterr().out
     assert f"is inconclusive (not a pass), {SCOPE}. none, inconclusive: matching was stopped after" in shown
-    assert "no closed form applies; what matching does not find may still be there" in shown
+    assert "no closed form applies (patchembed: " in shown and "what matching does not find may still be there" in shown
     told = json.loads(Path("results/gradients.json").read_text())
     assert not told["gate"]["passed"] and not told["partial"]
     monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2))
@@ -686,7 +686,7 @@ def test_table_verdict_and_files(photographs: Path, tmp_path: Path, capsys: pyte
     assert "What the paper reports" in page
     assert page.index("This page holds private images") < page.index("Threat model") and "<img" in page
     assert (tmp_path / "settings.html").stat().st_mode & 0o777 == 0o600
-    assert told["schema"] == "situs-audit-settings/1"
+    assert told["schema"] == "situs-audit-settings/2"
     for name in ("made", "command", "situs", "torch", "weights_sha256"):
         assert told[name] in page
     assert str(photographs.parent) not in page + json.dumps(told)

@@ -26,9 +26,7 @@ def slow_accuracy(run: Path) -> float:
     return right / count
 
 
-def test_of_a_run_and_of_its_export(
-    outline: Any, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_a_run_and_of_its_export(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "deep" / "look"
     assert main(["evaluate", "accuracy", str(trained.one), "--batch", "4", "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -42,13 +40,6 @@ def test_of_a_run_and_of_its_export(
     assert [row["class"] for row in written["classes"]] == ["dark", "light", "middle"]
     assert sum(row["top1"] * row["count"] for row in written["classes"]) == pytest.approx(15 * written["top1"])
     page = (out / "accuracy.html").read_text()
-    assert outline(page) == [
-        "First screen, 1 figure",
-        "How often it is right, 1 row",
-        "Class by class, 1 figure, 3 rows",
-        "What the numbers mean, 1 text",
-        "How this page was made, facts",
-    ]
     assert "data (val)" in page.partition("How this page was made")[2]
     assert str(trained.data.parent) not in page + json.dumps(written)
 

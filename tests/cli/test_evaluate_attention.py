@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,9 +14,7 @@ SWIN += ["--model-args.num-heads", "[1, 2]"]
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
-def test_looks_at_a_run_that_has_no_positions(
-    outline: Any, trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_looks_at_a_run_that_has_no_positions(trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "attention", str(trained.mp3), "--show", "2", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "mp3: attention over 15 images"
@@ -29,13 +26,6 @@ def test_looks_at_a_run_that_has_no_positions(
         "layer": 2, "of": "cls", "images": 2, "on_brightest_tenth": 0, "on_brightest_tenth_by_head": 0,
     }  # fmt: skip
     assert "run without them here" in (tmp_path / "attention.html").read_text()
-    assert outline((tmp_path / "attention.html").read_text()) == [
-        "First screen, 1 figure",
-        "Over images, 1 text",
-        "Layer by head, 1 text, 1 figure, 2 rows",
-        "By relative offset, 1 text, 1 figure",
-        "How this page was made, facts",
-    ]
     assert "(val)" in (tmp_path / "attention.html").read_text().partition("How this page was made")[2]
     names = {path.name for path in tmp_path.iterdir()}
     assert {f"attention-{name}.png" for name in ("images", "heads", "relative")} <= names

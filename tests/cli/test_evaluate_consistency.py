@@ -11,9 +11,7 @@ import pytest
 from situs.cli.main import main
 
 
-def test_a_run_gives_table_page_and_numbers(
-    outline: Any, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_gives_table_page_and_numbers(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["evaluate", "consistency", str(trained.one), "--ratios", "0,.5,1", "--out", str(tmp_path)]
     assert main([*words, "--device", "cpu", "--batch", "4"]) == 0
     printed = capsys.readouterr().out
@@ -29,14 +27,6 @@ def test_a_run_gives_table_page_and_numbers(
     assert rows[0]["consistency"] == 1.0
     assert rows[0]["top1"] == rows[1]["top1"]
     page = (tmp_path / "consistency.html").read_text()
-    assert outline(page) == [
-        "First screen, 1 figure",
-        "Over the share of shuffled patches, 1 figure",
-        "Numbers, 1 note, 6 rows",
-        "What the model sees, 1 figure",
-        "What the numbers mean, 3 texts",
-        "How this page was made, facts",
-    ]
     assert "(val)" in page.partition("How this page was made")[2]
     assert "With 50 % of the patches shuffled and the model not told" in page
     assert page.count("<img") == 3

@@ -26,7 +26,7 @@ def slow_mean(trained: Any) -> float:
     return float((sum(answers).argmax(-1) == labels).double().mean())
 
 
-def test_two_runs(outline: Any, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "look"
     out = folder / "ensemble.json"
     assert main(["evaluate", "accuracy", str(trained.one), str(trained.two), "--out", str(folder)]) == 0
@@ -34,13 +34,6 @@ def test_two_runs(outline: Any, trained: Any, tmp_path: Path, capsys: pytest.Cap
     assert rows == ["data", "top-1,", "one", "two", "together", "Together", str(folder / "ensemble.html")]
     assert sorted(path.suffix for path in folder.iterdir()) == [".html", ".json", ".png", ".png"]
     assert "at least one is right on" in (folder / "ensemble.html").read_text()
-    assert outline((folder / "ensemble.html").read_text()) == [
-        "First screen, 1 figure",
-        "Alone and together, 3 rows",
-        "How alike they answer, 1 figure",
-        "What the numbers mean, 1 text",
-        "How this page was made, facts",
-    ]
     assert "(val)" in (folder / "ensemble.html").read_text().partition("How this page was made")[2]
     found = json.loads(out.read_text())
     assert found["together"]["top1"] == slow_mean(trained)

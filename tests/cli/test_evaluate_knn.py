@@ -27,11 +27,11 @@ def test_a_run_gives_a_row_for_each_layer(
     assert (tmp_path / "knn-layers.png").is_file()
     assert main(["evaluate", "knn", *words, "--temperature", "None"]) == 0
     assert json.loads((tmp_path / "knn.json").read_text())["temperature"] is None
-    assert "every neighbour counts as one" in (tmp_path / "knn.html").read_text()
+    assert "each counts as one" in (tmp_path / "knn.html").read_text()
     assert outline((tmp_path / "knn.html").read_text()) == [
         "First screen, 1 figure",
-        "Layer by layer, 2 rows",
-        "Class by class, after the last block, 3 rows",
+        "Numbers, 2 rows",
+        "Class by class, 3 rows",
         "What the numbers mean, 1 text",
         "How this page was made, facts",
     ]

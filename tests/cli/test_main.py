@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 import situs
-from situs.audit.judge.gate import ABOVE, NOT_JUDGED
 from situs.cli import main as cli
 from situs.cli import retired
 from situs.cli.data import FOUND
 from situs.cli.main import main
 from situs.cli.parser.flags import flags_of
 from situs.cli.result import INTERRUPTED
+from situs.gate import ABOVE, NOT_JUDGED
 
 VERB = '''
 """A verb for tests."""

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from situs.audit.judge.gate import Judgement, Limit, Ruling
 from situs.cli.tables import print_table, print_verdict
+from situs.gate import Judgement, Limit, Ruling
 from situs.results import Table, Tone
 
 ROWS = [("tokens", "yes", "a sequence"), ("rows", "no", "its [windows] depend on where a token stands")]

@@ -18,9 +18,8 @@ from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Step
-from situs.audit.gradients import Audit, attack_gradients, verdict
-from situs.audit.judge.gate import Limit, judge
-from situs.audit.tables import table
+from situs.audit.gradients import Audit, attack_gradients, table, verdict
+from situs.gate import Limit, judge
 from situs.pages import make_page
 
 NORMALISATION = ((0.5,) * 3, (0.25,) * 3)
@@ -157,20 +156,20 @@ def whole(backbone: Any, request: pytest.FixtureRequest) -> Audit:
 def test_the_whole_audit_is_figures_and_reasons(whole: Audit) -> None:
     assert len(whole.pairs) == len(ATTACKS) * len(whole.about)
     for pair in whole.pairs:
-        if pair.reason is not None:
+        if pair.why("refused") is not None:
             assert not pair.scores
             continue
         assert pair.count == len(pair.facts) == 2 * whole.step.batch
         figures = [value for values in pair.scores.values() for value in values or ()]
         assert torch.tensor(figures).isfinite().all()
     assert whole.stopped is None and whole.undone == []
-    judged = {each.defence.split()[0]: each.status for each in judge(whole, Limit("psnr", 300.0)).judgements}
+    judged = {each.defence.split()[0]: each.status for each in judge(whole.findings, Limit("psnr", 300.0)).judgements}
     assert 0 not in judged.values()  # nothing passes without noise, on two images or without the oracle
-    assert verdict(whole) and judge(whole, Limit("psnr", 1.0)).status == 3
+    assert verdict(whole) and whole.judge(psnr=1.0).status == 3
     header, rows = table(whole)
     assert all(len(row) == len(header) for row in rows)
     assert not whole.numbers()["partial"]
-    some = replace(whole, outcomes=whole.pairs[:4])  # pictures take time
+    some = replace(whole, findings=whole.pairs[:4])  # pictures take time
     assert "What would reduce the leak" in make_page(some).render()
 
 

@@ -13,7 +13,7 @@ from image_files import encoded, write
 from masked import write_ade
 from PIL import Image
 
-from situs.data.check import KINDS, _first_equal, check
+from situs.data.check import KINDS, check
 from situs.data.masks import MaskConfig
 from situs.data.pack import PackConfig, pack
 from situs.errors import SitusError
@@ -133,19 +133,6 @@ def test_an_unknown_kind_names_those_there_are(zoo):
     with pytest.raises(SitusError, match="unknown kind of finding 'blurred'; choose one of: annotation, broken, "):
         check(zoo, splits=["val"], workers=0).failing(["blurred"])
     assert {"broken", "grey", "cmyk", "deep", "huge", "duplicate", "odd"} <= KINDS.keys()
-
-
-def test_the_first_equal_is_what_a_slow_search_finds():
-    chance = np.random.default_rng(3)
-    for count in (0, 1, 2, 40):
-        rows = chance.integers(0, 3, (count, 2)).astype(np.uint64)
-        digests = np.frombuffer(rows.tobytes(), "V16")
-        usable = chance.random(count) < 0.8
-        wanted = [
-            next((j for j in range(i) if usable[i] and usable[j] and (rows[i] == rows[j]).all()), -1)
-            for i in range(count)
-        ]
-        assert _first_equal(digests, usable).tolist() == wanted
 
 
 def test_several_classes_an_image_are_counted_and_held_to_each_other(tmp_path):

@@ -105,23 +105,6 @@ def test_soft_labels_and_repeats():
     assert not torch.equal(views[0], views[4])  # two copies of one sample, differently cropped
 
 
-@pytest.mark.parametrize("resident", ["always", "never"])
-def test_evaluation_sees_every_image_once_in_order(resident):
-    config = replace(SMALL, resident=resident)
-    loader = make_loader(config, None, source=small())
-    images, ids, labels = join(loader)
-    assert torch.equal(ids, torch.arange(50))
-    assert loader.steps_per_epoch == 5
-    assert torch.equal(torch.cat(labels), torch.arange(50) % 5)
-    mean, std = (torch.tensor(part).view(1, 3, 1, 1) for part in SMALL.normalisation)
-    assert torch.allclose(images, (small().images / 255 - mean) / std, atol=1e-6)
-    shares = [join(make_loader(config, None, source=small(), rank=r, world=3))[1] for r in range(3)]
-    assert sorted(torch.cat(shares).tolist()) == list(range(50))
-    assert make_loader(CONFIG, None).source.name == "samples (test)"
-    cropped = next(iter(make_loader(replace(config, img_size=(8, 12), crop_share=0.5), None, source=small())))
-    assert cropped.inputs.shape == (12, 3, 8, 12)
-
-
 @pytest.fixture
 def photographs(tmp_path):
     rng = np.random.default_rng(0)

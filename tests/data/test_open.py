@@ -7,7 +7,6 @@ import json
 import tarfile
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,8 +16,6 @@ from image_files import png, write
 from situs.data.open import judged_split, open_source
 from situs.data.sources.base import Wanted
 from situs.errors import BrokenSampleError, SitusError
-
-RNG = np.random.default_rng(1)
 
 
 def everything(source) -> list[tuple[int, int | None]]:

@@ -8,16 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from situs.core.random import uniform
-from situs.data import sampler
 from situs.data.sampler import (
     Balanced,
     BatchPlan,
-    KeyedOrder,
     LengthBuckets,
     batches_for,
     draw_ids,
     epoch_order,
-    exact_order,
     sample_of,
 )
 from situs.errors import SitusError
@@ -148,31 +145,3 @@ def test_buckets_hold_every_sample_once_and_like_lengths_together():
     longest = lengths[first[: n // batch * batch]].view(-1, batch).amax(1)
     assert not torch.equal(longest, longest.sort().values)  # the batches themselves are in no order of length
     assert torch.equal(LengthBuckets(lengths[:5], batch)(0, 0, 5), epoch_order(0, 0, 5))
-
-
-@given(n=st.integers(1, 3000), seed=st.integers(0, 2), epoch=st.integers(0, 2))
-def test_a_keyed_order_is_a_permutation_that_is_computed_place_by_place(n, seed, epoch):
-    order = KeyedOrder(seed, epoch, n)
-    whole = order[torch.arange(n)]
-    assert torch.equal(whole.sort().values, torch.arange(n))
-    assert torch.equal(order[torch.arange(n // 2, n)], whole[n // 2 :])
-
-
-def test_a_keyed_order_looks_random(related):
-    n = 20000
-    places = {f"{seed}, {epoch}": KeyedOrder(seed, epoch, n)[torch.arange(n)] for seed in (0, 1) for epoch in (0, 1)}
-    assert related({"sample": torch.arange(n), **places}) == {}
-    first = places["0, 0"]
-    assert related({"one": first[:-1], "next": first[1:]}) == {}
-    assert int((first == torch.arange(n)).sum()) < 8  # one stays in its place on average
-
-
-def test_a_set_too_large_to_sort_is_shuffled_without_sorting(monkeypatch):
-    assert torch.equal(torch.as_tensor(exact_order(3, 1, 500)[torch.arange(500)]), epoch_order(3, 1, 500))
-    plan = BatchPlan(10**9, 64, seed=2)
-    last = list(batches_for(plan, 1, plan.steps - 2))
-    assert len(torch.cat(last).unique()) == 128
-    assert int(torch.cat(last).max()) < 10**9
-    monkeypatch.setattr(sampler, "MOST_SORTED", 10)
-    found = sorted(chain.from_iterable(all_rows(BatchPlan(50, 7, drop_last=False))))
-    assert found == list(range(50))

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import threading
 import time
 from dataclasses import replace
@@ -11,17 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from warm import Warm
 
 from situs.data import streaming
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.modalities.image import ImagePipeline
 from situs.data.open import open_source
 from situs.data.pipeline import WorkerBatch
-from situs.data.sampler import BatchPlan, batches_for, exact_order
+from situs.data.sampler import BatchPlan, batches_for, epoch_order
 from situs.data.sources.base import Source
 from situs.data.streaming import WorkerStream
-from situs.errors import SitusError
 
 CROP = AugmentConfig()
 
@@ -31,25 +27,6 @@ def chunks(folder, workers: int, epoch: int = 2, start: int = 0, **plan) -> list
     views = ImagePipeline(source, (12, 16), 5, CROP)
     stream = WorkerStream(views, BatchPlan(len(source), 6, 5, **plan), workers, pin=False)
     return [part for (part,) in stream.batches(epoch, start)]
-
-
-def test_workers_rank_and_resume_change_nothing(folder):
-    alone = chunks(folder, 0)
-    assert [len(chunk.ids) for chunk in alone] == [6, 6, 6]
-    state = torch.random.get_rng_state()
-    for other in (chunks(folder, 1), chunks(folder, 2)):
-        for a, b in zip(alone, other, strict=True):
-            assert a.values.keys() == b.values.keys() == {"image", "label"}
-            assert all(torch.equal(a.values[name], b.values[name]) for name in a.values)
-            assert torch.equal(a.ids, b.ids)
-    assert torch.equal(torch.random.get_rng_state(), state)  # torch's generator is left alone
-    resumed = chunks(folder, 0, start=2)
-    assert torch.equal(resumed[0].values["image"], alone[2].values["image"])
-    assert len(resumed) == 1
-    ranks = [chunks(folder, 0, rank=rank, world=3) for rank in range(3)]
-    for step, whole in enumerate(alone):
-        assert torch.equal(torch.cat([share[step].values["image"] for share in ranks]), whole.values["image"])
-    assert not torch.equal(chunks(folder, 0, epoch=3)[0].ids, alone[0].ids)
 
 
 def test_workers_that_nobody_closed_end_at_once_with_their_stream(folder):
@@ -127,58 +104,6 @@ def test_a_rank_without_rows_in_the_last_batch_goes_on(folder):
     assert [len(part.ids) for part in parts] == [1, 1, 1, 0]
 
 
-class Deadly(Told):
-    def read(self, index: int) -> dict[str, Any]:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return super().read(index)
-
-
-def test_a_killed_worker_is_one_sentence(tmp_path):
-    source = Deadly(tmp_path / "log")
-    stream = WorkerStream(ImagePipeline(source, (4, 4), 0, CROP), BatchPlan(12, 4), workers=1, pin=False)
-    with pytest.raises(SitusError, match=r"^a worker process was killed, perhaps for want of memory; take fewer$"):
-        list(stream.batches(0, 0))
-
-
-def test_workers_are_forked_and_end_with_a_parent_that_was_killed(tmp_path):
-    """Whatever way of starting processes Python prefers: a set that is held must not be sent to each of them."""
-    script = """
-import multiprocessing, os, sys, time, torch
-from situs.data.modalities.image import ImagePipeline
-from situs.data.augment.recipes import AugmentConfig
-from situs.data.sampler import BatchPlan
-from situs.data.sources.base import Source
-from situs.data.streaming import WorkerStream
-from situs.errors import SitusError
-
-class Held(Source):
-    def __len__(self):
-        return 4096
-    def read(self, index):
-        open(os.path.join(sys.argv[1], str(os.getpid())), "w").close()
-        return {"image": torch.zeros(3, 4, 4, dtype=torch.uint8)}
-    def __reduce__(self):
-        raise TypeError("was sent to a worker")
-
-if __name__ == "__main__":
-    multiprocessing.set_start_method("forkserver")
-    pipeline = ImagePipeline(Held("held", None, None, False), (4, 4), 0, AugmentConfig())
-    for _ in WorkerStream(pipeline, BatchPlan(4096, 4), 1, pin=False).batches(0, 0):
-        print("one", flush=True)
-        time.sleep(100)
-"""
-    (tmp_path / "script.py").write_text(script)
-    (tmp_path / "workers").mkdir()
-    with Warm(tmp_path / "script.py", tmp_path / "workers") as parent:
-        assert parent.stdout.readline() == "one\n"
-        parent.kill()
-    [worker] = [int(path.name) for path in (tmp_path / "workers").iterdir()]
-    end = time.monotonic() + 3  # a DataLoader's own worker looks every 5 seconds
-    while time.monotonic() < end and Path(f"/proc/{worker}").exists():
-        time.sleep(0.02)
-    assert not Path(f"/proc/{worker}").exists()
-
-
 @pytest.mark.parametrize(
     ("batch", "world", "ahead"), [(256, 1, 4), (2048, 1, 1), (2048, 8, 4), (1024, 1, 3), (99999, 1, 1)]
 )
@@ -197,7 +122,7 @@ def test_the_order_of_the_next_epoch_is_made_beside_this_one(folder):
         asked[epoch] = threading.get_ident()
         if epoch == 1:
             made.set()
-        return exact_order(seed, epoch, n, device)
+        return epoch_order(seed, epoch, n, device)
 
     plan = BatchPlan(len(source := open_source(folder, channels=3)), 4, order=order)
     stream = WorkerStream(ImagePipeline(source, (8, 8), 0, AugmentConfig()), plan, 0, pin=False)
@@ -205,5 +130,5 @@ def test_the_order_of_the_next_epoch_is_made_beside_this_one(folder):
     next(batches)
     assert made.wait(10) and asked[0] == threading.get_ident() != asked[1]
     ids = [torch.cat([part.ids for part in parts]) for epoch in (0, 1) for parts in stream.batches(epoch, 0)]
-    wanted = [each for epoch in (0, 1) for each in batches_for(replace(plan, order=exact_order), epoch)]
+    wanted = [each for epoch in (0, 1) for each in batches_for(replace(plan, order=epoch_order), epoch)]
     assert all(torch.equal(a, b) for a, b in zip(ids, wanted, strict=True))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
 from warm import Warm
 
-from situs.data.work import in_order
+from situs.data.work import in_order, made_by
 from situs.errors import SitusError
 
 
@@ -43,6 +44,18 @@ def test_a_mistake_comes_as_its_own_sentence(workers):
 def test_a_killed_worker_is_one_sentence():
     with pytest.raises(SitusError, match="a worker process was killed"):
         [*in_order(die, range(9), 1)]
+
+
+def process(numbers: list[int]) -> int:
+    return os.getpid()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_worker_leaves_the_first_signal_to_its_parent(number: int) -> None:
+    results = iter(made_by(process, [[task] for task in range(12)], 1, 1))
+    worker = next(results)
+    os.kill(worker, number)
+    assert {*results} == {worker}
 
 
 def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:

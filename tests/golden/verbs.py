@@ -77,14 +77,13 @@ VERBS: dict[str, str] = {
     "audit gradients clips": "audit gradients @clips --count 1",
     "audit texts": "audit texts @/bert --data @/lines.txt --count 2",
     "audit curve": "audit sweep @tuned --over noise --defences none --count 1 --attacks patchembed",
-    "audit finetuning": "audit finetuning --from @tuned --count 12 --test 12 --epochs 2 --batch 6 --looks 2",
     "data check": "data check @/photos",
     "data pack": "data pack @/photos --short-side 16 --encoding png --workers 0",
     "info": "info @tuned",
 }
 """The words of each verb. @NAME is a run's folder, @/NAME what `write_world` wrote there."""
 
-SLOW = frozenset({"audit curve", "audit finetuning", "audit split"})
+SLOW = frozenset({"audit curve", "audit split"})
 """Verbs that are compared among the slow tests."""
 
 

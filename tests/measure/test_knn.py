@@ -12,7 +12,8 @@ from torch import Tensor
 
 from situs.errors import SitusError
 from situs.measure import knn
-from situs.measure.knn import knn_accuracy, knn_scores
+from situs.measure.knn import LayerAccuracy, LayerKnn, knn_accuracy, knn_scores
+from situs.pages import make_page
 
 
 def data(n: int = 60, m: int = 25, dim: int = 7, classes: int = 4, seed: int = 0) -> tuple[Tensor, ...]:
@@ -94,3 +95,11 @@ def test_mistakes_are_named(changed: dict, said: str) -> None:
     given_ = {"labels": labels, "test": test, "k": 20, "temperature": 0.07} | changed
     with pytest.raises(SitusError, match=said):
         knn_accuracy(train, given_["labels"], given_["test"], truth, given_["k"], given_["temperature"])
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("why", [None, "it has one block"])
+def test_neighbours_of_the_last_layer_alone_are_no_curve_and_say_why(why: str | None) -> None:
+    made = make_page(LayerKnn((LayerAccuracy(1, "mean", 0.5, 0.5),), 10, 5, why, 3, 0.07, torch.eye(2), ("a", "b")))
+    assert set(made.pictures) == ({"layers"} if why is None else set())
+    assert ("Only the last layer: it has one block." in made.render()) is (why is not None)

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from outcomes import outcome, passing, undone
+from outcomes import held, outcome, passing, undone
 
-from situs.audit.cases import Outcome
+from situs.audit.cases import ImageFinding
 from situs.audit.defences import Step
-from situs.audit.gradients import Audit, verdict
-from situs.audit.judge.gate import NO_NOISE, SCOPE, Judgement, Limit, Ruling, Worst
+from situs.audit.gradients import Audit, grid, reasons, table, verdict
 from situs.audit.remedies.ladders import Cost
 from situs.audit.remedies.result import Remedies, Remedy, Trial
 from situs.audit.scores.metrics import measure_all
-from situs.audit.tables import COLUMNS, grid, judged, reasons, table
+from situs.audit.tables import COLUMNS
+from situs.findings import NO_NOISE, Remark
+from situs.gate import SCOPE, Judgement, Limit, Ruling, Worst
 from situs.pages import PRIVATE, make_page, publish
 from situs.report import figures
 from situs.results import Provenance
@@ -27,10 +28,10 @@ from situs.results import Provenance
 REAL = torch.rand(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def example(*pairs: Outcome, **fields: Any) -> Audit:
+def example(*pairs: ImageFinding, **fields: Any) -> Audit:
     scores = {"mean image": measure_all(REAL.flip(0), REAL, 8)}
     about = {"none": "as it is"}
-    return Audit(list(pairs), ["a", "b", "c"], REAL, "a-model", Step(), scores, about, **fields)
+    return Audit(held(pairs, scores, [*"abc"]), ["a", "b", "c"], REAL, "a-model", Step(), scores, about=about, **fields)
 
 
 SCORES = measure_all(REAL, REAL, 8)
@@ -69,9 +70,9 @@ def test_order_of_the_page(outline: Any) -> None:
         Limit("psnr", 20), [Judgement("none", "above", "a leak", Worst("patchembed", "b", 31.5, "ssim", 20, 9))]
     )
     rows = [["none", "above", "b", "ssim 31.5", "20", "9", "patchembed"]]
-    assert judged(ruling) == (["defence", "gate", "most exposed", "has", "limit", "a blind guess", "by"], rows)
+    assert ruling.table() == (["defence", "gate", "most exposed", "has", "limit", "a blind guess", "by"], rows)
     nothing = Ruling(Limit("psnr", 20), [Judgement("none", "incomplete", "no closed form applies")])
-    assert judged(nothing)[1] == [["none", "inconclusive", *[None] * 5]]
+    assert nothing.table()[1] == [["none", "inconclusive", *[None] * 5]]
 
 
 def test_a_pass_names_no_attack_and_no_decibels_and_what_to_do_next() -> None:
@@ -122,10 +123,14 @@ def test_a_model_without_an_attack_has_reasons_and_no_empty_table() -> None:
     assert "there is &lt;no&gt; table" in text
     assert "Pictures" not in headings(text)
     assert (
-        f"The gate psnr=20 is inconclusive (not a pass), {SCOPE}. none, inconclusive: no closed form applies." in text
+        f"The gate psnr=20 is inconclusive (not a pass), {SCOPE}. none, inconclusive: no closed form applies (" in text
     )
     cut = replace(example(undone("april", "none")), stopped="Ctrl-C")
     assert "No attack was made, so there is no table of results." in make_page(cut).render()
+
+
+def doubted(doubt: str) -> ImageFinding:
+    return replace(WORKED, remarks=[Remark("doubt", doubt)])
 
 
 def test_table_and_reasons() -> None:
@@ -140,14 +145,14 @@ def test_table_and_reasons() -> None:
         ("patchembed against none", "a caveat"),
         ("april against none", "there is <no> table"),
     ]
-    plain = replace(WORKED, caveat=None, doubt="its equations do not fit")
+    plain = doubted("its equations do not fit")
     assert reasons(example(plain)) == [("patchembed against none", "proves nothing: its equations do not fit")]
     twice = replace(plain, facts=[{"verdict": "its equations do not fit"}, {"verdict": "another"}])
     assert [said for _, said in reasons(example(twice))] == ["another", "proves nothing: its equations do not fit"]
-    assert reasons(example(replace(plain, doubt=NO_NOISE))) == []  # it has every image
-    fuzzy = replace(plain, doubt=NO_NOISE, scores=measure_all(REAL.flip(0), REAL, 8))
+    assert reasons(example(doubted(NO_NOISE))) == []  # it has every image
+    fuzzy = replace(doubted(NO_NOISE), scores=measure_all(REAL.flip(0), REAL, 8))
     assert reasons(example(fuzzy)) == [("patchembed against none", f"proves nothing: {NO_NOISE}")]
-    said_already = replace(WORKED, doubt="it is not exact here (a caveat)")
+    said_already = replace(WORKED, remarks=[*WORKED.remarks, Remark("doubt", "it is not exact here (a caveat)")])
     assert reasons(example(said_already)) == [("patchembed against none", "a caveat")]
 
 
@@ -183,7 +188,7 @@ def test_an_image_without_error_is_called_so_and_any_other_by_its_decibels(monke
 def test_one_image_cannot_be_re_identified() -> None:
     real = REAL[:1]
     one = outcome("patchembed", "none", None, None, measure_all(real * 0.5, real, 8), [{}], real * 0.5)
-    audit = Audit([one], ["a"], real, "a-model", Step(), {}, {"none": "as it is"})
+    audit = Audit([one], ["a"], real, "a-model", Step(), {}, about={"none": "as it is"})
     text = make_page(audit).render()
     assert "Re-identified: not defined for one image" in text
     assert "of 1 re-identified" not in text

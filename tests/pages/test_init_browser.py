@@ -14,7 +14,7 @@ from kinds import RESULTS, provenance
 from torch.nn.functional import interpolate
 
 from situs.audit import NoDefence, PatchEmbedding
-from situs.audit.cases import Case, Outcome
+from situs.audit.cases import Case
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
 from situs.audit.scores.metrics import measure_all
@@ -114,8 +114,10 @@ def test_a_page_of_photographs_is_small_and_its_headline_is_the_worst(browser: A
     scores, model = measure_all(images[:2], images[:2], 16), None
     scores = {name: None if values is None else [*values, *values * 5] for name, values in scores.items()}
     cases = [Case("m", model, NoDefence(), PatchEmbedding()) for _ in range(3)]  # pyright: ignore[reportArgumentType]
-    done = [Outcome(case, "done", scores, [{"bytes": True}] * 12, images) for case in cases]
-    audit = Audit(done, [str(n) for n in range(12)], images, "m", Step(), {}, {"none": "as it is"})
+    done = [
+        case.finding("done", range(12), scores=scores, facts=[{"bytes": True}] * 12, shown=images) for case in cases
+    ]
+    audit = Audit(done, [str(n) for n in range(12)], images, "m", Step(), {}, about={"none": "as it is"})
     path = make_page(audit).write(tmp_path / "page.html")
     look(browser, path)
     check_first_screen(browser, path)

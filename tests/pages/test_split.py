@@ -60,7 +60,6 @@ def test_the_threat_model_and_the_verdict_come_first(
         "Attackers and defences, 8 rows, facts",
         "What a defence hides, and what it costs, 1 text, 2 figures, 7 rows",
         "Who was tried, 7 rows",
-        "How this page was made",
     ]
     assert "by the best attacker that was tried" in made.render() and "worth something" not in made.render()
     assert made.notice == (PRIVATE if pictures else "") and ("pictures" in made.pictures) == pictures

@@ -7,9 +7,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from situs.audit.judge.gate import Limit
 from situs.audit.text.found import Read
 from situs.audit.text.result import Row, TextAudit
+from situs.gate import Limit
 from situs.pages import make_page, publish
 from situs.pages.texts import PRIVATE, marked
 

@@ -20,6 +20,7 @@ from PIL import Image
 from situs.errors import SitusError
 from situs.report import figures
 from situs.report.canvas import ORANGE
+from situs.results import channels_drawn
 
 CORNER = np.zeros((1, 8, 12), dtype=np.uint8)
 CORNER[0, :4, :3] = 255  # the top left patch of a 2 × 4 grid
@@ -220,12 +221,12 @@ def test_images_of_any_number_of_channels_are_drawn_and_that_is_said():
     image = np.random.default_rng(0).random((6, 4, 5))
     for channels in (4, 6):
         assert np.array_equal(figures.as_picture(image[:channels]), image[:3].transpose(1, 2, 0))
-        assert figures.channels_drawn(channels) == (
+        assert channels_drawn(channels) == (
             f"The images have {channels} channels and are drawn by the first three, as red, green and blue."
         )
     assert np.allclose(figures.as_picture(image[:2]), image[:2].mean(0))
-    assert "2 channels and are drawn by the mean of both" in figures.channels_drawn(2)
-    assert (figures.channels_drawn(1), figures.channels_drawn(3)) == ("", "")
+    assert "2 channels and are drawn by the mean of both" in channels_drawn(2)
+    assert (channels_drawn(1), channels_drawn(3)) == ("", "")
 
 
 def test_every_image_stands_in_its_row_and_column() -> None:

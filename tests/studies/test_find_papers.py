@@ -29,7 +29,6 @@ RESULTS = {
     "evaluate robustness": ["Robustness"],
     "evaluate attention": ["Attention", "Correlations"],
     "evaluate reconstruct": ["Reconstruction"],
-    "audit finetuning": ["LockTuning"],
     "audit gradients": ["Audit", "Comparison"],
     "audit lock": ["LockAudit"],
     "audit split": ["SplitAudit"],
@@ -40,7 +39,18 @@ RESULTS = {
 }
 """What a verb gives, by the names of tests/pages/test_init.py."""
 
-LOGGED = ("loss", "val_top1", "val_top5", "val_miou", "val_loss", "position_accuracy", "accuracy", "knn", "lr")
+LOGGED = (
+    "loss",
+    "val_top1",
+    "val_top5",
+    "val_miou",
+    "val_loss",
+    "val_perplexity",
+    "position_accuracy",
+    "accuracy",
+    "knn",
+    "lr",
+)
 """What trainings log."""
 
 

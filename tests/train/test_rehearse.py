@@ -62,7 +62,7 @@ def test_no_index_of_shards_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert rehearse(config, out=tmp_path / "run", device="cpu").batch == (2, 1, 28, 28)
     assert {path.name for path in tmp_path.iterdir()} == {"shard.tar"}
     open_index([tmp_path / "shard.tar"], labels=False)  # otherwise it is
-    assert list((tmp_path / "cache").rglob("*.safetensors"))
+    assert list((tmp_path / "cache").rglob("*.npz"))
 
 
 def test_the_memory_is_weights_gradients_moments_and_their_mean() -> None:

@@ -74,7 +74,8 @@ class ToyBackbone(Backbone):
         return [(block,) for block in self.model.blocks]
 
     def roles(self) -> dict[str, Role]:
-        return roles_of(self, Names(embedding=("patch_embed",), table=("pos_embed",), head=("head",)))
+        names = Names(embedding=("patch_embed",), table=("pos_embed",), head=("head",))
+        return roles_of(self, self.block_modules(), names)
 
     def finish(self, stream: Stream) -> Features:
         z = self.model.norm(stream.z)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from torch import Tensor
 
-from situs.audit.attacks.base import Attack, Fact, Normalisation
+from situs.audit.attacks.base import Attack, Normalisation
 from situs.audit.defences import Defence
+from situs.audit.scores.exposure import Blind, exposures_of, gaps_of, too_few
 from situs.audit.scores.metrics import denormalise, mean_of
-from situs.audit.scores.scoring import Scores
 from situs.backbones.base import Backbone
 from situs.errors import SitusError, counted, verb
+from situs.findings import Finding, Remark, Status
 from situs.methods.base import Method
 
 EXACT = 54.15
@@ -37,8 +38,6 @@ class Setting(NamedTuple):
 
 SETTINGS = {"a": Setting("x", "x"), "b": Setting("x̃", "x̃"), "c": Setting("x̃", "x")}
 """The settings of MJP's Table 5 by name."""
-
-Status = Literal["done", "stopped", "refused", "not_run"]
 
 
 @dataclass(frozen=True)
@@ -142,6 +141,26 @@ class Case:
         """ "patchembed, static"."""
         return f"{self.attack.name}, {'knows MJP' if self.informed else 'static'}"
 
+    def finding(self, status: Status, numbers: Sequence[int] = (), **fields: Any) -> ImageFinding:
+        """What came of it, on images of these numbers."""
+        return ImageFinding(
+            self.attack.name + ", least likely labels" * self.hardest,
+            self.defence.label,
+            status,
+            [str(number) for number in numbers],
+            len(numbers),
+            closed=self.attack.closed_form,
+            bound=self.attack.is_bound,
+            hardest=self.hardest,
+            case=self,
+            numbers=tuple(numbers),
+            **fields,
+        )
+
+    def refused(self, reason: str) -> ImageFinding:
+        """That it cannot be made."""
+        return self.finding("refused", remarks=[Remark("refused", reason)])
+
     def same_upload(self, other: Case) -> bool:
         """Whether the same gradients are sent in both."""
         mine, theirs = ((case.model, case.defence, case.trained_on, case.hardest) for case in (self, other))
@@ -153,54 +172,16 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of a case. done: to the end; stopped: on the first images, or with a search cut short; refused: the
-    attack does not apply (`reason`), which says nothing about privacy; not_run: never begun.
+class ImageFinding(Finding):
+    """What came of a case. shown: the first pictures that were recovered, [m, C, H, W] in [0, 1]. numbers: of the
+    images that were attacked, among all."""
 
-    scores and facts: per image. pictures: the first that were recovered, [m, C, H, W] in [0, 1]. caveat: why it is not
-    exact here. lower_bound: whether one who knows the training could get more. partial: how far it came where it was
-    stopped. doubt: why a closed form that gets little proves nothing (`gate.doubt_of`). numbers: of the images, where
-    they are not the first ones.
-    """
-
-    case: Case
-    status: Status
-    scores: Scores = field(default_factory=dict)
-    facts: list[dict[str, Fact]] = field(default_factory=list)
-    pictures: Tensor | None = None
-    reason: str | None = None
-    caveat: str | None = None
-    lower_bound: bool = False
-    partial: str | None = None
-    doubt: str | None = None
-    numbers: tuple[int, ...] = ()
+    case: Case = field(kw_only=True)
+    numbers: Sequence[int] = field(default=(), kw_only=True)
 
     @property
-    def attack(self) -> str:
-        return self.case.attack.name + ", least likely labels" * self.case.hardest
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether it is told the images: a bound, and no attack."""
-        return self.case.attack.is_bound
-
-    @property
-    def defence(self) -> str:
-        return self.case.defence.label
-
-    @property
-    def closed(self) -> bool:
-        """Whether the attack is a closed form, whose residual tells if it succeeded."""
-        return self.case.attack.closed_form
-
-    @property
-    def attacked(self) -> bool:
-        return self.status in ("done", "stopped")
-
-    @property
-    def count(self) -> int:
-        """How many images were attacked."""
-        return len(self.scores.get("psnr") or ())
+    def key(self) -> Case:
+        return self.case
 
     @property
     def exact(self) -> int:
@@ -219,7 +200,24 @@ class Outcome:
 
     @property
     def worst_psnr(self) -> float:
-        """PSNR in dB of the image that came back best, which is the worst for its owner; 0 where nothing was attacked.
-
-        A gate takes this one, and so does the page."""
+        """PSNR in dB of the most exposed image, which a gate takes and a page shows; 0 where nothing was attacked."""
         return max(self.scores.get("psnr") or [0.0])
+
+    def against(self, blind: Blind, names: Sequence[str]) -> Self:
+        """The same as a gate reads it: held against blind guesses at all images, which have these names."""
+        if not self.attacked:
+            return replace(self, asked=len(names))
+        batch = self.case.batch
+        chance = min(1.0, batch / len(names))
+        broken = sum(fact.get("broken") is True for fact in self.facts)
+        more = gaps_of(self.attack, self.scores, broken, self.count)
+        if too_few(len(names), batch):
+            said = f"{counted(len(names), 'images')} are too few to tell finding them again from chance: give more"
+            more.append(Remark("few", said))
+        return replace(
+            self,
+            samples=[names[number] for number in self.numbers],
+            asked=len(names),
+            exposures=exposures_of(self.scores, names, self.numbers, blind, self.case.patches, chance),
+            remarks=[*(each for each in self.remarks if each.kind not in ("gap", "few")), *more],
+        )

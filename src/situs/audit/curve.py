@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from situs.audit.attacks.base import Attack
-from situs.audit.cases import EXACT, Outcome, TestSet
+from situs.audit.cases import EXACT, ImageFinding, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Clip, Defence, NoDefence, Noise, Together, create_defence
 from situs.audit.gradients import Audit, attack_gradients
@@ -256,7 +256,7 @@ def point_of(audit: Audit, name: str, defence: str, model: Backbone | Method, te
     pairs = [pair for pair in audit.pairs if pair.defence == defence]
     tried = [pair for pair in pairs if pair.attacked]
     if not tried:
-        reasons = dict.fromkeys(f"{pair.attack}: {pair.reason}" for pair in pairs)
+        reasons = dict.fromkeys(f"{pair.attack}: {pair.why('refused')}" for pair in pairs)
         left = [UNREACHED] if not pairs or any(other == defence for _, other in audit.undone) else []
         return Point(name, defence, "", {}, said="; ".join([*reasons, *left]))
     best = max(tried, key=lambda pair: (pair.mean_psnr, pair.exact))
@@ -264,10 +264,12 @@ def point_of(audit: Audit, name: str, defence: str, model: Backbone | Method, te
     # The image that came back best may be another attack's.
     values = {"psnr": psnr.mean, "worst": max(pair.worst_psnr for pair in tried), "exact": best.exact / best.count}
     backbone = model if isinstance(model, Backbone) else model.backbone
-    if best.pictures is not None and len(audit.images):
-        values["patches"] = exact_patches(best.pictures, test.real()[: len(best.pictures)], backbone)
+    if best.shown is not None and len(audit.images):
+        values["patches"] = exact_patches(best.shown, test.real()[: len(best.shown)], backbone)
     ends = None if psnr.low is None or psnr.high is None else (psnr.low, psnr.high)
-    whole = not any(pair.partial for pair in tried) and not any(other == defence for _, other in audit.undone)
+    whole = not any(pair.status == "stopped" for pair in tried) and not any(
+        other == defence for _, other in audit.undone
+    )
     return Point(name, defence, best.attack, values, ends, _why(best), whole)
 
 
@@ -279,11 +281,12 @@ def exact_patches(found: Tensor, real: Tensor, backbone: Backbone) -> float:
     return float((mse(*parts) <= 10 ** (-EXACT / 10)).double().mean())
 
 
-def _why(pair: Outcome) -> str:
+def _why(pair: ImageFinding) -> str:
     """Why an attack got no more; "" where every image is there."""
     if pair.exact == pair.count:
         return ""
     verdicts = dict.fromkeys(str(fact["verdict"]) for fact in pair.facts if fact.get("verdict"))
-    doubt = None if verdicts or pair.caveat else pair.doubt
-    stopped = pair.partial and f"stopped after {pair.partial}"
+    doubt = None if verdicts or pair.caveat else pair.why("doubt")
+    cut = pair.why("stopped")
+    stopped = cut and f"stopped after {cut}"
     return "; ".join(dict.fromkeys(filter(None, (stopped, pair.caveat, *verdicts, doubt))))

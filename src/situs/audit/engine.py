@@ -1,33 +1,35 @@
-"""The audit's engine: cases on a test set, a few uploads at a time, until all is done or the time is over.
+"""Images under attack: the scenario, what a client sends for them, and each attacker's trial.
 
 What a model sends is made once for all attacks on it, for a group of uploads, and forgotten before the next: whole
-gradients of many images fill any memory. All cases see the first group before any sees the second, so that an audit
-that is stopped has compared them on the same images.
+gradients of many images fill any memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from situs.audit.attacks.base import Fact, Knowledge, Ready, Refused
-from situs.audit.cases import Case, Outcome, TestSet
+from situs.audit.attacks.base import Knowledge, Ready, Refused, certificate_of
+from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.client import check_inputs, least_likely, names_sent, upload_of
 from situs.audit.deadline import Deadline, StoppedError
 from situs.audit.defences import Gradients, Step, blurred, method_of
 from situs.audit.fed import pictures_fed, reading_stem, recorded
-from situs.audit.judge.gate import doubt_of
+from situs.audit.scores.exposure import METRICS
 from situs.audit.scores.metrics import denormalise
 from situs.audit.scores.scoring import Lpips, Scores, closer, extend, facts_of, measure, measure_parts, pictures_of
 from situs.errors import counted, verb
+from situs.findings import HONEST, Certificate, Certificates, Fact, Finding, Kind, Metric, Remark, ThreatModel, doubt_of
+from situs.gate import Report
 from situs.methods.base import Batch, Method
 from situs.methods.measured import HidesPlaces
-from situs.progress import task
+from situs.results import Tone
 
 GROUP = 8
 """Uploads that are held at a time, at most: as many as a search takes at once."""
@@ -39,59 +41,63 @@ SHOWN = 8
 """Recovered pictures that are kept of a case."""
 
 
-def run(
-    cases: Sequence[Case],
-    test: TestSet,
-    step: Step | None = None,
-    deadline: Deadline | None = None,
-    lpips: Lpips | None = None,
-) -> Iterator[Outcome]:
-    """The outcomes, case after case for each group of images: a later one of a case takes the place of those before.
+@dataclass(frozen=True)
+class Images:
+    """The scenario of images: cases on a test set. make: what came of them, and by what it was stopped -> the report.
+    consult: what a gate needs beside them, where there is one."""
 
-    Refused cases come first, and those made by themselves, not begun. It ends when the deadline is over, or on Ctrl-C;
-    that is raised unless the attack could keep what it had found.
-    """
-    step, deadline = step or Step(), deadline or Deadline()
-    test.whole_batches(step.batch)
-    trials: list[_Trial] = []
-    for found in _prepared(cases, test, step, lpips):
-        if isinstance(found, Outcome):
-            yield found
-        else:
-            trials.append(found)
-            if found.cases[0].by_itself:  # known from here on: where it is not come to, it was left
-                yield Outcome(found.cases[0], "not_run")
-    with task("attacks", sum(trial.uploads for trial in trials)) as told:
-        for done in _in_turn(trials, deadline):
-            told.tell(sum(trial.at for trial in trials))
-            yield done
+    name: ClassVar[str] = "images"
+    threat: ClassVar[ThreatModel] = HONEST
+    metrics: ClassVar[Mapping[str, Metric]] = METRICS
+
+    cases: Sequence[Case]
+    test: TestSet
+    make: Callable[[list[ImageFinding], str | None], Any]
+    step: Step = field(default_factory=Step)
+    lpips: Lpips | None = None
+    consult: Callable[[Any, Deadline], Iterator[ImageFinding]] | None = None
+
+    @property
+    def things(self) -> str:
+        return self.test.things
+
+    def planned(self) -> Iterator[ImageFinding]:
+        return (case.finding("not_run") for case in self.cases if not case.by_itself)
+
+    def trials(self) -> Iterator[ImageFinding | _Trial]:
+        return trials_of(self.cases, self.test, self.step, self.lpips)
+
+    def report(self, findings: Mapping[Hashable, Finding], stopped: str | None) -> Any:
+        known: Mapping[Hashable, Any] = findings
+        return self.make([known[case] for case in self.cases if case in known], stopped)
+
+    def bounds(self, report: Any, deadline: Deadline) -> Iterator[ImageFinding]:
+        return iter(()) if self.consult is None else self.consult(report, deadline)
 
 
-def _in_turn(every: Sequence[_Trial], deadline: Deadline) -> Iterator[Outcome]:
-    """All trials group by group of uploads, until there are none or the deadline is over."""
-    group, sent, held, trials = _group(every), list[Gradients](), None, list(every)
-    while trials:
-        for number, trial in enumerate(trials):
-            if deadline.spent():
-                return
-            span, total = range(trial.at, min(trial.at + group, trial.uploads)), trial.uploads
-            if held != (id(trial.client), span):
-                held = (id(trial.client), span)
-                sent.clear()  # whoever still has the list: the others are let go before any is made
-                deadline.begin(len(trials) - number)  # many local steps take no more than an attack's share
-                with suppress(StoppedError):
-                    for upload in span:
-                        if sent and deadline.spent():
-                            break
-                        deadline.say(f"{trial.cases[0].defence.label}: gradients of batch {upload + 1} of {total}")
-                        sent.append(trial.client.upload(upload, deadline.over))
-            if not sent:  # it has another turn where time is left
-                held = None
-                continue
-            deadline.begin(len(trials) - number, trial.seconds)
-            yield from trial.attack(sent, span.start, deadline)
-            trial.taken += deadline.taken
-        trials = [each for each in trials if each.at < each.uploads and not each.ended]
+@dataclass
+class _Held:
+    """The uploads that all trials on one client are given: made once, and let go before those of the next."""
+
+    group: int = 1
+    uploads: list[Gradients] = field(default_factory=list)
+    of: tuple[int, range] | None = None
+
+    def ask(self, trial: _Trial, deadline: Deadline, left: int) -> list[Gradients]:
+        """Those of the trial's next turn; fewer, or none, where the time is over."""
+        span, client = range(trial.at, min(trial.at + self.group, trial.total)), trial.client
+        if self.of == (id(client), span) and self.uploads:
+            return self.uploads
+        self.of = id(client), span
+        self.uploads.clear()  # whoever still has the list: the others are let go before any is made
+        deadline.begin(left)  # many local steps take no more than an attack's share
+        with suppress(StoppedError):
+            for upload in span:
+                if self.uploads and deadline.spent():
+                    break
+                deadline.say(f"{client.case.defence.label}: gradients of batch {upload + 1} of {trial.total}")
+                self.uploads.append(client.upload(upload, deadline.over))
+        return self.uploads
 
 
 @dataclass
@@ -148,6 +154,35 @@ class Client:
         return 4 * sum(count for name, count in self.sent.items() if self.wanted is None or name in self.wanted)
 
 
+def conclude(
+    case: Case,
+    scores: Scores,
+    facts: Sequence[dict[str, Fact]],
+    reasons: Mapping[Kind, str],
+    noise: float,
+    control: Callable[[], Certificates] | None,
+    shown: Tensor | None = None,
+) -> ImageFinding:
+    """What came of a case: its remarks, what the attacker can prove of each image, and why that proves nothing.
+
+    reasons: by kind of remark, "" for none. noise, control: see `doubt_of`.
+    """
+    remarks = [Remark(kind, text) for kind, text in reasons.items() if text]
+    closed, status = case.attack.closed_form, "stopped" if reasons.get("stopped") else "done"
+    certificates = [certificate_of(fact) for fact in facts] if closed else []
+    finding = case.finding(
+        status,
+        range(len(facts)),
+        scores=scores,
+        certificates=certificates,
+        remarks=remarks,
+        facts=list(facts),
+        shown=shown,
+    )
+    doubt = doubt_of(finding.caveat, certificates, noise, control) if closed else None
+    return finding if doubt is None else replace(finding, remarks=[*remarks, Remark("doubt", doubt)])
+
+
 @dataclass
 class _Trial:
     """One attacker on one client: his cases share what he recovers, and differ in what it is compared with.
@@ -159,6 +194,7 @@ class _Trial:
     client: Client
     ready: Ready
     lpips: Lpips | None
+    held: _Held
     at: int = 0
     taken: float = 0.0
     noise: float = math.inf
@@ -166,7 +202,7 @@ class _Trial:
     facts: list[dict[str, Fact]] = field(default_factory=list)
     scores: dict[int, Scores] = field(default_factory=dict)
     pictures: list[Tensor] = field(default_factory=list)
-    control: list[dict[str, Fact]] | None = None
+    control: list[Certificate] | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -187,12 +223,19 @@ class _Trial:
         return everything if most is None else min(everything, max(batch, most // batch * batch))
 
     @property
-    def uploads(self) -> int:
+    def total(self) -> int:
         """How many uploads these make."""
         return self.images // self.client.step.batch
 
-    def attack(self, sent: Sequence[Gradients], first: int, deadline: Deadline) -> Iterator[Outcome]:
-        """Recovers what is behind the uploads from number `first` on, and gives the outcome of each case so far."""
+    def turn(self, deadline: Deadline, left: int) -> Iterator[ImageFinding]:
+        """Attacks the next group of uploads; without one it has another turn where time is left."""
+        if uploads := self.held.ask(self, deadline, left):
+            deadline.begin(left, self.seconds)
+            yield from self.attack(uploads, self.at, deadline)
+            self.taken += deadline.taken
+
+    def attack(self, sent: Sequence[Gradients], first: int, deadline: Deadline) -> Iterator[ImageFinding]:
+        """Recovers what is behind the uploads from number `first` on, and gives what came of each case so far."""
         case, test, batch = self.cases[0], self.client.test, self.client.step.batch
         if case.by_itself and not first:
             deadline.say(f"{case.defence.label}: {case.by_itself}")
@@ -222,47 +265,53 @@ class _Trial:
             extend(self.scores.setdefault(number, {}), made)
             if number == 0 and here.start < SHOWN:
                 self.pictures.append(pictures[: SHOWN - here.start].clone())
-            yield self.outcome(number)
+            yield self.finding(number)
 
-    def outcome(self, number: int) -> Outcome:
+    def finding(self, number: int) -> ImageFinding:
         """What came of one of the cases until now."""
         case, step = self.cases[number], self.client.step
         bound = "" if not case.informed or case.attack.separates_hidden else blurred(self.client.method)
         spoiled = case.attack.spoiled(self.client.known(case.informed), self.noise)
-        caveat = "; ".join(filter(None, (case.by_itself, self.ready.caveat, spoiled, bound))) or None
         count, wanted = len(self.facts), self.images
         fewer = None if count == wanted else f"{count} of {counted(wanted, 'images')}"
-        partial = ", ".join(filter(None, (self.partial, fewer))) or None
-        doubt = None
-        if case.attack.closed_form:
-            clean = case.defence.quiet == case.defence and step.dtype == torch.float32
-            doubt = doubt_of(caveat, self.facts, self.noise, None if clean else self._control)
-        return Outcome(
+        partial = ", ".join(filter(None, (self.partial, fewer)))
+        clean = case.defence.quiet == case.defence and step.dtype == torch.float32
+        return conclude(
             case,
-            "done" if partial is None else "stopped",
             {name: None if values is None else list(values) for name, values in self.scores[number].items()},
-            list(self.facts),
+            self.facts,
+            {
+                "fallback": case.by_itself,
+                "inexact": "; ".join(filter(None, (self.ready.caveat, spoiled))),
+                "lower_bound": bound,
+                "stopped": partial,
+            },
+            self.noise,
+            None if clean else self._control,
             torch.cat(self.pictures),
-            caveat=caveat,
-            lower_bound=bool(bound),
-            partial=partial,
-            doubt=doubt,
         )
 
-    def _control(self) -> list[dict[str, Fact]]:
-        """The facts of the same attack on the first upload as it is without noise and in float32."""
+    def _control(self) -> list[Certificate]:
+        """The certificates of the same attack on the first upload as it is without noise and in float32."""
         if self.control is None:
             case, step = self.cases[0], replace(self.client.asked, dtype=torch.float32)
             quiet = replace(case, defence=case.defence.quiet)
             client = Client(quiet, self.client.test, step, self.client.wanted)
             # Bytes are not read: it is about the equations.
             known = replace(client.known(case.informed), normalisation=None)
-            self.control = case.attack.recover(case.backbone, [known.read(client.upload(0))], known).facts
+            self.control = case.attack.recover(case.backbone, [known.read(client.upload(0))], known).certificates
         return self.control
 
 
-def _prepared(cases: Sequence[Case], test: TestSet, step: Step, lpips: Lpips | None) -> Iterator[Outcome | _Trial]:
-    """Refusals, and trials of all else: cases that share a recovery are one. Clients note what will be read of them."""
+def trials_of(
+    cases: Sequence[Case], test: TestSet, step: Step | None = None, lpips: Lpips | None = None
+) -> Iterator[ImageFinding | _Trial]:
+    """Refusals, and trials of all else: cases that share a recovery are one. Clients note what will be read of them.
+
+    What is made by itself is known from there on: where it is not come to, it was left.
+    """
+    step, held = step or Step(), _Held()
+    test.whole_batches(step.batch)
     clients: list[Client] = []
     trials: list[_Trial] = []
     for case in cases:
@@ -274,30 +323,64 @@ def _prepared(cases: Sequence[Case], test: TestSet, step: Step, lpips: Lpips | N
             if not case.by_itself:  # what lies in the model alone is said first
                 found = case.attack.prepare(case.backbone, dict(case.backbone.named_parameters()), Knowledge())
                 reason = found.reason if isinstance(found, Refused) else impossible
-                yield Outcome(case, "refused", reason=reason)
+                yield case.refused(reason)
             continue
         client = next((client for client in clients if case.same_upload(client.case)), None)
         size = case.defence.step(step).batch
         if len(test) % size:
             if not case.by_itself:
                 said = f"{counted(len(test), test.things)} {verb(len(test), 'do')} not make whole batches of {size}"
-                yield Outcome(case, "refused", reason=f"{said}, so that nothing is sent")
+                yield case.refused(f"{said}, so that nothing is sent")
             continue
         if client is None:
             clients.append(client := Client(case, test, step))
         closed = (trial.cases[0].attack.closed_form for trial in trials if trial.client is client)
         if case.by_itself and any(closed):
             continue
-        found = case.attack.prepare(case.backbone, client.sent, client.known(case.informed))
-        if isinstance(found, Refused):
-            yield Outcome(case, "refused", reason=found.reason)
+        ready = case.attack.prepare(case.backbone, client.sent, client.known(case.informed))
+        if isinstance(ready, Refused):
+            yield case.refused(ready.reason)
             continue
-        client.wanted = None if client.wanted is None or found.reads is None else client.wanted | {*found.reads}
-        trials.append(_Trial([case], client, found, lpips))
+        client.wanted = None if client.wanted is None or ready.reads is None else client.wanted | {*ready.reads}
+        trials.append(_Trial([case], client, ready, lpips, held))
+    largest = max((trial.client.size for trial in trials), default=0)
+    held.group = max(1, min(GROUP, HELD // max(1, largest)))
+    yield from (trial.cases[0].finding("not_run") for trial in trials if trial.cases[0].by_itself)
     yield from trials
 
 
-def _group(trials: Sequence[_Trial]) -> int:
-    """How many uploads are held at a time."""
-    largest = max((trial.client.size for trial in trials), default=0)
-    return max(1, min(GROUP, HELD // max(1, largest)))
+# --- what every audit of images comes to ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Leak(Report):
+    """What came of an audit's cases. names: of all images; images: the first originals, [m, C, H, W] in [0, 1]."""
+
+    metrics: ClassVar[Mapping[str, Metric]] = METRICS
+
+    findings: Sequence[ImageFinding]
+    names: Sequence[str]
+    images: Tensor
+
+    @property
+    def pairs(self) -> list[ImageFinding]:
+        """What was begun, or refused."""
+        return [finding for finding in self.findings if finding.status != "not_run"]
+
+    @property
+    def attacked(self) -> list[ImageFinding]:
+        """What was attacked; a bound is told the images, and is no attack."""
+        return [finding for finding in self.findings if finding.attacked and not finding.bound]
+
+    @property
+    def tone(self) -> Tone:
+        """Bad where an image came back whole; what did not is proved by nothing here."""
+        return "bad" if any(pair.exact for pair in self.attacked) else "unsure"
+
+    @property
+    def private(self) -> bool:
+        return any(finding.shown is not None for finding in self.findings)
+
+    def without_pictures(self) -> Self:
+        """The same without the images and what was recovered of them: its page is then for everyone."""
+        return replace(self, findings=[replace(each, shown=None) for each in self.findings], images=self.images[:0])

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from situs.audit.attacks.base import Attack
 from situs.audit.attacks.matching import Matching, MatchingConfig
 from situs.audit.bound import consult
-from situs.audit.cases import Case, Outcome, TestSet
-from situs.audit.collect import Leak, collect
+from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence, Step
-from situs.audit.engine import SHOWN
-from situs.audit.judge.gate import Limit, Ruling, judge, parse_limit
-from situs.audit.judge.record import audit_numbers
+from situs.audit.defences import Defence, Step, Training
+from situs.audit.engine import SHOWN, Images, Leak
 from situs.audit.remedies.result import Remedies
-from situs.audit.scores.metrics import mean_of
+from situs.audit.run import run
+from situs.audit.scores.metrics import LOWER_IS_CLOSER, mean_of, means_of
 from situs.audit.scores.scoring import Lpips, Scores, measure_guesses
-from situs.audit.tables import reasons, table
+from situs.audit.tables import (
+    COLUMNS,
+    REFUSED,
+    WORST,
+    Cells,
+    Show,
+    alone,
+    exact_of,
+    image_numbers,
+    interval,
+    mean_cells,
+    mean_numbers,
+    system_of,
+)
 from situs.backbones.base import Backbone
-from situs.errors import SitusError, counted
+from situs.errors import counted
+from situs.findings import NO_NOISE
+from situs.gate import BLIND
 from situs.methods.base import Method
-from situs.results import Summary, Table, Tone
+from situs.results import Cell, Summary, Table, Tone
 
 
 @dataclass(frozen=True)
@@ -40,57 +53,42 @@ class Fallback:
 
 FALLBACK = Fallback()
 
+SCHEMA = "situs-audit-gradients/2"
+"""The form of gradients.json, described by `docs/methods/gradients.schema.json`; a change that breaks a reader raises
+its number."""
+
 
 @dataclass(frozen=True)
 class Audit(Leak):
-    """Attacks × defences, by defence. baselines: scores of who saw nothing. about: what each defence is. limit: of the
-    gate, None without one. remedies: what a search for defences found, for the page.
-    """
+    """Attacks × defences, by defence. baselines: scores of who saw nothing. remedies: what a search for defences found,
+    for the page."""
 
     file: ClassVar[str] = "gradients"
 
     model: str
     step: Step
     baselines: dict[str, Scores]
-    about: dict[str, str]
-    limit: Limit | None = field(default=None, kw_only=True)
     remedies: Remedies | None = field(default=None, kw_only=True)
-
-    def judge(self, **limit: float) -> Ruling:
-        """Whether no image came back closer than blind guesses do, nor than a further limit, as `judge(psnr=20)`: see
-        `gate`."""
-        if len(limit) > 1:
-            raise SitusError(field="limit", value=limit, allowed="one metric with its bound, as psnr=20")
-        return judge(self, *(parse_limit(f"{metric}={bound}") for metric, bound in limit.items()))
-
-    @property
-    def ruling(self) -> Ruling | None:
-        """What the gate says; None without one."""
-        return None if self.limit is None else judge(self, self.limit)
 
     @property
     def tone(self) -> Tone:
         """Bad where an image came back whole, whatever the gate allows; good only where a whole audit passed a gate."""
-        ruling, found = self.ruling, super().tone
-        if found == "bad" or ruling is None or (ruling.passed and self.stopped is not None):
-            return found
+        ruling, alone = self.ruling, super().tone
+        if alone == "bad" or ruling is None or (ruling.passed and self.stopped is not None):
+            return alone
         return ruling.tone
 
-    @property
-    def undone(self) -> list[tuple[str, str]]:
-        """(attack, defence) never begun."""
-        return [(each.attack, each.defence) for each in self.outcomes if each.status == "not_run"]
-
-    def told(self, defence: str, metric: str) -> list[str]:
-        """A line for each attack on a defence: its most exposed image, or why there is none."""
+    def lines(self, defence: str) -> list[str]:
+        """For each attack on a defence its most exposed image by the gate's metric, or why there is none."""
+        metric = "aligned_psnr" if self.limit in (None, BLIND) else self.limit.metric
         lines = [f"{attack}: not run before the stop" for attack, other in self.undone if other == defence]
         for pair in self.pairs:
             if pair.defence != defence:
                 continue
-            values = pair.scores.get(metric)
+            values, refusal = pair.scores.get(metric), pair.why("refused")
             seen = counted(pair.count, "images")
-            found = f"{metric} {max(values):.4g} of the most exposed of {seen}" if values else f"{metric} not defined"
-            lines.append(f"{pair.attack}: {found if pair.reason is None else f'not attacked here: {pair.reason}'}")
+            most = f"{metric} {max(values):.4g} of the most exposed of {seen}" if values else f"{metric} not defined"
+            lines.append(f"{pair.attack}: {most if pair.attacked else f'not attacked here: {refusal}'}")
         return lines
 
     def summary(self) -> Summary:
@@ -107,7 +105,7 @@ class Audit(Leak):
 
     def numbers(self) -> dict[str, Any]:
         """Every image's numbers, means and intervals, and what the gate says."""
-        return audit_numbers(self, verdict(self))
+        return _numbers(self)
 
 
 def attack_gradients(
@@ -124,41 +122,30 @@ def attack_gradients(
     bounded: bool = False,
     **fields: Any,
 ) -> Audit:
-    """Every attack on what a model's step sends under every defence; deadline and keep: see `collect`.
+    """Every attack on what a model's step sends under every defence; deadline and keep: see `run`.
 
     model: a backbone, trained as each defence says, or a run's own method. search: how matching searches where no
     closed form applies; None for no such search. bounded: whether what a gate needs to pass is tried too (`consult`).
     fields: of the `Audit`.
     """
-    step, deadline = step or Step(), deadline or Deadline()
+    step = step or Step()
     test.whole_batches(step.batch)
     backbone = model if isinstance(model, Backbone) else model.backbone
     about = {defence.label: defence.described for defence in defences}
     guesses: dict[str, Scores] = {}
 
-    def make(outcomes: list[Outcome], stopped: str | None) -> Audit:
-        if not guesses and any(outcome.attacked for outcome in outcomes):
+    def make(findings: list[ImageFinding], stopped: str | None) -> Audit:
+        if not guesses and any(finding.attacked for finding in findings):
             guesses.update(measure_guesses(test.real(), backbone, lpips, test.normalisation))
-        shown = (outcomes, test.names, test.real()[:SHOWN].clone())
-        return Audit(*shown, backbone.name, step, guesses, about, stopped=stopped, **fields)
+        held = [finding.against(guesses, test.names) for finding in findings]
+        shown = (held, test.names, test.real()[:SHOWN].clone())
+        return Audit(*shown, backbone.name, step, guesses, about=about, stopped=stopped, **fields)
+
+    def consulted(audit: Audit, deadline: Deadline) -> Iterator[ImageFinding]:
+        return consult(model, test, audit.findings, audit.baselines, step, deadline)
 
     cases = _cases(model, len(test), attacks, defences, step, search)
-    audit = collect(cases, test, make, step=step, deadline=deadline, lpips=lpips, keep=keep)
-    if not bounded or deadline.spent():
-        return audit
-    deadline.closed = False
-    more, stopped = dict[Case, Outcome](), audit.stopped
-    try:
-        for each in consult(model, test, audit.outcomes, audit.baselines, step, deadline):
-            more[each.case] = each
-    except KeyboardInterrupt:  # an image that is above stays so; without the whole bound nothing passes
-        deadline.interrupt()
-        stopped = stopped or "Ctrl-C, before the oracle had answered"
-    audit = replace(audit, outcomes=[*audit.outcomes, *more.values()], stopped=stopped)
-    deadline.closed = True
-    if keep is not None:
-        keep(audit)
-    return audit
+    return run(Images(cases, test, make, step, lpips, consulted if bounded else None), deadline, keep)
 
 
 def _cases(
@@ -222,28 +209,135 @@ def findings(audit: Audit) -> dict[str, str]:
     return {**found, "Without any gradient": f"{', '.join(guesses)}."}
 
 
-def steps_of(pair: Outcome, step: Step) -> str:
+def steps_of(pair: ImageFinding, step: Step) -> str:
     """What was sent: "one step", "3 local steps"."""
     step = pair.case.defence.step(step)
     return "one step" if step.local_steps == 1 else f"{step.local_steps} local steps"
 
 
-def strength(pair: Outcome) -> tuple[int, float, float]:
+def strength(pair: ImageFinding) -> tuple[int, float, float]:
     """By what attacks are compared: images recovered exactly, then the most exposed image, then the mean."""
     return pair.exact, pair.worst_psnr, pair.mean_psnr
 
 
-def seen(pair: Outcome) -> str:
+def seen(pair: ImageFinding) -> str:
     """How much came back, where it is not exact: "mean PSNR 13.1 dB, most exposed image 15.0 dB, …"."""
     found = f"mean PSNR {pair.mean_psnr:.1f} dB, most exposed image {pair.worst_psnr:.1f} dB"
     known = pair.scores.get("reidentified")
     return found if known is None else f"{found}, {sum(known):.0f} of {pair.count} re-identified"
 
 
-def _finding(best: Outcome, step: Step, things: str) -> str:
-    found = "at least " * best.lower_bound
+def _finding(best: ImageFinding, step: Step, things: str) -> str:
+    lower, stopped = best.why("lower_bound") is not None, best.why("stopped")
+    found = "at least " * lower
     found += f"{best.exact} of {counted(best.count, things)} recovered exactly from {steps_of(best, step)}"
     found += f", every pixel of {best.to_the_byte} read to its exact byte" if best.to_the_byte else ""
-    open_end = "; a lower bound, see below" * best.lower_bound
-    open_end += "" if best.partial is None else f"; stopped after {best.partial}"
+    open_end = "; a lower bound, see below" * lower
+    open_end += "" if stopped is None else f"; stopped after {stopped}"
     return f"{found} (best attack {best.attack}, {seen(best)}{open_end})."
+
+
+# --- tables and the file --------------------------------------------------------------------------------------------
+
+
+def table(audit: Audit, columns: Sequence[str] = tuple(COLUMNS), show: Show = interval) -> Cells:
+    """A row for each attack × defence and baseline: exact, highest PSNR, metrics, rank, condition.
+
+    show: a mean. A bound was asked about a few images, of which finding them again says nothing.
+    """
+    rows: list[list[Cell]] = []
+    for pair in audit.pairs:
+        if pair.status == "refused":
+            rows.append([pair.attack, pair.defence, REFUSED, *[None] * (len(columns) + 3)])
+        else:
+            scores = {**pair.scores, "reidentified": None} if pair.bound else pair.scores
+            cells = [exact_of(pair), f"{pair.worst_psnr:.3g}", *mean_cells(scores, columns, show), *system_of(pair)]
+            rows.append([_named(pair), pair.defence, *cells])
+    for guess, scores in audit.baselines.items():
+        best = f"{max(scores['psnr'] or [0.0]):.3g}"
+        rows.append(["baseline", guess, None, best, *mean_cells(scores, columns, show), None, None])
+    header = ["attack", "defence", "exact", WORST, *(COLUMNS[name] for name in columns), "rank of G", "condition of G"]
+    return header, rows
+
+
+def _named(pair: ImageFinding) -> str:
+    """The attack; what is told the images is called a bound."""
+    return f"{pair.attack} (a bound, told the image)" if pair.bound else pair.attack
+
+
+def grid(audit: Audit) -> Cells:
+    """Attacks down, defences across: PSNR of the mean and of the most exposed image, and how many were exact."""
+    attacks = dict.fromkeys([*map(_named, audit.pairs), *(attack for attack, _ in audit.undone)])
+    cells: dict[tuple[str, str], str] = dict.fromkeys(audit.undone, "not attacked")
+    for pair in audit.pairs:
+        psnr = means_of(pair.scores).get("psnr")
+        said = f"mean {alone(psnr)}, most exposed {pair.worst_psnr:.3g}; exact {exact_of(pair)}"
+        cells[_named(pair), pair.defence] = REFUSED if psnr is None else said
+    rows: list[list[Cell]] = [[attack, *(cells.get((attack, name)) for name in audit.about)] for attack in attacks]
+    return ["attack", *audit.about], rows
+
+
+def reasons(audit: Audit) -> list[tuple[str, str]]:
+    """(attack against defences, why it does not apply or is not exact); the same said of several defences, once."""
+    defences_of: dict[tuple[str, str], list[str]] = {}
+    for pair in audit.pairs:
+        unsure, stopped = pair.why("doubt"), pair.why("stopped")
+        plain = unsure == NO_NOISE and pair.exact == pair.count  # it has every image
+        doubt = None if pair.caveat or unsure is None or plain else f"proves nothing: {unsure}"
+        verdicts = [str(fact.get("verdict") or "") for fact in pair.facts]
+        verdicts = [each for each in verdicts if doubt is None or each != unsure]  # said once
+        cut = stopped and f"stopped after {stopped}"
+        for reason in dict.fromkeys([pair.why("refused"), cut, pair.caveat, *verdicts, doubt]):
+            if reason:
+                defences_of.setdefault((pair.attack, reason), []).append(pair.defence)
+    every = len(audit.about) > 2
+    names = {
+        key: "every defence" if every and set(defences) == set(audit.about) else " | ".join(defences)
+        for key, defences in defences_of.items()
+    }
+    return [(f"{attack} against {names[attack, said]}", said) for attack, said in defences_of]
+
+
+def _numbers(audit: Audit) -> dict[str, Any]:
+    """Everything but the pictures: per image, then means and intervals."""
+    ruling = audit.ruling
+    return {
+        "schema": SCHEMA,
+        "model": audit.model,
+        "threat": audit.threat.name,
+        "step": _step(audit.step),
+        "partial": audit.stopped is not None,
+        "stopped": audit.stopped,
+        "not_attacked": [{"attack": attack, "defence": defence} for attack, defence in audit.undone],
+        "verdict": verdict(audit),
+        "pairs": [_pair(pair, audit.names) for pair in audit.pairs],
+        "baselines": {
+            name: {"mean": mean_numbers(scores), "images": image_numbers(scores, audit.names)}
+            for name, scores in audit.baselines.items()
+        },
+        "notes": dict(audit.notes),
+        "gate": None if ruling is None else ruling.to_json(),
+    }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    """How the step was made; what is special about the training where something is."""
+    fields = {**asdict(step), "dtype": str(step.dtype).removeprefix("torch."), "epoch": step.when.epoch}
+    left_out = ("when",) if step.training != Training() else ("when", "training")
+    return {name: value for name, value in fields.items() if name not in left_out}
+
+
+def _pair(pair: ImageFinding, names: Sequence[str]) -> dict[str, Any]:
+    if not pair.attacked:
+        return pair.to_json()
+    return {
+        **pair.to_json(),
+        "exact": pair.exact,
+        # Of the image that came back best, which is the worst for its owner and what a gate takes.
+        "worst": {
+            name: values and (min(values) if name in LOWER_IS_CLOSER else max(values))
+            for name, values in pair.scores.items()
+        },
+        "mean": mean_numbers(pair.scores),
+        "images": image_numbers(pair.scores, [names[i] for i in pair.numbers], pair.facts or None),
+    }

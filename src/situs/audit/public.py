@@ -21,10 +21,10 @@ from situs.audit.cases import SETTINGS, TestSet
 from situs.audit.client import DTYPES, least_likely, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, NoDefence, Step, create_defence, method_of
+from situs.audit.evidence import evidence
 from situs.audit.gradients import Audit, attack_gradients
-from situs.audit.judge.gate import parse_limit
-from situs.audit.judge.record import evidence
 from situs.audit.left import what_is_left
+from situs.audit.scores.exposure import METRICS
 from situs.audit.scores.lpips import Lpips
 from situs.audit.settings import RATIO, Comparison, compare_settings, contestants, with_informed
 from situs.audit.victim import Victim, load_test_set, open_predictor, open_victim
@@ -33,6 +33,7 @@ from situs.data.open import addressed
 from situs.data.sources.base import Source
 from situs.data.sources.memory import spoken
 from situs.errors import SitusError, counted
+from situs.gate import parse_limit
 from situs.limits import Count, Positive
 from situs.methods.base import Method
 from situs.models.data import AnyData
@@ -139,7 +140,7 @@ def audit_gradients(
     """
     config, asked = config_from(options)
     deadline = Deadline(latest, time_limit) if deadline is None else deadline
-    limit = None if config.fail_above is None else parse_limit(config.fail_above)
+    limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
     auto = tuple(defences) == AUTO
     if auto:
         defences = DEFENDED if limit is None else AS_IT_IS

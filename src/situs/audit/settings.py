@@ -17,15 +17,26 @@ from torch import Tensor
 
 from situs.audit.attacks.adaptive.attack import AdaptiveMJP
 from situs.audit.attacks.base import Attack
-from situs.audit.cases import SETTINGS, Case, Outcome, TestSet
-from situs.audit.collect import Leak, collect
+from situs.audit.cases import SETTINGS, Case, ImageFinding, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, MaskedJigsaw, NoDefence, Step, method_of
-from situs.audit.engine import SHOWN
-from situs.audit.judge.record import settings_numbers
+from situs.audit.engine import SHOWN, Images, Leak
+from situs.audit.run import run
 from situs.audit.scores.metrics import means_of
 from situs.audit.scores.scoring import Lpips, Scores, measure, measure_guesses
-from situs.audit.tables import settings_table
+from situs.audit.tables import (
+    COLUMNS,
+    PARTS,
+    REFUSED,
+    Cells,
+    Show,
+    alone,
+    exact_of,
+    image_numbers,
+    interval,
+    mean_cells,
+    mean_numbers,
+)
 from situs.backbones.base import Backbone
 from situs.core.jigsaw import draw_puzzle, move_patches, puzzle_noise_shape
 from situs.core.random import uniform
@@ -33,7 +44,10 @@ from situs.errors import SitusError, counted, unknown_name
 from situs.limits import check_value
 from situs.methods.base import Batch, Method
 from situs.methods.measured import HidesPlaces
-from situs.results import Summary, Table
+from situs.results import Cell, Summary, Table
+
+SCHEMA = "situs-audit-settings/2"
+"""The form of settings.json."""
 
 RATIO = 0.27
 """γ of the paper's Table 5."""
@@ -84,7 +98,7 @@ class Comparison(Leak):
 
     def numbers(self) -> dict[str, Any]:
         """Every image's numbers, means and intervals."""
-        return settings_numbers(self, verdict(self))
+        return _numbers(self)
 
 
 def contestants(name: str, model: Backbone | Method) -> dict[str, Contestant]:
@@ -112,7 +126,7 @@ def compare_settings(
     keep: Callable[[Comparison], None] | None = None,
     **fields: Any,
 ) -> Comparison:
-    """Every attacker on every model in every setting, on the same images and the same shuffles; see `collect`.
+    """Every attacker on every model in every setting, on the same images and the same shuffles; see `run`.
 
     attacks: those that separate hidden patches are told of MJP and its weights, the others are as the paper has them.
     ratio: γ of x̃. step: its seed and epoch are also those of the puzzles. fields: of the `Comparison`.
@@ -131,15 +145,15 @@ def compare_settings(
     mjp = tuple(name for name, model in models.items() if model.mjp)
     guesses: dict[tuple[str, str], Scores] = {}
 
-    def make(outcomes: list[Outcome], stopped: str | None) -> Comparison:
+    def make(findings: list[ImageFinding], stopped: str | None) -> Comparison:
         if not guesses:
             guesses.update(_guesses(settings, test, backbone, lpips))
         x, shuffled = test.real("x")[:SHOWN].clone(), test.real("x̃")[:SHOWN].clone()
         puzzle = (ratio, round(float(mask.sum(dim=1).double().mean())), backbone.num_tokens)
-        return Comparison(outcomes, test.names, x, shuffled, guesses, *puzzle, mjp, stopped=stopped, **fields)
+        return Comparison(findings, test.names, x, shuffled, guesses, *puzzle, mjp, stopped=stopped, **fields)
 
     cases = [case for name, model in models.items() for case in _cases(name, model, attacks, settings, ratio)]
-    return collect(cases, test, make, step=step, deadline=deadline or Deadline(), lpips=lpips, keep=keep)
+    return run(Images(cases, test, make, step, lpips), deadline, keep)
 
 
 def _cases(
@@ -195,7 +209,7 @@ def _guesses(
 # --- what follows -------------------------------------------------------------------------------------------------
 
 
-def best_row(comparison: Comparison, model: str, setting: str, informed: bool) -> Outcome | None:
+def best_row(comparison: Comparison, model: str, setting: str, informed: bool) -> ImageFinding | None:
     """The row of the attacker who got most by PSNR."""
     wanted = (model, setting, informed)
     rows = [r for r in comparison.pairs if (r.case.name, r.case.setting, r.case.informed) == wanted and r.scores]
@@ -211,7 +225,7 @@ def verdict(comparison: Comparison) -> str:
     return " ".join(lines) or "No model here is trained with MJP, or no attacker who knows it applies."
 
 
-def _sentence(comparison: Comparison, model: str, known: Outcome) -> str:
+def _sentence(comparison: Comparison, model: str, known: ImageFinding) -> str:
     parts = {name: None if mean is None else mean.mean for name, mean in means_of(known.scores).items()}
     shown = known.scores["shown_psnr"] or [0.0]
     share = sum(value >= RECOGNISABLE for value in shown) / len(shown)
@@ -224,7 +238,7 @@ def _sentence(comparison: Comparison, model: str, known: Outcome) -> str:
         )
     static = best_row(comparison, model, known.case.setting, False)
     blind = "" if static is None else f" The best attack that does not know MJP gets {_counted(static)}."
-    why = f"{known.attack} was stopped after {known.partial}" if known.partial else known.doubt
+    why = f"{known.attack} was stopped after {known.why('stopped')}" if known.why("stopped") else known.why("doubt")
     nothing = "" if share > 0 else f" That is no proof of privacy{f': {why}' if why else ''}."
     return (
         f"{'' if model == 'MJP' else f'{model}: '}MJP's privacy claim {claim} an attacker who knows MJP.{nothing} From "
@@ -233,7 +247,72 @@ def _sentence(comparison: Comparison, model: str, known: Outcome) -> str:
     )
 
 
-def _counted(row: Outcome) -> str:
+def _counted(row: ImageFinding) -> str:
     """ "59 of 64 images exactly (mean PSNR 126.9 dB)"."""
     psnr = row.scores["psnr"] or [0.0]
     return f"{row.exact} of {counted(len(psnr), 'images')} exactly (mean PSNR {row.mean_psnr:.1f} dB)"
+
+
+# --- tables and the file --------------------------------------------------------------------------------------------
+
+
+def settings_table(comparison: Comparison, columns: Sequence[str] = (*COLUMNS, *PARTS), show: Show = interval) -> Cells:
+    """Setting, model, attacker, exact, metrics; then who saw no gradient."""
+    rows: list[list[Cell]] = []
+    for setting in SETTINGS:
+        for row in comparison.pairs:
+            if row.case.setting == setting:
+                cells = [REFUSED, *[None] * len(columns)]
+                if row.attacked:
+                    cells = [exact_of(row), *mean_cells(row.scores, columns, show)]
+                rows.append([setting, row.case.name, row.case.attacker, *cells])
+        for (where, guess), scores in comparison.baselines.items():
+            if where == setting:
+                rows.append([setting, "no gradient", guess, None, *mean_cells(scores, columns, show)])
+    heads = COLUMNS | PARTS
+    return ["setting", "model", "attacker", "exact", *(heads[column] for column in columns)], rows
+
+
+def glance(comparison: Comparison) -> Cells:
+    """Models and attackers down, settings across: mean PSNR and how many images were recovered exactly."""
+    settings = [name for name in SETTINGS if any(row.case.setting == name for row in comparison.pairs)]
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in comparison.pairs:
+        psnr = means_of(row.scores).get("psnr")
+        said = REFUSED if not row.attacked else f"{alone(psnr)} dB, {row.exact} of {row.count}"
+        cells.setdefault((row.case.name, row.case.attacker), {})[row.case.setting] = said
+    for (setting, guess), scores in comparison.baselines.items():
+        cells.setdefault(("no gradient", guess), {})[setting] = f"{alone(means_of(scores)['psnr'])} dB"
+    heads = (
+        f"({name}) step on {SETTINGS[name].trained_on}, compared with {SETTINGS[name].compared_with}"
+        for name in settings
+    )
+    return ["model", "attacker", *heads], [[*who, *map(row.get, settings)] for who, row in cells.items()]
+
+
+def _numbers(comparison: Comparison) -> dict[str, Any]:
+    """The same of the settings of Table 5."""
+    rows = []
+    for row in comparison.pairs:
+        said: dict[str, Any] = {"model": row.case.name, "setting": row.case.setting, "attacker": row.case.attacker}
+        said |= row.to_json()
+        if row.attacked:
+            images = image_numbers(row.scores, comparison.names, row.facts)
+            said |= {"exact": row.exact, "mean": mean_numbers(row.scores), "images": images}
+        rows.append(said)
+    return {
+        "schema": SCHEMA,
+        "ratio": comparison.ratio,
+        "hidden": comparison.hidden,
+        "patches": comparison.patches,
+        "shuffled": f"γ = {comparison.ratio:g}, {comparison.hidden} of {comparison.patches} patches",
+        "partial": comparison.stopped is not None,
+        "stopped": comparison.stopped,
+        "verdict": verdict(comparison),
+        "rows": rows,
+        "baselines": [
+            {"setting": setting, "name": name, "mean": mean_numbers(scores)}
+            for (setting, name), scores in comparison.baselines.items()
+        ],
+        "notes": dict(comparison.notes),
+    }

@@ -7,7 +7,7 @@
 
 A client that sends something else than the gradients of its optimiser (a Flower client: the weights after some local
 steps) calls `look` with it. The guard knows the images, and the attackers it runs do not: it says how close they came,
-by the metrics of a gate (`judge.gate`), to the images and to what the first layer was fed. It also makes the step's
+by an audit's gate (`situs.gate`), to the images and to what the first layer was fed. It also makes the step's
 gradient again and measures what noise is really in what is sent (`reference`). "below" needs noise, a closed form that
 fits, and an oracle that stays below too; where anything of that lacks, it is inconclusive, which is no pass.
 """
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.audit.attacks import create_attack
-from situs.audit.attacks.base import Attack, Fact, Knowledge, Normalisation, Ready, Recovery, Refused
-from situs.audit.cases import Case, Outcome
+from situs.audit.attacks.base import Attack, Knowledge, Normalisation, Ready, Refused
+from situs.audit.cases import Case, ImageFinding
 from situs.audit.client import check_inputs, least_likely, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Gradients, NoDefence, Noise, Step, Training, create_defence
+from situs.audit.engine import conclude
 from situs.audit.fed import pictures_fed, reading_stem
-from situs.audit.judge.gate import CHANCE, MARGINS, SCOPE, WISHED, Worst, doubt_of, exposed, parse_limit
 from situs.audit.oracle import Oracle, estimate
 from situs.audit.public import ATTACKED
 from situs.audit.reference import (
@@ -51,12 +51,15 @@ from situs.audit.reference import (
     replay,
     units,
 )
+from situs.audit.scores.exposure import CHANCE, METRICS, exposures_of, gaps_of
 from situs.audit.scores.metrics import denormalise
-from situs.audit.scores.scoring import Scores, measure, pictures_of
+from situs.audit.scores.scoring import Scores, closer, facts_of, measure, pictures_of
 from situs.audit.victim import open_victim
 from situs.core.tokens import Size
 from situs.core.when import When
 from situs.errors import SitusError
+from situs.findings import Certificate, Exposure, Kind, Remark
+from situs.gate import ABOVE, NOT_JUDGED, PASSED, SCOPE, Judgement, awaits_bound, exposed, judge, parse_limit
 from situs.limits import check_value
 from situs.methods.base import Batch
 
@@ -84,6 +87,9 @@ Answer = Literal["above", "below", "inconclusive"]
 """below: there is noise, a closed form that holds and fits came no closer, nothing was stopped, and the oracle is below
 too. inconclusive: all else, which is no pass."""
 
+ANSWERS: dict[int, Answer] = {PASSED: "below", ABOVE: "above", NOT_JUDGED: "inconclusive"}
+"""What a gate says of a look."""
+
 
 class LeakError(RuntimeError):
     """What is about to be sent gives an image away. look: what was found."""
@@ -106,20 +112,11 @@ class Look(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
-        shown = "" if self.value is None else f"{self.metric} {self.value:.4g}, limit {self.bound:.4g}; "
         end = ", which is no pass" if self.answer == "inconclusive" else ""
-        return f"step {self.step}: what is about to be sent is {self.answer}{end} ({shown}{self.said}), {SCOPE}"
+        return f"step {self.step}: what is about to be sent is {self.answer}{end} ({self.said}), {SCOPE}"
 
 
-class Verdict(NamedTuple):
-    """What a look comes to. worst: the most exposed image."""
-
-    answer: Answer
-    said: str
-    worst: Worst | None = None
-
-
-class Against(NamedTuple):
+class Reference(NamedTuple):
     """What pictures are held against: those of the batch [B, C, H, W] in [0, 1], first in a gallery with other images,
     and the scores of guesses at them that saw no gradient."""
 
@@ -145,19 +142,9 @@ class Again(NamedTuple):
     chance: float
 
 
-class Found(NamedTuple):
-    """What attacks come to. above: images that are; scored: all. proofs: attacks that prove something. gaps: what was
-    stopped or is missing. doubts: why an attack proves nothing."""
-
-    above: list[Worst]
-    scored: list[Worst]
-    proofs: list[str]
-    gaps: list[str]
-    doubts: list[str]
-
-
 class Guard:
-    """Made by `guard`. looks: what it found so far; `close` takes its hooks away."""
+    """Made by `guard`. looks: what it found so far; findings: of the last look, as those of an audit. `close` takes its
+    hooks away."""
 
     def __init__(
         self,
@@ -173,10 +160,11 @@ class Guard:
         model: Mapping[str, Any],
     ) -> None:
         _check_asked(module, optimizer, every, seconds, act, attacks)
-        self.module, self.limit, self.every, self.act = module, parse_limit(limit, "limit"), every, act
+        self.module, self.limit, self.every, self.act = module, parse_limit(limit, METRICS, "limit"), every, act
         self.attacks = [create_attack(each) for each in attacks]
         self.defence, self.seconds = create_defence(defence), seconds
         self.looks: list[Look] = []
+        self.findings: list[ImageFinding] = []
         self.step, self._inside = 0, False
         self._decoys: deque[Tensor] = deque(maxlen=DECOYS)
         self._again: dict[str, deque[Again]] = {}
@@ -229,22 +217,22 @@ class Guard:
         began = time.perf_counter()
         try:
             with self._aside():
-                verdict = self._verdict(upload, images.detach(), local_steps, passes)
+                judged = self._judge(upload, images.detach(), local_steps, passes)
         except SitusError as error:
-            verdict = Verdict("inconclusive", str(error))
+            judged = _unjudged(str(error))
         except Exception as error:  # noqa: BLE001  (a loop goes on whatever a look ends with)
             _LOG.debug("a look was not ended", exc_info=True)
-            told = str(error).strip().partition("\n")[0]
-            verdict = Verdict("inconclusive", f"the look could not be ended: {type(error).__name__}: {told}")
-        return self._tell(verdict, time.perf_counter() - began)
+            reason = str(error).strip().partition("\n")[0]
+            judged = _unjudged(f"the look could not be ended: {type(error).__name__}: {reason}")
+        return self._tell(judged, time.perf_counter() - began)
 
-    def _tell(self, verdict: Verdict, seconds: float = 0.0) -> Look:
-        worst = verdict.worst
+    def _tell(self, judged: Judgement, seconds: float = 0.0) -> Look:
+        worst = judged.worst
         metric, bound, value = self.limit.metric, self.limit.bound, None
         if worst is not None:
             metric, value = worst.metric, worst.value
             bound = bound if worst.limit is None else worst.limit
-        seen = Look(self.step, verdict.answer, metric, bound, value, verdict.said, seconds)
+        seen = Look(self.step, ANSWERS[judged.status], metric, bound, value, judged.said, seconds)
         self.looks.append(seen)
         if callable(self.act):
             self.act(seen)
@@ -256,85 +244,152 @@ class Guard:
 
     # --- the verdict ------------------------------------------------------------------------------------------------
 
-    def _verdict(self, upload: Gradients, images: Tensor, local_steps: int, passes: list[Pass] | None) -> Verdict:
+    def _judge(self, upload: Gradients, images: Tensor, local_steps: int, passes: list[Pass] | None) -> Judgement:
         """What attackers make of an upload of these images, and what that proves. passes: None where none was seen."""
         deadline = Deadline(seconds=self.seconds)
         normalisation, foreign = units(images, self.normalisation)
         fed, unknown = self._fed(images, passes)
-        against = [self._against(each, normalisation) for each in (images, *fed)]
+        references = [self._reference(each, normalisation) for each in (images, *fed)]
         match, steps, unmatched = self._match(upload, images, passes, local_steps)
         tries = self._tries(upload, match, images, local_steps, normalisation, steps)
-        found = self._attack(tries, against, images, normalisation, deadline)
-        worst = max(found.above or found.scored, key=_excess, default=None)
-        if found.above and worst is not None:
-            self._keep(against[0].real)
-            return Verdict("above", "; ".join(filter(None, (f"by {worst.attack}", foreign))), worst)
-        reasons = [*filter(None, (foreign, unknown, unmatched)), *found.gaps, *([] if found.proofs else found.doubts)]
-        if not reasons and not found.proofs:
-            reasons.append("no closed form was tried, and what a search does not find may still be there")
-        reasons += [] if reasons else self._found_again()
-        if not reasons and match is not None:
-            over = self._oracle(match, tries[0], [images, *fed][-1], against[-1], steps, deadline)
-            reasons += [over] if over else []
-        self._keep(against[0].real)
-        if reasons:
-            return Verdict("inconclusive", "; ".join(dict.fromkeys(reasons)), worst)
+        gaps = [Remark("gap", text) for text in (foreign, unknown, unmatched) if text]
+        findings = [
+            replace(finding, defence=self.defence.label, remarks=[*gaps, *finding.remarks])
+            for finding in self._findings(tries, references, images, deadline)
+        ]
+        plain = True
+        if awaits_bound(findings, self.limit):
+            findings[0] = replace(findings[0], remarks=[*findings[0].remarks, *self._found_again()])
+        if match is not None and awaits_bound(findings, self.limit):
+            plain, bounds = self._bounds(match, tries[0], [images, *fed][-1], references[-1], steps, deadline)
+            findings += [replace(bound, defence=self.defence.label) for bound in bounds]
+        self._keep(references[0].real)
+        self.findings = findings
+        [judged] = judge(findings, self.limit, hardest=not plain).judgements
         noise = tries[0].known.defence.noise_level(len(images))
-        said = f"{' and '.join(found.proofs)} solved it and the equations fit, with noise of {noise:.3g} as measured"
-        return Verdict("below", said, worst)
+        measured = f"; there is noise of {noise:.3g}, as measured" if judged.status == PASSED else ""
+        return judged._replace(said=judged.said + measured)
 
-    def _attack(
-        self,
-        tries: Sequence[Try],
-        against: Sequence[Against],
-        images: Tensor,
-        normalisation: Normalisation,
-        deadline: Deadline,
-    ) -> Found:
+    def _findings(
+        self, tries: Sequence[Try], references: Sequence[Reference], images: Tensor, deadline: Deadline
+    ) -> list[ImageFinding]:
         """What every attack finds in every try; where one is above, those behind it are spared."""
-        found, left = Found([], [], [], [], []), len(tries) * len(self.attacks)
+        findings, left = list[ImageFinding](), len(tries) * len(self.attacks)
         for attack, one in ((attack, one) for attack in self.attacks for one in tries):
             first = one is tries[0]
-            if found.above and first:
+            if first and any(exposed(finding, self.limit) for finding in findings):
                 break
+            case = Case("", self.backbone, one.known.defence, attack, batch=len(images))
             ready = attack.prepare(self.backbone, one.upload, one.known)
             if isinstance(ready, Refused):
-                found.doubts.extend([f"{attack.name} does not apply: {ready.reason}"] if first else [])
+                findings += [case.refused(ready.reason)] if first else []
             elif deadline.spent():
-                found.gaps.append(f"{attack.name} was not tried to its end within {self.seconds:g} s")
+                late = Remark("gap", f"{attack.name} was not tried to its end within {self.seconds:g} s")
+                findings.append(case.finding("not_run", remarks=[late]))
             else:
                 deadline.begin(left + one.proves, ready.seconds)  # the oracle has a turn too
-                result = attack.recover(self.backbone, [one.known.read(one.upload)], one.known, deadline)
-                found.gaps.extend(
-                    [] if result.partial is None else [f"{attack.name} was stopped after {result.partial}"]
-                )
-                case = Case("", self.backbone, one.known.defence, attack, batch=len(images))
-                for held in against:
-                    self._score(found, case, result, held, normalisation, one.proves and held is against[-1])
-                doubt = self._doubt(attack, ready, result, one, images, deadline) if first else None
-                found.proofs.extend([attack.name] if first and doubt is None and one.proves else [])
-                found.doubts.extend([] if doubt is None else [f"{attack.name} proves nothing: {doubt}"])
+                finding = self._attack(case, ready, one, references, images, deadline)
+                findings.append(finding if first and one.proves else replace(finding, hardest=True))
             left -= 1
             if deadline.interrupted:  # an attack keeps what it has; Ctrl-C is the loop's
                 raise KeyboardInterrupt
-        return found
+        return findings
 
-    def _score(
-        self, found: Found, case: Case, result: Recovery, held: Against, normalisation: Normalisation, keep: bool
-    ) -> None:
-        """Adds what a recovery is worth against one reference. keep: whether re-identification is remembered."""
-        name, pictures = case.attack.name, pictures_of(result, held.real, len(held.real), normalisation)
-        found.gaps.extend([f"{name} gave back an image that holds NaN"] if bool(pictures.isnan().any()) else [])
-        scores = measure(pictures.nan_to_num(0.0, 0.0, 0.0), held.gallery, self.backbone, None)
-        found.above.extend(self._exposed(case, scores, held))
-        found.scored.extend(self._best(case, scores, held))
-        for metric in dict.fromkeys([*MARGINS, self.limit.metric]):
-            if scores.get(metric) is None and metric != "reidentified":
-                found.gaps.append(f"{metric} is not defined for images so few or so small")
-        if keep:
-            again = scores.get("reidentified") or [0.0] * len(held.real)
-            row = self._again.setdefault(name, deque(maxlen=DECOYS))
-            row.append(Again(round(sum(again)), len(again), min(1.0, len(held.real) / len(held.gallery))))
+    def _attack(
+        self,
+        case: Case,
+        ready: Ready,
+        one: Try,
+        references: Sequence[Reference],
+        images: Tensor,
+        deadline: Deadline,
+    ) -> ImageFinding:
+        """What one attack finds in one try, held against every reference."""
+        attack, known = case.attack, one.known
+        result = attack.recover(self.backbone, [known.read(one.upload)], known, deadline)
+        noise = known.noise_beyond_rounding([one.upload], ready.reads)
+        clean = known.defence.noise_level(len(images)) == 0 and all(
+            g.dtype == torch.float32 for g in one.upload.values()
+        )
+        inexact = "; ".join(filter(None, (ready.caveat, attack.spoiled(known, noise))))
+        labels = torch.zeros(len(images), dtype=torch.int64)
+        facts = facts_of(replace(result, labels=None), labels, len(images))
+        control = None if clean else partial(self._control, attack, one, images, deadline)
+        scores: list[Scores] = []
+        exposures: list[Exposure] = []
+        for reference in references:
+            pictures = pictures_of(result, reference.real, len(images), known.normalisation or self.normalisation)
+            scores.append(measure(pictures.nan_to_num(0.0, 0.0, 0.0), reference.gallery, self.backbone, None))
+            exposures += self._exposures(case, scores[-1], reference)
+        if one.proves:
+            again = scores[-1].get("reidentified") or [0.0] * len(images)
+            chance = min(1.0, len(images) / len(references[-1].gallery))
+            row = self._again.setdefault(attack.name, deque(maxlen=DECOYS))
+            row.append(Again(round(sum(again)), len(again), chance))
+        reasons: dict[Kind, str] = {"inexact": inexact, "stopped": result.partial or ""}
+        finding = conclude(case, reduce(closer, scores), facts, reasons, noise, control)
+        broken = sum(fact.get("broken") is True for fact in facts)
+        gaps = gaps_of(attack.name, finding.scores, broken, len(images))
+        return replace(finding, samples=_names(len(images)), exposures=exposures, remarks=[*finding.remarks, *gaps])
+
+    def _control(self, attack: Attack, one: Try, images: Tensor, deadline: Deadline) -> list[Certificate]:
+        """What the same attack proves without noise and in float32, by a loss of the guard's own: it is about the
+        equations of the model."""
+        labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+        clean = victim_gradients(self.backbone, images.float(), labels)
+        quiet = Knowledge(NoDefence(), one.known.batch, size=one.known.size)
+        upload = {name: clean[name] for name in one.upload}
+        return attack.recover(self.backbone, [upload], quiet, deadline).certificates
+
+    def _bounds(
+        self,
+        match: Match,
+        one: Try,
+        images: Tensor,
+        reference: Reference,
+        steps: Sequence[Pass],
+        deadline: Deadline,
+    ) -> tuple[bool, list[ImageFinding]]:
+        """Whether the loss is cross entropy, and what the oracle has.
+
+        It is asked of a step of cross entropy with the labels of this one, under the very noise of this one; where the
+        loss is another, with the least likely labels too.
+        """
+        known, images = one.known, images.float()
+        slopes = torch.cat([each.slopes for each in steps if each.slopes is not None])
+        method, labels = known.trained(self.backbone), slopes.argmin(dim=1)
+        usual = cross_entropy_slopes(self.backbone(images).detach(), labels)
+        plain = float(F.cosine_similarity(slopes.to(usual.dtype), usual).min()) > CROSS_ENTROPY
+        bounds: list[ImageFinding] = []
+        for hardest in [False] if plain else [False, True]:
+            case = Case("", self.backbone, known.defence, Oracle(), hardest=hardest, batch=len(images))
+            asked = least_likely(method, images) if hardest else labels
+
+            def held(picture: Tensor, case: Case = case) -> list[Exposure]:
+                shown = denormalise(picture, *(known.normalisation or self.normalisation), clip=False)
+                return self._exposures(case, measure(shown, reference.gallery, self.backbone, None), reference)
+
+            def enough(picture: Tensor, case: Case = case, held: Any = held) -> bool:
+                return bool(exposed(case.finding("done", exposures=held(picture)), self.limit))
+
+            deadline.begin(1)
+            clean = victim_gradients(self.backbone, images, asked)
+            noisy = {n: clean[n] + (g - match.clean[n]) for n, g in one.upload.items() if n in match.clean}
+            numbers = torch.arange(len(images), device=images.device)
+            drawn = method.draw(Batch(images, numbers, {"label": asked}), When(seed=0, epoch=0))
+            result = estimate(method, noisy, images, asked, drawn, known, enough, deadline.over)
+            exposures = [each for picture in result.pictures for each in held(picture)]
+            late = f"less than its whole search, within {self.seconds:g} s"
+            bound = case.finding(
+                "done" if result.ended else "stopped",
+                range(len(images)),
+                exposures=exposures,
+                remarks=[] if result.ended else [Remark("stopped", late)],
+            )
+            bounds.append(replace(bound, samples=_names(len(images))))
+            if not result.ended or exposed(bound, self.limit):
+                break
+        return plain, bounds
 
     def _fed(self, images: Tensor, passes: list[Pass] | None) -> tuple[list[Tensor], str]:
         """What the patch embedding was fed as normalised images [B, C, H, W], view after view, where that is not
@@ -432,70 +487,9 @@ class Guard:
             tries += [Try(even, each) for each in told]
         return tries
 
-    def _doubt(
-        self, attack: Attack, ready: Ready, result: Recovery, one: Try, images: Tensor, deadline: Deadline
-    ) -> str | None:
-        """Why what an attack found proves nothing; None where it does."""
-        if not attack.closed_form:
-            return "it is a search"
-        noise = one.known.noise_beyond_rounding([one.upload], ready.reads)
-        level = one.known.defence.noise_level(len(images))
-        clean = level == 0 and all(g.dtype == torch.float32 for g in one.upload.values())
-        control = None if clean else partial(self._control, attack, one, images, deadline)
-        caveat = "; ".join(filter(None, (ready.caveat, attack.spoiled(one.known, noise)))) or None
-        return doubt_of(caveat, result.facts, noise, control)
-
-    def _control(self, attack: Attack, one: Try, images: Tensor, deadline: Deadline) -> list[dict[str, Fact]]:
-        """The facts of the same attack without noise and in float32, by a loss of the guard's own: it is about the
-        equations of the model."""
-        labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-        clean = victim_gradients(self.backbone, images.float(), labels)
-        quiet = Knowledge(NoDefence(), one.known.batch, size=one.known.size)
-        return attack.recover(self.backbone, [{name: clean[name] for name in one.upload}], quiet, deadline).facts
-
-    def _oracle(
-        self,
-        match: Match,
-        one: Try,
-        images: Tensor,
-        held: Against,
-        steps: Sequence[Pass],
-        deadline: Deadline,
-    ) -> str:
-        """Why the oracle keeps what is sent from being below: it is above, or was stopped; else "".
-
-        It is asked of a step of cross entropy with the labels of this one, under the very noise of this one; where the
-        loss is another, with the least likely labels too.
-        """
-        known, images = one.known, images.float()
-        slopes = torch.cat([each.slopes for each in steps if each.slopes is not None])
-        method, labels = known.trained(self.backbone), slopes.argmin(dim=1)
-        usual = cross_entropy_slopes(self.backbone(images).detach(), labels)
-        plain = float(F.cosine_similarity(slopes.to(usual.dtype), usual).min()) > CROSS_ENTROPY
-        case = Case("", self.backbone, known.defence, Oracle(), batch=len(images))
-
-        def above(found: Tensor) -> list[Worst]:
-            shown = denormalise(found, *(known.normalisation or self.normalisation), clip=False)
-            return self._exposed(case, measure(shown, held.gallery, self.backbone, None), held)
-
-        for asked in [labels] if plain else [labels, least_likely(method, images)]:
-            deadline.begin(1)
-            clean = victim_gradients(self.backbone, images, asked)
-            noisy = {n: clean[n] + (g - match.clean[n]) for n, g in one.upload.items() if n in match.clean}
-            numbers = torch.arange(len(images), device=images.device)
-            drawn = method.draw(Batch(images, numbers, {"label": asked}), When(seed=0, epoch=0))
-            result = estimate(
-                method, noisy, images, asked, drawn, known, lambda found: bool(above(found)), deadline.over
-            )
-            if over := [one for picture in result.pictures for one in above(picture)]:
-                return f"no attack is above, but the oracle is, which knows where to look: {max(over, key=_excess)}"
-            if not result.ended:
-                return f"the oracle, which a pass needs, did not come to its end within {self.seconds:g} s"
-        return ""
-
     # --- what pictures are held against -----------------------------------------------------------------------------
 
-    def _against(self, images: Tensor, normalisation: Normalisation) -> Against:
+    def _reference(self, images: Tensor, normalisation: Normalisation) -> Reference:
         """The batch's pictures with others to be told from, and blind guesses at them: the grey is the mean of the
         normalisation, which everyone has."""
         real, grey = (denormalise(each, *normalisation) for each in (images, torch.zeros_like(images)))
@@ -512,44 +506,33 @@ class Guard:
                 if bool(each.any()):
                     mean[place], other[place] = gallery[each].mean(dim=0), gallery[each][0]
             guesses |= {"mean image": mean, "another image": other}
-        return Against(
+        return Reference(
             real, gallery, {name: measure(each, gallery, self.backbone, None) for name, each in guesses.items()}
         )
 
-    def _exposed(self, case: Case, scores: Scores, held: Against) -> list[Worst]:
-        """The images that are above: closer than blind guesses, above the limit, or found again beyond all chance."""
-        names = [f"image {number}" for number in range(len(held.gallery))]
-        again = scores.get("reidentified") or []
-        kept = scores if self.limit.metric == "reidentified" else scores | {"reidentified": None}
-        above = exposed(Outcome(case, "done", kept), held.blind, names, self.limit)
-        chance = min(1.0, len(held.real) / len(names))
-        if again and not case.attack.is_bound and _tail([Again(round(sum(again)), len(again), chance)]) < CHANCE**2:
-            shown = f"{case.attack.name}, which finds {round(sum(again))} of {len(again)} among {len(names)}"
-            above.append(Worst(shown, "image 0", sum(again) / len(again), "reidentified", chance, chance))
-        return above
+    def _exposures(self, case: Case, scores: Scores, reference: Reference) -> list[Exposure]:
+        """What the gate reads: each image against the blind guesses at it, and whether images are found again beyond
+        all chance; that they are so in many looks is another matter (`_found_again`)."""
+        count, total = len(reference.real), len(reference.gallery)
+        chance, again = min(1.0, count / total), scores.get("reidentified") or []
+        wished = scores if self.limit.metric == "reidentified" else scores | {"reidentified": None}
+        rows = exposures_of(wished, _names(total), range(count), reference.blind, case.patches, chance)
+        if again and not case.attack.is_bound and tail([Again(round(sum(again)), len(again), chance)]) < CHANCE**2:
+            share, among = sum(again) / len(again), f"{round(sum(again))} of {len(again)} among {total}"
+            rows.append(Exposure("image 0", METRICS["reidentified"], share, chance, above=True, among=among))
+        return rows
 
-    def _best(self, case: Case, scores: Scores, held: Against) -> list[Worst]:
-        """The image that came back best by the limit's metric, with what it may reach."""
-        metric, values = self.limit.metric, scores.get(self.limit.metric) or []
-        blind = [each.get(metric) or [] for each in held.blind.values()]
-        shown: list[Worst] = []
-        for number, value in enumerate(values):
-            guess = max((each[number] for each in blind if number < len(each)), default=None)
-            bound = self.limit.bound
-            if not math.isfinite(bound):
-                bound = math.inf if guess is None else guess + MARGINS[metric]
-            shown.append(Worst(case.attack.name, f"image {number}", value, metric, bound, guess))
-        return shown
-
-    def _found_again(self) -> list[str]:
+    def _found_again(self) -> list[Remark]:
         """Why images that are found again, or too few others to tell, keep what is sent from being below."""
-        reasons = []
+        remarks = []
         for attack, row in self._again.items():
-            if _tail([each._replace(hits=each.count) for each in row]) >= CHANCE:
-                return ["too few other images were seen to tell finding an image again from chance: look more often"]
-            if _tail(row) < CHANCE:
-                reasons.append(f"{attack} finds images of the last looks again among others more often than chance")
-        return reasons
+            if tail([each._replace(hits=each.count) for each in row]) >= CHANCE:
+                said = "too few other images were seen to tell finding an image again from chance: look more often"
+                return [Remark("few", said)]
+            if tail(row) < CHANCE:
+                said = f"{attack} finds images of the last looks again among others more often than chance"
+                remarks.append(Remark("gap", said))
+        return remarks
 
     def _keep(self, real: Tensor) -> None:
         """Keeps pictures [B, C, H, W] as others for later looks, each once."""
@@ -628,7 +611,7 @@ class Guard:
             self._check_images(images)
             self._check_gradients({n: p.grad for n, p in self.module.named_parameters() if p.grad is not None})
         except SitusError as error:
-            self._tell(Verdict("inconclusive", str(error)))
+            self._tell(_unjudged(str(error)))
         else:
             self._look(images, None, 1, passes)
 
@@ -663,7 +646,7 @@ def alike(one: Tensor, other: Tensor) -> Tensor:
     return best > SIMILAR
 
 
-def _tail(seen: Iterable[Again]) -> float:
+def tail(seen: Iterable[Again]) -> float:
     """The probability that chance finds as many images again in such looks, or more."""
     wanted, odds = 0, [1.0]  # odds[k]: of k so far
     for each in seen:
@@ -674,10 +657,12 @@ def _tail(seen: Iterable[Again]) -> float:
     return sum(odds[wanted:])
 
 
-def _excess(one: Worst) -> float:
-    """By how much an image is above its limit, in units of its metric."""
-    limit = one.value if one.limit is None else one.limit
-    return (one.value - limit) / (MARGINS.get(one.metric) or WISHED.get(one.metric) or 0.1)
+def _names(count: int) -> list[str]:
+    return [f"image {number}" for number in range(count)]
+
+
+def _unjudged(reason: str) -> Judgement:
+    return Judgement("", "incomplete", reason)
 
 
 def _no_gradient(gradient: Any, parameter: Tensor) -> str:

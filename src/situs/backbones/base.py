@@ -220,7 +220,7 @@ class Backbone(nn.Module, ABC):
 
     def roles(self) -> dict[str, Role]:
         """Every tensor of this backbone's state dict: what it is, and how deep it stands."""
-        return roles_of(self, Names())
+        return roles_of(self, self.block_modules(), Names())
 
     def one_block_args(self) -> dict[str, Any]:
         """`model_args` that make this model with one block and few words; nothing where its blocks differ."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -14,7 +14,6 @@ from torch import nn
 from situs.errors import SitusError
 
 if TYPE_CHECKING:
-    from situs.backbones.base import Backbone
     from situs.backbones.block import Attention, Block, Mlp
 
 Kind = Literal["residual", "hidden", "heads", "value", "query"]
@@ -43,10 +42,12 @@ class Names(NamedTuple):
     head: tuple[str, ...] = ()
 
 
-def roles_of(backbone: Backbone, names: Names, inner: str = "model.") -> dict[str, Role]:
-    """The role of every tensor in a backbone's state dict. inner: how names in the model without its head begin."""
+def roles_of(
+    backbone: nn.Module, blocks: Sequence[Iterable[nn.Module]], names: Names, inner: str = "model."
+) -> dict[str, Role]:
+    """The role of every tensor in a backbone's state dict. blocks: the modules of each of its blocks. inner: how names
+    in the model without its head begin."""
     paths = {id(module): path for path, module in backbone.named_modules()}
-    blocks = backbone.block_modules()
     depths = {
         f"{paths[id(module)]}.{tensor}": depth
         for depth, block in enumerate(blocks, start=1)

@@ -23,9 +23,8 @@ from situs.audit import (
     trace_texts,
 )
 from situs.audit.deadline import first_ctrl_c
-from situs.audit.judge.gate import ABOVE, NOT_JUDGED, parse_limit
-from situs.audit.judge.record import junit
 from situs.audit.remedies.ladders import CostConfig
+from situs.audit.scores.exposure import METRICS
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import ATTACKS as SPLIT_ATTACKS
 from situs.audit.split.audit import DEFENCES, PERMUTED, PUBLIC, SAMPLES
@@ -37,14 +36,14 @@ from situs.cli.progress import remark
 from situs.cli.result import INTERRUPTED, asked, present
 from situs.errors import SitusError
 from situs.files import write_result
+from situs.gate import ABOVE, NOT_JUDGED, junit, parse_limit
 from situs.limits import Count
 from situs.locks.attacks import LockAuditConfig
-from situs.locks.tuning.result import TuningConfig
 from situs.models.open import is_run
 from situs.pages import publish, write_numbers
 
 if TYPE_CHECKING:
-    from situs.audit import Audit
+    from situs.audit.gradients import Audit
     from situs.audit.text.result import TextAudit
 
 
@@ -103,7 +102,9 @@ def _finish(found: Audit | TextAudit | Comparison, args: Gradients | Texts, dead
     """Prints, writes, and gives the exit status: whether the gate is passed."""
     ruling = None if isinstance(found, Comparison) else found.ruling
     if args.junit is not None and ruling is not None and not isinstance(found, Comparison):
-        write_result(args.junit, junit(found, ruling), field="junit")
+        verb = "gradients" if isinstance(args, Gradients) else "texts"
+        file = junit(f"situs audit {verb} {found.model}", ruling, found.provenance.facts, found.lines)
+        write_result(args.junit, file, field="junit")
     present(found if args.pictures else found.without_pictures(), args.out)
     status = 0 if ruling is None else ruling.status
     return INTERRUPTED if deadline.interrupted and status != ABOVE else status
@@ -179,7 +180,10 @@ class Gradients(GateArgs, AuditConfig):
                 remark(line)
 
         deadline = Deadline(say, self.time_limit)
-        words = _asked("gradients", self, deadline) | {"attacks": self.attacks, "defences": self.defences}
+        words: dict[str, Any] = _asked("gradients", self, deadline) | {
+            "attacks": self.attacks,
+            "defences": self.defences,
+        }
         with first_ctrl_c(deadline):
             if self.settings:
                 return _finish(audit_settings(self.model, self.data, self.settings, **words), self, deadline)
@@ -285,8 +289,8 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
                 present(trace_texts(self.model, self.data, **words), self.out)
             else:
                 beside = {} if self.defences == ("auto",) else {"beside": self.defences}
-                words = {"over": OVER} | words | {"attacks": self.attacks, "count": self.count or COUNT}
-                present(trace_defences(self.model, self.data, **beside, **words), self.out)
+                asked: dict[str, Any] = {"over": OVER, **words, "attacks": self.attacks, "count": self.count or COUNT}
+                present(trace_defences(self.model, self.data, **beside, **asked), self.out)
         return INTERRUPTED if deadline.interrupted else 0
 
     def _idle(self, texts: bool, find: bool) -> tuple[str, ...]:
@@ -303,12 +307,13 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
         The status is 0 where some setting is named, and that of "inconclusive" where none is.
         """
         assert self.fail_above is not None
-        parse_limit(self.fail_above, "fail_above")
+        parse_limit(self.fail_above, METRICS, "fail_above")
         costs = {each.name: getattr(self, each.name) for each in fields(CostConfig)}
         first = Deadline(deadline.say, None if self.time_limit is None else self.time_limit / 10, whole=deadline)
-        words = _asked("sweep", self, deadline) | {"attacks": self.attacks}
+        words: dict[str, Any] = {**_asked("sweep", self, deadline), "attacks": self.attacks}
+        today_words: dict[str, Any] = {**words, "deadline": first}
         with first_ctrl_c(deadline):
-            today = audit_gradients(self.model, self.data, **words | {"deadline": first})
+            today = audit_gradients(self.model, self.data, **today_words)
             today, deadline.closed = today if self.pictures else today.without_pictures(), True
             if self.out is not None:
                 publish(today, self.out)  # whatever comes of the search
@@ -448,55 +453,3 @@ class Lock:
         asked = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("locked", "out")}
         asked["key"] = None if self.key is None else read_key(self.key)
         present(audit_lock(self.locked, **asked), self.out)
-
-
-@dataclass(frozen=True)
-class Finetuning:
-    """Fine-tune a locked model with its key, without it, and from scratch: who can use it?
-
-    Without a model to start from, a small ViT is pretrained on the embedded images first; all of it takes minutes on a
-    CPU.
-
-    For example: situs audit finetuning --from runs/ft
-
-    The paper's numbers beside: situs study run lock --out DIR
-    """
-
-    topics: ClassVar = {"seldom": ("key", "withheld", "test_data")}
-
-    source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """The model that is locked here, by a random key: a run, a model's folder, or NAME=FILE; by default a small ViT is
-    pretrained on the embedded images."""
-
-    key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """For a folder that is locked already: its model is opened first."""
-
-    withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """For such a folder: the owner's second file, beside --key."""
-
-    data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Labelled images or sentences to fine-tune on, or plain text (--method language); by default those of the run."""
-
-    test_data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """What the curves are measured on; by default the val split of the data."""
-
-    device: Annotated[str | None, Parameter(metavar="NAME")] = None
-    """cpu, cuda or cuda:N; by default a GPU where there is one."""
-
-    out: Annotated[Path | None, Parameter(metavar="FOLDER")] = OUT
-    """For finetuning.json and finetuning.html; none: not written."""
-
-    config: TuningConfig = configured(TuningConfig)
-    """How long, and on how much."""
-
-    def run(self) -> None:
-        """Trains in all four ways, prints the table, writes the page."""
-        from situs.cli.passphrase import read_key
-        from situs.locks import audit_tuning
-
-        check_folder(self.out, "finetuning")
-        asked = {name: getattr(self, name) for name in ("test_data", "withheld", "device")}
-        key = None if self.key is None else read_key(self.key)
-        found = audit_tuning(self.source, self.data, self.config, key=key, say=print, **asked)
-        print()
-        present(found, self.out)

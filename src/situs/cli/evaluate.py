@@ -183,7 +183,7 @@ class Accuracy(SentenceArgs):
             del words["text"]
             present(evaluate_ensemble(open_each(self.model, self), **words), self.out)
             return
-        model = open_from(self, self.model[0])
+        model = open_from(self, self.model[0])  # pyright: ignore[reportGeneralTypeIssues]
         kind, evaluate, batch = _evaluation_of(model)
         words = asked_for(kind, self, batch=self.batch or batch)
         if "show" in words:
@@ -411,7 +411,7 @@ class Position(MeasureArgs):
         if len(self.model) > 1:
             said = f"kind={self.kind}: is for one model, and {len(self.model)} are given"
             raise SitusError(said, field=("model", "kind"))
-        model = open_from(self, self.model[0])
+        model = open_from(self, self.model[0])  # pyright: ignore[reportGeneralTypeIssues]
         if self.kind == "answers":
             from situs.measure.position.head import evaluate_position
 

@@ -52,7 +52,6 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "audit sweep": ("situs.cli.audit:Sweep", "how strong a defence must be"),
         "audit split": ("situs.cli.audit:Split", "what the server of split learning learns"),
         "audit lock": ("situs.cli.audit:Lock", "attack a lock as one without its key would"),
-        "audit finetuning": ("situs.cli.audit:Finetuning", "fine-tune a locked model with and without its key"),
     },
     "Lock": {
         "keygen": ("situs.cli.keys:Keygen", "a new key in a file that only you may read"),

@@ -17,6 +17,7 @@ VERBS = {
     "analyze reconstruct": "use situs evaluate reconstruct",
     "audit positions": "use situs evaluate position --kind all",
     "audit curve": "use situs audit sweep",
+    "audit finetuning": "use situs study run lock, or situs finetune with and without --key",
     "bench step": "use situs bench",
     "bench compare": "use situs bench --compare BEFORE,AFTER",
     "bench cost": "use situs bench, with --batches and --models for the points of the curve",

@@ -400,17 +400,10 @@ class _Gathering:
 
 def _first_equal(digests: np.ndarray, usable: np.ndarray) -> np.ndarray:
     """For each digest [n] the place of the first equal one before it, or −1; unusable ones are equal to none."""
-    halves = np.ascontiguousarray(digests).view(np.uint64).reshape(-1, 2)
-    places = np.flatnonzero(usable)
-    order = places[np.lexsort((places, halves[places, 1], halves[places, 0]))]
-    first = np.full(len(digests), -1, np.int64)
-    if len(order) > 1:
-        same = (halves[order[1:]] == halves[order[:-1]]).all(axis=1)
-        # Each run of equal ones begins where `same` is false; all behind it point to its first.
-        begins = np.concatenate([[0], np.flatnonzero(~same) + 1])
-        run = np.cumsum(np.concatenate([[0], ~same]))
-        first[order[1:][same]] = order[begins[run[1:][same]]]
-    return first
+    places, first = np.flatnonzero(usable), np.full(len(digests), -1, np.int64)
+    _, index, inverse = np.unique(digests[places], return_index=True, return_inverse=True)
+    first[places] = places[index[inverse]]
+    return np.where(first == np.arange(len(digests)), -1, first)
 
 
 def _contradiction(source: Source, rows: np.ndarray, one: int, other: int, same: str) -> str:

@@ -46,9 +46,6 @@ Order = Callable[[int, int, int, "torch.device | str"], Permutation]
 Drawn = Callable[[int, int, int], Tensor]
 """(step of the run, n, batch) -> the samples of that step, [b] int64, `batch` of them on average."""
 
-MOST_SORTED = 1 << 27
-"""Sets up to this size are shuffled by sorting a random word a sample: for a moment 5 GiB, and some 20 s an epoch."""
-
 
 def epoch_order(
     seed: int, epoch: int, n: int, device: torch.device | str = "cpu", stream: str = "sampler.order"
@@ -57,39 +54,6 @@ def epoch_order(
     words = bits(seed, epoch, torch.arange(n, device=device), stream, ())
     # Stable, so that even two equal 64-bit words would leave every device with the same order.
     return torch.argsort(words, stable=True)
-
-
-def exact_order(seed: int, epoch: int, n: int, device: torch.device | str = "cpu") -> Permutation:
-    """`epoch_order`, or beyond `MOST_SORTED` samples a keyed bijection: nothing in it grows with n."""
-    return epoch_order(seed, epoch, n, device) if n <= MOST_SORTED else KeyedOrder(seed, epoch, n)
-
-
-@dataclass(frozen=True)
-class KeyedOrder:
-    """A pseudo-random permutation of range(n) that is computed place by place.
-
-    A Feistel network over the smallest even number of bits that holds n; what falls outside is put through it again
-    until it falls inside, which on average takes less than four turns.
-    """
-
-    seed: int
-    epoch: int
-    n: int
-    rounds: int = 6
-
-    def __getitem__(self, places: Tensor) -> Tensor:
-        found = self._turn(places)
-        while bool((outside := found >= self.n).any()):
-            found = torch.where(outside, self._turn(found), found)
-        return found
-
-    def _turn(self, numbers: Tensor) -> Tensor:
-        half = max(1, ((self.n - 1).bit_length() + 1) // 2)
-        left, right = numbers >> half, numbers & ((1 << half) - 1)
-        for number in range(self.rounds):
-            word = bits(self.seed, self.epoch, right, f"sampler.keyed/{number}", ())
-            left, right = right, left ^ (word & ((1 << half) - 1))
-        return (left << half) | right
 
 
 @dataclass(frozen=True)
@@ -178,7 +142,7 @@ class BatchPlan:
     drop_last: bool = True
     """Whether a last, smaller batch is left out."""
 
-    order: Order = exact_order
+    order: Order = epoch_order
     """Which order each epoch has, where they are shuffled: a pure function, the same on every rank."""
 
     drawn: Drawn | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,7 +44,15 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _end_with_parent(_: int) -> None:
-    """A worker whose parent was killed would wait for ever until somebody takes what it made."""
+    """A worker ends when its parent does, and not before.
+
+    One whose parent was killed would wait for ever until somebody takes what it made. Ctrl-C and a scheduler's SIGTERM
+    reach the whole process group: the parent still wants the batches of the step it is in, so that the first is left to
+    it.
+    """
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if (number := getattr(signal, name, None)) is not None:
+            signal.signal(number, lambda number, _: signal.signal(number, signal.SIG_DFL))
     parent = multiprocessing.parent_process()
 
     def watch() -> None:

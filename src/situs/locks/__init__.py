@@ -7,7 +7,6 @@ unlock       Opens a locked folder with its key: the files that were locked, bit
 unlocking    What opens a locked folder for `situs.models.open_model`.
 verify       Measures, on a model itself, which permutations of its tokens and channels it obeys.
 audit_lock   Attacks a locked folder as somebody without its key would.
-audit_tuning Fine-tunes a locked model with its key, without it, and from scratch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from situs.locks.locking import lock as lock
     from situs.locks.locking import unlock as unlock
     from situs.locks.owner import unlocking as unlocking
-    from situs.locks.tuning.finetune import audit_tuning as audit_tuning
 
 # Where each function lives; it is loaded on first use, for attacks need much that a key does not.
 _HOMES = {
@@ -31,7 +29,6 @@ _HOMES = {
     "load_key": "key",
     "lock": "locking",
     "new_key": "key",
-    "audit_tuning": "tuning.finetune",
     "unlock": "locking",
     "unlocking": "owner",
     "verify": "equivariance.findings",

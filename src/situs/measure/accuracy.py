@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.errors import SitusError, counted
-from situs.measure.by_class import TOP5_FROM, ByClass, by_class, wilson
+from situs.measure.by_class import LISTED, MEANING, TOP5_FROM, ByClass, by_class, class_figures, class_table, wilson
 from situs.measure.multi_label import LabelAccuracy, LabelScores, LabelTally
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_classes, check_labels, load_any, made_with, opened
 from situs.models.inference import Total, evaluating
 from situs.models.model import check_classifier
-from situs.results import Cell, Result, Summary, Table, percent
+from situs.results import Figure, Result, Summary, Table, percent
 from situs.train.step import autocast
 
 Classifier = Callable[..., Tensor]
@@ -49,6 +49,7 @@ class ClassAccuracy(Result):
     """A classifier's accuracy and which classes it knows. answers: [C, C] counts by (true, named). classes: names."""
 
     file: ClassVar[str] = "accuracy"
+    meaning: ClassVar[str] = MEANING
     accuracy: Accuracy
     answers: Tensor
     classes: Sequence[str]
@@ -71,9 +72,9 @@ class ClassAccuracy(Result):
         }
         tables = [Table(self.provenance.title(samples), ["", *columns], [[name, *columns.values()]])]
         if len(self.classes) <= LISTED:
-            tables.append(Table("Class by class", *class_table(self.by_class(), things)))
+            tables.append(class_table(self.answers, self.classes, things))
         text = f"{text} {beside.words(self.classes, samples, judged=True)}"
-        return Summary(text, tuple(tables))
+        return Summary(text, tuple(tables), numbers=headline(whole))
 
     def numbers(self) -> dict[str, Any]:
         """The numbers of the whole, and a row a class."""
@@ -81,26 +82,28 @@ class ClassAccuracy(Result):
         own = {name: whole[name] for name in ("top1", "top5", "count", "loss")}
         if len(self.classes) < TOP5_FROM:
             own["top5"] = None  # among five of so few, a guess is mostly right
-        return {**own, **ByClass.of(self.answers).numbers(), "classes": self.by_class()}
+        return {**own, **ByClass.of(self.answers).numbers(), "classes": by_class(self.answers, self.classes)}
 
-    def by_class(self) -> list[dict[str, Any]]:
-        """A row a class; see `situs.measure.by_class.by_class`."""
-        return by_class(self.answers, self.classes)
+    def figures(self) -> tuple[Figure, ...]:
+        """The classes."""
+        return class_figures(self.answers, self.classes, self.provenance.things, shares(self.accuracy))
+
+    def details(self) -> list[Table]:
+        """The weakest of many classes."""
+        few = len(self.classes) <= LISTED  # they stand in the summary
+        return [] if few else [class_table(self.answers, self.classes, self.provenance.things)]
 
 
-LISTED = 30
-"""Classes up to which each is told, and not the weakest alone."""
+def headline(of: Accuracy | ByClass) -> tuple[tuple[str, str], ...]:
+    """Top-1 beside the largest class, and balanced accuracy, for a page's first screen."""
+    top1 = f"top-1; naming the largest class: {percent(of.majority, 2)}"
+    return (percent(of.top1, 2), top1), (percent(of.balanced, 2), "balanced accuracy")
 
 
-def class_table(rows: Sequence[dict[str, Any]], things: str) -> tuple[list[str], list[list[Cell]]]:
-    """Header and rows of the classes for people. rows: of `by_class`."""
-    header = ["class", things, "right, %", f"{things} taken for it", "taken most often for"]
-    cells: list[list[Cell]] = [
-        [row["class"], row["count"], None if row["top1"] is None else f"{100 * row['top1']:.2f}", row["named"],
-         row["taken_for"] or ("none" if row["count"] else None)]
-        for row in rows
-    ]  # fmt: skip
-    return header, cells
+def shares(accuracy: Accuracy) -> dict[str, float]:
+    """What is drawn of many classes."""
+    top5 = {"top-5": accuracy.top5} if accuracy.classes >= TOP5_FROM else {}
+    return {"top-1": accuracy.top1, "balanced": accuracy.balanced, "largest class": accuracy.majority, **top5}
 
 
 class Tally:

@@ -21,8 +21,17 @@ from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.limits import check_value
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
-from situs.results import Result, Summary, Table, percent
+from situs.results import Figure, Result, Summary, Table, channels_drawn, percent
 
+MEANING = """
+The entropy of a head is −Σ a log a over the keys, prefix tokens included, averaged over the images and all patch
+queries: 0 nats is one token, and log S all S tokens alike. The distance is that of the attended patches from the query,
+in patches.
+
+By relative offset: how much a patch takes on average from the patch that stands (Δrow, Δcolumn) away from it. Each
+offset is averaged over just the pairs of patches that have it, so that offsets that occur seldom (a corner's once an
+image) are not darkened by the pairs that the image's border cuts off; they are noisier instead.
+"""
 LOCAL = 0.5
 """A head is called local where it looks less than this share as far as one that looks everywhere alike."""
 _WEIGHTS_AT_ONCE = 1 << 23
@@ -76,6 +85,7 @@ class Attention(Result):
     """Where a model's heads look: over all images, and over a few that are shown."""
 
     file: ClassVar[str] = "attention"
+    meaning: ClassVar[str] = MEANING
     survey: Survey
     shown: Shown
 
@@ -101,7 +111,56 @@ class Attention(Result):
         ]  # fmt: skip
         header = ["layer", "mean entropy", "lowest", "highest", "distance", "to prefix tokens"]
         title = f"{self.provenance.name}: attention over {self.provenance.counted(found.images)}"
-        return Summary(said, (Table(title, header, rows),))
+        numbers = (
+            (f"{found.entropy.min():.2f} of {found.uniform_entropy:.2f}", "nats, the sharpest head of all"),
+            (f"{found.distance.min():.1f}", "patches, how far the nearest-looking head looks"),
+            (percent(shown.brightest_tenth, 0), "of the mean map on a tenth of the patches"),
+        )
+        return Summary(said, (Table(title, header, rows),), numbers=numbers)
+
+    def figures(self) -> list[Figure]:
+        """Over images, layer by head, and by relative offset."""
+        found, shown = self.survey, self.shown
+        whose = (
+            "What the CLS token takes from each patch"
+            if shown.cls
+            else "The model has no CLS token, so this is the mean over all patches of what each takes from each patch"
+        )
+        without = "" if shown.positions else " The model was trained without positions and is run without them here."
+        panels = {
+            "Entropy of each head": (found.entropy, "nats"),
+            "How far each head looks": (found.distance, "patches"),
+        }
+        layers, heads = (range(1, count + 1) for count in found.entropy.shape)
+        return [
+            Figure(
+                "images",
+                f"{whose}, in layer {shown.layer + 1}; what goes to prefix tokens is left out and the rest scaled to "
+                f"sum 1.{without} Each map has its own scale, from 0 (black) to its 99th percentile (light): compare "
+                f"shapes, not colours, between maps. {channels_drawn(shown.images.shape[1])}".strip(),
+                "attention.attention_over_images",
+                (shown.images.numpy(), shown.maps.numpy()),
+            ),
+            Figure(
+                "heads",
+                "Dark: sharp, near. Light: wide, far. Attention to all alike would have "
+                f"{found.uniform_entropy:.2f} nats and a distance of {uniform_distance(found.grid):.1f} patches on "
+                f"this {found.grid[0]}×{found.grid[1]} grid.",
+                "figures.value_grids",
+                (panels, layers, heads, "head", "layer"),
+                {"digits": ".2f", "cell": (0.45, 0.27)},
+            ),
+            Figure(
+                "relative",
+                "Attention by relative offset. The query is in the middle, where the ticks point; offsets run from "
+                f"−{found.grid[0] - 1} to {found.grid[0] - 1} down and from −{found.grid[1] - 1} to "
+                f"{found.grid[1] - 1} across. Under each map its head's entropy in nats. Colours go with the square "
+                "root of the weight, from 0 to each map's own maximum.",
+                "attention.relative_maps",
+                (found.relative.numpy(), found.entropy.numpy()),
+                section="By relative offset",
+            ),
+        ]
 
     def _head(self, index: int) -> str:
         found = self.survey

@@ -8,15 +8,30 @@ classes' own accuracies, in which each class counts the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from situs.results import percent
+from situs.results import Cell, Figure, Table, percent
 
 TOP5_FROM = 11
 """Classes from which top-5 is told: among five of ten, half of all guesses are right."""
+
+LISTED = 30
+"""Classes up to which each is told, and not the weakest alone."""
+
+WEAKEST = 10
+"""Of more classes so many are told."""
+
+MEANING = """
+Top-1 is the share of the samples whose own class the model puts first, top-5 the share whose class is among its first
+five (told where there are more than ten classes). Naming the largest class every time is right as often as that class
+is large: a model that does no better knows nothing. Balanced accuracy is the mean of the classes' own shares, in which
+a small class counts as much as a large one; one that names a single class for everything has 100 % divided by the
+number of classes. The interval is Wilson's: in 95 of 100 tests like this one it holds the share that is right of all
+such samples. Loss is the mean cross entropy: low where the model is right and sure, high where it is sure and wrong.
+"""
 
 Z = 1.959963984540054
 """Of the normal distribution: 95 % lie within so many standard deviations."""
@@ -46,6 +61,11 @@ class ByClass(NamedTuple):
     def of(cls, answers: Tensor) -> ByClass:
         """From counts [C, C] by (true, named)."""
         return cls(answers.sum(dim=1), answers.diagonal(), answers.sum(dim=0))
+
+    @property
+    def top1(self) -> float:
+        """The share of the samples that are recognised."""
+        return float(self.hits.sum()) / float(self.counts.sum())
 
     @property
     def balanced(self) -> float:
@@ -119,3 +139,49 @@ def by_class(answers: Tensor, classes: Sequence[str]) -> list[dict[str, Any]]:
         }
         for name, count, hit, taken, often, other in rows
     ]
+
+
+def class_table(answers: Tensor, classes: Sequence[str], things: str) -> Table:
+    """The classes for people: all of them, or the weakest where they are many."""
+    rows, title = by_class(answers, classes), "Class by class"
+    if len(classes) > LISTED:
+        rows = sorted((row for row in rows if row["count"]), key=lambda row: row["top1"])[:WEAKEST]
+        title = "The classes it knows least"
+    header = ["class", things, "right, %", f"{things} taken for it", "taken most often for"]
+    cells: list[list[Cell]] = [
+        [row["class"], row["count"], None if row["top1"] is None else f"{100 * row['top1']:.2f}", row["named"],
+         row["taken_for"] or ("none" if row["count"] else None)]
+        for row in rows
+    ]  # fmt: skip
+    return Table(title, header, cells)
+
+
+def class_figures(
+    answers: Tensor, classes: Sequence[str], things: str, shares: Mapping[str, float], of: str = ""
+) -> tuple[Figure, ...]:
+    """Every class and what it is taken for, where they are few; else `shares`, by name. of: in which model."""
+    if len(classes) > LISTED:
+        return (Figure("", "", "bars", ({name: 100 * share for name, share in shares.items()}, "%")),)
+    rows = by_class(answers, classes)
+    right = {row["class"]: 100 * row["top1"] for row in rows if row["top1"] is not None}
+    taken = 100 * answers.double() / answers.sum(dim=1, keepdim=True)  # NaN, a dash, where a class has no sample
+    names = [f"{row['class']} ({row['count']:,})" for row in rows]
+    return (
+        Figure("classes", f"Share of each class that is recognised{of}.", "figures.bars",
+               (right, f"{things} of the class recognised, %"), {"digits": ".1f"}),
+        Figure(
+            "confusion",
+            f"What each class is taken for, in percent of its {things}; right answers stand on the diagonal{of}.",
+            "figures.value_grids",
+            ({"": (taken, f"{things} of the class, %")}, names, classes, "taken for", "class"),
+            {"limits": (0, 100), "digits": ".0f", "cell": (0.95, 0.62 if len(classes) <= 12 else 0.3)},
+            "Class by class",
+        ),
+    )  # fmt: skip
+
+
+def mixed_pairs(answers: Tensor, names: Sequence[str], most: int) -> list[tuple[int, int]]:
+    """The pairs (true, said) of different classes that take most of the counts [C, C], the largest first."""
+    mixed = answers.clone().fill_diagonal_(0).flatten()
+    order = mixed.argsort(descending=True, stable=True)[:most].tolist()
+    return [divmod(place, len(names)) for place in order if int(mixed[place])]

@@ -27,13 +27,26 @@ from situs.methods.base import Batch, Method, encode_moved
 from situs.models.data import AnyData, AnyModel, Chosen, examples, load_set, made_with, opened, top1_reason
 from situs.models.inference import Total, evaluating
 from situs.models.model import check_classifier
-from situs.results import Cell, Result, Summary, Table, percent
+from situs.results import Cell, Figure, Result, Summary, Table, percent
 from situs.train.step import autocast
 
 RATIOS = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
 """γ: those the paper trains with, its Table 1's .15, and Figure 3's far end."""
 TABLE_1 = 0.15
 """γ of the paper's Table 1, of which a result speaks first."""
+MEANING = """
+`x` is an image and `x̃` the same image with the patches of a block mask shuffled among themselves; γ is the share of
+patches in the mask. Diff.Norm is ‖F(x) − F(x̃)‖, where F is the vector that the classifier reads, as a mean over the
+images, and beside it the mean of its square (Eq. 6 of MJP; the published code prints the norm). Consistency is the
+share of images whose answer stays the same, right or wrong.
+
+Mask not told: every place keeps its own position, so the model is misled about where the shuffled patches stand. This
+measures shuffling itself.
+
+Mask told: the masked places are forgotten, so the model knows which patches have no place. On a plain ViT shuffling
+inside the mask then changes nothing, so the number measures lost positions. The papers do not say which of the two they
+report.
+"""
 TELLING = {True: "mask told", False: "mask not told"}
 
 
@@ -117,6 +130,8 @@ class ConsistencyCurve(Result):
     """
 
     file: ClassVar[str] = "consistency"
+    subject: ClassVar[str] = "consistency under shuffled patches"
+    meaning: ClassVar[str] = MEANING
     rows: Sequence[Consistency]
     reads: str
     unknown: str | None
@@ -135,7 +150,14 @@ class ConsistencyCurve(Result):
             for r in self.rows
         ]  # fmt: skip
         table = Table(self.provenance.title(self.provenance.counted(self.rows[0].count)), header, cells)
-        return Summary(self._sentence(), (table,), (f"mask told: {self.untellable}",) if self.untellable else ())
+        told = self.untellable or f"a masked place gets {self.unknown}"
+        norm = f"F is the {self.reads}, whose norm is {self.rows[0].clean_norm:.4g} on images left as they are."
+        notes = [f"Mask told: {told}. {norm}"]
+        if any(row.masked < 2 and row.ratio for row in self.rows):
+            notes.append("A mask of fewer than two patches has nothing to shuffle.")
+        if self.no_top1 is not None:
+            notes.append(f"There is no top-1: {self.no_top1}.")
+        return Summary(self._sentence(), (table,), (" ".join(notes),), self._numbers())
 
     def _sentence(self) -> str:
         ratios = [row.ratio for row in self.rows if row.masked > 1]  # one patch has none to change places with
@@ -164,6 +186,50 @@ class ConsistencyCurve(Result):
             "no_top1_why": self.no_top1,
             "rows": [asdict(row) for row in self.rows],
         }
+
+    def _numbers(self) -> tuple[tuple[str, str], ...]:
+        """Where the fewest answers stay, the mask not told."""
+        rows = [row for row in self.rows if not row.told]
+        worst = min(rows, key=lambda row: (row.consistency or 0, -row.ratio), default=None)
+        numbers = []
+        if worst is not None and worst.consistency is not None:
+            numbers.append((percent(worst.consistency), f"of answers stay at γ = {worst.ratio:g}, mask not told"))
+        if worst is not None and worst.clean_norm:
+            numbers.append((percent(worst.diff_norm / worst.clean_norm), f"of its length the {self.reads} moves there"))
+        return tuple(numbers)
+
+    def figures(self) -> list[Figure]:
+        """The shares of answers, the norms, and one image at every γ."""
+        gamma, figures = "γ, share of the patches that are shuffled", []
+        shares = self._series("consistency", "consistency, ", 100) | self._series("top1", "top-1, ", 100)
+        if any(row.consistency is not None for row in self.rows):
+            caption = "Share of images over γ: those whose answer stays the same, and right answers."
+            figures.append(Figure("shares", caption, "figures.curves", (shares, gamma, "share of all, %")))
+        norms = self._series("diff_norm", "")
+        norms["‖F(x)‖ itself, for scale"] = [row.ratio for row in self.rows], [row.clean_norm for row in self.rows]
+        label = f"Diff.Norm, ‖F(x) − F(x̃)‖\nof the {self.reads}"
+        caption = f"Diff.Norm over γ: how far the {self.reads} moves, as a mean."
+        figures.append(Figure("norms", caption, "figures.curves", (norms, gamma, label)))
+        if self.example is not None:
+            ratios, images, masks = sorted({row.ratio for row in self.rows})[:8], [], []
+            for ratio in ratios:
+                mask, index = puzzle(self.grid, torch.zeros(1, dtype=torch.int64), ratio, self.seed)
+                images.append(move_patches(self.example[None].cpu(), self.grid, index)[0])
+                masks.append(mask[0])
+            caption = "One image at each γ. The block mask is outlined; the patches inside it are shuffled."
+            options = {"columns": 8, "masks": masks, "grid": self.grid}
+            titles = [f"γ = {ratio:g}" for ratio in ratios]
+            figures.append(Figure("images", caption, "figures.image_grid", (images, titles), options))
+        return figures
+
+    def _series(self, name: str, label: str, scale: float = 1.0) -> dict[str, tuple[list[float], list[float]]]:
+        """A line for told and one for not told, where they have the number."""
+        lines = {}
+        for told, words in TELLING.items():
+            rows = [row for row in self.rows if row.told == told and getattr(row, name) is not None]
+            if rows:
+                lines[f"{label}{words}"] = [row.ratio for row in rows], [scale * getattr(row, name) for row in rows]
+        return lines
 
 
 def puzzle(grid: tuple[int, ...], ids: Tensor, ratio: float, seed: int) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,9 @@ from situs.core.position import distances
 from situs.data.batch import Batch
 from situs.errors import SitusError, unknown_name
 from situs.measure.layers import LAST, Layer, patch_layers
+from situs.measure.position.vectors import spread_places
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
-from situs.results import Result, Summary, Table
+from situs.results import Figure, Result, Summary, Table
 
 HEAD = {
     "within_near": "near",
@@ -34,6 +35,18 @@ HEAD = {
     "position": "shared place",
     "image": "shared image",
 }
+LINES = {
+    "within_near": "1 sample, neighbours",
+    "within": "1 sample",
+    "across_same": "2 samples, same place",
+    "across": "2 samples",
+}
+MEANING = """
+Pearson correlation over the channels of two feature vectors, averaged over all images (one image) or over all pairs of
+different images (MP3's Figure 10, which draws random pairs). Near: neighbours in one image. Same place: in two images.
+Shared place: what two images gain when the place is the same (same place less 2 images). Shared image: what two places
+gain when the image is the same (1 image less 2 images).
+"""
 HARDLY = 0.01
 """A gain that is not worth a word."""
 LARGEST = 400
@@ -89,6 +102,8 @@ class Correlations(Result):
     """The correlations at every depth of a model, in its order. depth: the one whose maps are drawn."""
 
     file: ClassVar[str] = "correlation"
+    subject: ClassVar[str] = "correlation between places"
+    meaning: ClassVar[str] = MEANING
     depths: Mapping[str, Correlation]
     depth: str = LAST
 
@@ -104,7 +119,7 @@ class Correlations(Result):
             place = f"{more}: they keep their position"
         means = {depth: each.means for depth, each in self.depths.items()}
         peak = max(means, key=lambda depth: means[depth]["position"])
-        where = {LAST: "after the final norm", "embedding": "before the first block"}.get(peak, f"after block {peak}")
+        where = _after(peak)
         said = (
             f"After the final norm the features of two places of one image correlate {last['within']:.2f} on average, "
             f"{last['image']:.2f} more than in two different images: features of one image "
@@ -114,7 +129,54 @@ class Correlations(Result):
         )
         rows = [[depth, *(f"{each[key]:.3f}" for key in HEAD)] for depth, each in means.items()]
         title = self.provenance.title(self.provenance.counted(self.depths[self.depth].images))
-        return Summary(said, (Table(title, ["after", *HEAD.values()], rows),))
+        of = {
+            "within": "correlation of two places of one image",
+            "across_same": "of the same place in two images",
+            "across": "of two places in two images",
+        }
+        numbers = tuple((f"{means[self.depth][key]:.2f}", words) for key, words in of.items())
+        return Summary(said, (Table(title, ["after", *HEAD.values()], rows),), numbers=numbers)
+
+    def figures(self) -> list[Figure]:
+        """One depth over distance, its maps, and every depth."""
+        shown, names = self.depths[self.depth], [depth.replace("embedding", "embed") for depth in self.depths]
+        steps, within, across = shown.by_distance()
+        lines = {"within one sample": (steps[1:], within[1:]), "across two samples": (steps, across)}
+        (h, w), after = shown.grid, _after(self.depth).capitalize()
+        rows, columns, chosen = spread_places((h, w))
+        maps = {
+            title: values[chosen].reshape(len(rows), len(columns), h, w)
+            for title, values in (("within one sample", shown.within), ("across two samples", shown.across))
+        }
+        depths = {
+            label: (range(len(names)), [each.means[key] for each in self.depths.values()])
+            for key, label in LINES.items()
+        }
+        return [
+            Figure(
+                "distance",
+                f"{after}. What falls with distance across images is position: as the model was told it, and as all "
+                "images share it (photographs have skies above). What falls faster within one image is that "
+                "neighbours show the same thing.",
+                "figures.curves",
+                (lines, "distance between the places, patches", "mean Pearson correlation"),
+            ),
+            Figure(
+                "maps",
+                f"{after}: each map shows how the ringed place correlates with all {h} × {w} places. The two scales "
+                "differ; neither counts the ringed place itself.",
+                "places.mosaics",
+                (maps, rows, columns, "Pearson correlation"),
+                section="The maps",
+            ),
+            Figure(
+                "layers",
+                "Means over pairs of places, two different ones where nothing else is said.",
+                "figures.curves",
+                (depths, "after block", "mean Pearson correlation"),
+                {"x_names": names},
+            ),
+        ]
 
     def numbers(self) -> dict[str, Any]:
         """Means at every depth and over distance; of the end the maps too, where they are not too many numbers (N²)."""
@@ -197,3 +259,7 @@ def standardised(features: Tensor) -> Tensor:
     """
     centred = features - features.mean(dim=-1, keepdim=True)
     return centred / centred.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+
+
+def _after(depth: str) -> str:
+    return {LAST: "after the final norm", "embedding": "before the first block"}.get(depth, f"after block {depth}")

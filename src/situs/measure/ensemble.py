@@ -19,10 +19,16 @@ from situs.measure.by_class import TOP5_FROM, wilson
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_classes, load_set, open_several
 from situs.models.inference import Total, evaluating
-from situs.results import Provenance, Result, Summary, Table, percent
+from situs.results import Figure, Provenance, Result, Summary, Table, percent
 from situs.train.step import autocast
 
 Average = Literal["softmax", "logits"]
+MEANING = """
+Every model answers each sample, prepared as that model was trained to see it; their probabilities (or logits) are
+averaged and the heaviest class is the ensemble's answer. Models that err on different samples gain most from one
+another: the less they agree, the further the ensemble can pass its best member. A sample that no member has right is
+out of reach for any choice among their answers, though an average can still find it.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class Ensemble(Result):
     """
 
     file: ClassVar[str] = "ensemble"
+    meaning: ClassVar[str] = MEANING
     alone: dict[str, Accuracy]
     together: Accuracy
     agreement: tuple[tuple[float, ...], ...]
@@ -64,7 +71,8 @@ class Ensemble(Result):
         )
         header = ["", "top-1, %", "balanced, %", *(["top-5, %"] if many else []), "loss"]
         title = self.provenance.title(self.provenance.counted(self.together.count))
-        return Summary(text, (Table(title, header, rows),))
+        numbers = (percent(self.together.top1, 2), "top-1 together"), (percent(best.top1, 2), "the best alone")
+        return Summary(text, (Table(title, header, rows),), numbers=numbers)
 
     def numbers(self) -> dict[str, Any]:
         """Each model, all together, and how alike they answer."""
@@ -75,6 +83,29 @@ class Ensemble(Result):
             "agreement": self.agreement,
             "any_right": self.any_right,
         }
+
+    @property
+    def title(self) -> str:
+        """Of the page."""
+        return f"{len(self.alone)} classifiers as one"
+
+    def figures(self) -> list[Figure]:
+        """Each alone and all together, and how alike they answer."""
+        names, things = list(self.alone), self.provenance.things
+        top1 = {name: 100 * score.top1 for name, score in self.alone.items()}
+        top1 |= {f"together ({self.average})": 100 * self.together.top1, "any of them right": 100 * self.any_right}
+        alike = {"": ([[100 * share for share in row] for row in self.agreement], f"same answer, % of the {things}")}
+        return [
+            Figure("top1", "Top-1 of each model, of their average, and the share any of them has right.",
+                   "figures.bars", (top1, f"top-1, % of the {things}"), {"digits": ".2f"}),
+            Figure("agreement", f"Share of the {things} on which two models give the same answer, right or wrong.",
+                   "figures.value_grids", (alike, names, names, "model", "model"), {"limits": (0, 100)}),
+        ]  # fmt: skip
+
+    def details(self) -> list[Table]:
+        """Where the models come from."""
+        rows = [[name, facts.get("method"), facts["model"]] for name, facts in self.members.items()]
+        return [Table("The models", ["", "method", "model"], rows)] if rows else []
 
 
 def combine(logits: Tensor, average: Average = "softmax") -> Tensor:

@@ -19,12 +19,12 @@ from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.limits import check_value
 from situs.measure.accuracy import hard, labels_of
-from situs.measure.by_class import ByClass, by_class
+from situs.measure.by_class import ByClass, by_class, class_table
 from situs.measure.features import Pool, layer_features
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_labels, load_bank, made_with, opened
 from situs.models.inference import evaluating
-from situs.results import Result, Summary, Table, percent
+from situs.results import Figure, Result, Summary, Table, percent
 from situs.train.step import autocast
 
 AT_ONCE = 1 << 25
@@ -34,6 +34,11 @@ NEIGHBOURS = 20
 """That decide where nothing is said and classes have as many."""
 
 POOLS = {"cls": "CLS token", "mean": "mean of the patches"}
+MEANING = """
+Every sample becomes one vector after each block, through the model's final norm: its CLS token, or the mean of its
+patches. A test sample gets the class that weighs most among its k nearest training samples by cosine similarity.
+Nothing is trained, so this measures how the representation itself groups the samples.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class LayerKnn(Result):
     """
 
     file: ClassVar[str] = "knn"
+    subject: ClassVar[str] = "nearest neighbours"
+    meaning: ClassVar[str] = MEANING
     rows: tuple[LayerAccuracy, ...]
     bank: int
     count: int
@@ -84,9 +91,12 @@ class LayerKnn(Result):
         cells = {(row.layer, row.pool): [f"{100 * row.accuracy:.2f}", f"{100 * row.balanced:.2f}"] for row in self.rows}
         layers = sorted({row.layer for row in self.rows})
         rows = [[layer, *itertools.chain(*(cells[layer, pool] for pool in ends))] for layer in layers]
-        title = self.provenance.title(f"{samples}, k = {self.k} of {self.bank:,}")
+        weights = "each counts as one" if self.temperature is None else f"exp(similarity / {self.temperature:g})"
+        title = self.provenance.title(f"{samples}, k = {self.k} of {self.bank:,}, {weights}")
         header = ["after block", *itertools.chain(*((f"{POOLS[pool]}, %", "balanced, %") for pool in ends))]
-        return Summary(text, (Table(title, header, rows),))
+        notes = () if self.why_last is None else (f"Only the last layer: {self.why_last}.",)
+        of = f"at best, after block {best.layer}; largest class {percent(self.majority)}"
+        return Summary(text, (Table(title, header, rows),), notes, ((percent(best.accuracy, 2), of),))
 
     def numbers(self) -> dict[str, Any]:
         """Every layer, and how the neighbours were counted."""
@@ -100,6 +110,23 @@ class LayerKnn(Result):
             **ByClass.of(self.answers).numbers(),
             "classes": by_class(self.answers, self.classes),
         }
+
+    def figures(self) -> list[Figure]:
+        """One line a pool over the layers, and the largest class's share."""
+        if self.why_last is not None:
+            return [Figure("", "", "bars", ({POOLS[row.pool]: 100 * row.accuracy for row in self.rows}, "%"))]
+        series: dict[str, tuple[list[int], list[float]]] = {}
+        for row in self.rows:
+            x, y = series.setdefault(POOLS[row.pool], ([], []))
+            x.append(row.layer)
+            y.append(100 * row.accuracy)
+        caption = "Share of test samples whose class the neighbours name, after each block."
+        values = (series, "after block", "test samples named right, %")
+        return [Figure("layers", caption, "figures.curves", values, {"level": ("largest class", 100 * self.majority)})]
+
+    def details(self) -> list[Table]:
+        """The classes after the last block."""
+        return [class_table(self.answers, self.classes, self.provenance.things)]
 
 
 def evaluate_knn(

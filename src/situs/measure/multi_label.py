@@ -12,10 +12,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.errors import SitusError, counted, verb
+from situs.measure.by_class import LISTED, WEAKEST
 from situs.models.inference import rows_of_ranks
-from situs.results import Result, Summary, Table, percent
+from situs.results import Figure, Result, Summary, Table, percent
 
 _NAMED = 5
+MEANING = """
+A sample has any number of the classes. A class's average precision is the area under its curve of precision over
+recall, the samples ordered by the model's probability: 100 % where all that have the class come before all that have it
+not, and in a random order about the share that has it. Accuracy counts a class as told where its probability passes a
+half; the mean over the classes stands beside that of always giving each class's more frequent answer. F1 is the
+harmonic mean of precision and recall at that half. Unknown labels are left out of every number.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ class LabelAccuracy(Result):
     """A multi-label classifier's scores. classes: their names."""
 
     file: ClassVar[str] = "accuracy"
+    meaning: ClassVar[str] = MEANING
     scores: LabelScores
     classes: Sequence[str]
 
@@ -70,7 +79,8 @@ class LabelAccuracy(Result):
         shares = [percent(each, 2) for each in (found.mean_ap, found.accuracy, found.f1, found.exact)]
         header = ["", "mean average precision", "accuracy", "F1", "all labels right", "loss"]
         title = self.provenance.title(self.provenance.counted(found.count))
-        return Summary(said, (Table(title, header, [[name, *shares, f"{found.loss:.4f}"]]),), self._notes())
+        table = Table(title, header, [[name, *shares, f"{found.loss:.4f}"]])
+        return Summary(said, (table,), self._notes(), ((shares[0], "mean average precision"),))
 
     def _notes(self) -> tuple[str, ...]:
         found, notes = self.scores, []
@@ -93,6 +103,28 @@ class LabelAccuracy(Result):
         means = asdict(self.scores)
         means.pop("by_class")
         return {**means, "classes": self.rows()}
+
+    def figures(self) -> list[Figure]:
+        """Every class where they are few."""
+        if len(self.classes) > LISTED:
+            return [Figure("", "", "bars", ({"mean average precision": 100 * self.scores.mean_ap}, "%"))]
+        ranked = {row["class"]: 100 * row["average_precision"] for row in self._ranked()}
+        caption = "Average precision of each class."
+        return [Figure("classes", caption, "figures.bars", (ranked, "average precision, %"), {"digits": ".1f"})]
+
+    def details(self) -> list[Table]:
+        """The weakest classes."""
+        header = ["class", f"{self.provenance.things} with it", "of", "average precision, %", "accuracy, %", "F1, %"]
+        weakest = sorted(self._ranked(), key=lambda row: row["average_precision"])[:WEAKEST]
+        shown = ("average_precision", "accuracy", "f1")
+        rows = [
+            [row["class"], row["positives"], row["count"], *(f"{100 * row[name]:.2f}" for name in shown)]
+            for row in weakest
+        ]
+        return [Table("The classes it tells worst", header, rows)]
+
+    def _ranked(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows() if row["average_precision"] is not None]
 
 
 class LabelTally:

@@ -19,8 +19,14 @@ from situs.methods.base import Batch
 from situs.methods.language import word_losses
 from situs.models.data import AnyData, AnyModel, Chosen, load_any, made_with, opened
 from situs.models.inference import Total, evaluating
-from situs.results import Result, Summary, Table, percent
+from situs.results import Figure, Result, Summary, Table, percent
 from situs.train.step import autocast
+
+MEANING = """
+Each word but the first of its block is guessed from those before it there; the perplexity is the exponential of the
+mean of -log p, the model's probability of the word that stands there. A longer block and another tokeniser give another
+perplexity of the same text.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class Perplexity(Result):
     """A language model's scores on a text."""
 
     file: ClassVar[str] = "perplexity"
+    meaning: ClassVar[str] = MEANING
     scores: WordScores
 
     def summary(self) -> Summary:
@@ -49,11 +56,16 @@ class Perplexity(Result):
         )
         row = [name, f"{found.perplexity:.4f}", f"{found.loss:.5f}", percent(found.accuracy, 2)]
         title = self.provenance.title(counted(found.words, "words"))
-        return Summary(said, (Table(title, ["", "perplexity", "loss", "words guessed"], [row]),))
+        table = Table(title, ["", "perplexity", "loss", "words guessed"], [row])
+        return Summary(said, (table,), numbers=((f"{found.perplexity:.2f}", "perplexity"),))
 
     def numbers(self) -> dict[str, Any]:
         """The scores."""
         return asdict(self.scores)
+
+    def figures(self) -> list[Figure]:
+        """The share of the words that are guessed."""
+        return [Figure("", "", "bars", ({"next words guessed right": 100 * self.scores.accuracy}, "%"))]
 
 
 def evaluate_perplexity(

@@ -1,4 +1,7 @@
-"""Results as pages: a result's type -> its page, and `publish(result, out)`, which writes it.
+"""Results as pages: `publish(result, out)` writes the page that `make_page` draws of a result.
+
+A result gives its sentence, tables and figures, and one page draws them all; the few that tell a story have code of
+their own, which `PAGES` names.
 
 A published result is three kinds of files: NAME.json with every number, NAME.html to read, NAME-PICTURE.png for each
 figure.
@@ -13,7 +16,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from situs.errors import SitusError
 from situs.files import write_result
 from situs.results import Result, finite
 from situs.train import distributed
@@ -22,35 +24,17 @@ if TYPE_CHECKING:
     from situs.report.html import Page
 
 PAGES = {
-    "Adapted": "evaluate.adapt",
-    "Attention": "attention.page",
     "Audit": "gradients.page",
-    "ClassAccuracy": "evaluate.accuracy",
-    "ClassProbes": "evaluate.class_probe",
     "Comparison": "settings.page",
-    "ConsistencyCurve": "consistency.page",
-    "Correlations": "correlation.page",
     "Curves": "curve.page",
     "DataCheck": "data.check",
-    "Detections": "objects.page",
-    "Ensemble": "evaluate.ensemble",
-    "LabelAccuracy": "evaluate.label_accuracy",
-    "LayerKnn": "evaluate.knn",
     "LockAudit": "lock.audit_page",
-    "LockTuning": "lock.tuning_page",
     "Packed": "data.packed",
-    "Perplexity": "evaluate.perplexity",
     "PositionAudit": "positions_audit.page",
-    "PositionCurve": "evaluate.position_curve",
-    "PositionGrid": "evaluate.position_grid",
-    "PositionProbes": "evaluate.position_probe",
     "PositionTables": "positions.page",
     "Reconstruction": "reconstruct.page",
     "Remedies": "remedies.page",
-    "Robustness": "robustness.page",
     "Runs": "runs.page",
-    "SegmentProbes": "segments.segment_probe",
-    "Segments": "segments.segments",
     "SplitAudit": "split.page",
     "StepComparison": "bench.comparison",
     "StepTable": "bench.steps",
@@ -58,7 +42,7 @@ PAGES = {
     "TextAudit": "texts.page",
     "Verification": "lock.verify_page",
 }
-"""The class of a result -> the function of a module here that makes its page; loaded when it is asked for."""
+"""The class of a result that tells a story -> the function of a module here that makes its page."""
 
 PRIVATE = (
     "This page holds private images and what was recovered of them: keep it as safe as the images themselves, or make "
@@ -69,9 +53,7 @@ PRIVATE = (
 def make_page(result: Result) -> Page:
     """The page of a result, its pictures among it; one that is private says so at its top."""
     name = type(result).__name__
-    if name not in PAGES:
-        raise SitusError(f"{name}: has no page; those of {', '.join(sorted(PAGES))} have one")
-    module, function = PAGES[name].split(".")
+    module, function = PAGES.get(name, "default.page").split(".")
     page = getattr(import_module(f"situs.pages.{module}"), function)(result)
     page.notice = page.notice or (PRIVATE if result.private else "")
     page.reword(result.provenance.worded)

@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from situs.audit import ATTACKS
-from situs.audit.cases import EXACT, Outcome
-from situs.audit.collect import Leak, finished
+from situs.audit.cases import EXACT, ImageFinding
 from situs.audit.defences import THREAT
-from situs.audit.gradients import Audit, findings, opening, seen, steps_of, strength
-from situs.audit.judge.gate import ABOVE, BLIND, MARGINS, SCOPE, Ruling
+from situs.audit.engine import Leak
+from situs.audit.gradients import Audit, findings, grid, opening, reasons, seen, steps_of, strength, table
+from situs.audit.oracle import Oracle
 from situs.audit.remedies.result import Remedies, verdict
+from situs.audit.run import finished
+from situs.audit.scores.exposure import METRICS, blind_at
 from situs.audit.scores.metrics import BEST_PSNR
-from situs.audit.tables import REFUSED, alone, grid, judged, measured, reasons, table, unmeasured
+from situs.audit.tables import REFUSED, alone, measured, unmeasured
 from situs.errors import counted, verb
+from situs.gate import ABOVE, BLIND, SCOPE, Ruling
 from situs.report import figures
 from situs.report.html import Page, Section
 from situs.report.pixels import pixel_rows
@@ -36,12 +39,12 @@ ALONE = "not defined for one image, which is the nearest to whatever is found."
 
 GATE = (
     f"The gate, by the most exposed image, {SCOPE}. Above: an image came back closer than blind guesses by more than "
-    f"{MARGINS['aligned_psnr']:g} dB (PSNR up to gain, offset, flips, shifts and two levels) or {MARGINS['ssim']:g} "
-    "(SSIM), with more patches at their place, found again among the others more often than by chance, or above the "
-    "limit that was asked for. Passed: none did, not even under the least likely labels; there is noise in what is "
-    "sent, a closed form solved every image and its equations fit as noise and precision predict; and the oracle, a "
-    f"bound that is told the image, stays within those margins too. Everything else is inconclusive, which "
-    "is no pass; a search can only fail a gate."
+    f"{METRICS['aligned_psnr'].margin:g} dB (PSNR up to gain, offset, flips, shifts and two levels) or "
+    f"{METRICS['ssim'].margin:g} (SSIM), with more patches at their place, found again among the others more often "
+    "than by chance, or above the limit that was asked for. Passed: none did, not even under the least likely labels; "
+    "there is noise in what is sent, a closed form solved every image and its equations fit as noise and precision "
+    "predict; and the oracle, a bound that is told the image, stays within those margins too. Everything else is "
+    "inconclusive, which is no pass; a search can only fail a gate."
 )
 
 ONLY = "Only against the attacks of this page, which is no proof against others"
@@ -98,10 +101,12 @@ def page(audit: Audit) -> Page:
     page = Page(f"Gradient audit of {audit.model}", _lead(audit))
     _first_screen(page, audit)
     defences = {f"defence {name}": said for name, said in audit.about.items()}
-    attacks = dict.fromkeys(outcome.attack for outcome in audit.outcomes)
-    bounds = {f"bound {each.case.attack.name}": each.case.attack.about for each in audit.outcomes if each.is_bound}
+    attacks = dict.fromkeys(finding.attack for finding in audit.findings)
+    bounds = {f"bound {Oracle.name}": Oracle.about} if any(each.bound for each in audit.findings) else {}
     works = Section("").facts({**described(attacks), **bounds, **defences})
-    page.box("Threat model").facts({**THREAT, **audit.notes}).fold("How the attacks and defences work", works)
+    page.box("Threat model").facts({"model": audit.threat.name, **THREAT, **audit.notes}).fold(
+        "How the attacks and defences work", works
+    )
     section, ruling = page.section("Verdict"), audit.ruling
     if said := opening(audit):
         section.note(said)
@@ -111,7 +116,7 @@ def page(audit: Audit) -> Page:
         left = ", ".join(f"{attack} against {defence}" for attack, defence in audit.undone)
         section.text(f"These were not attacked before the stop: {left}.")
     if ruling is not None:
-        section.note(ruling.sentence).table(*judged(ruling)).text(GATE)
+        section.note(ruling.sentence).table(*ruling.table()).text(GATE)
     if audit.tone == "good":
         command = str(audit.provenance.facts.get("command", f"situs audit gradients MODEL (fail_above: {audit.limit})"))
         page.box("What to do next").text(NEXT).code(command).text(FURTHER)
@@ -150,7 +155,7 @@ def _would_help(box: Section, found: Remedies | None) -> Section:
     return box.text(f"{said} All that was tried stands in `defences.html` beside this.")
 
 
-def _worst(audit: Audit) -> Outcome | None:
+def _worst(audit: Audit) -> ImageFinding | None:
     return max((pair for pair in audit.attacked), key=strength, default=None)
 
 
@@ -163,7 +168,7 @@ def _lead(audit: Audit) -> str:
     if audit.tone == "good" and audit.ruling is not None:
         closer = f"The attacks tried here got hardly more of any {things.removesuffix('s')} than a blind guess."
         return f"{closer} {ONLY}, and {SCOPE}. What hardly means stands under Verdict, what to do next below it."
-    step, at_least = steps_of(worst, audit.step), "At least " * worst.lower_bound
+    step, at_least = steps_of(worst, audit.step), "At least " * (worst.why("lower_bound") is not None)
     if worst.exact:
         to_the_byte = worst.to_the_byte == worst.exact
         how = "byte for byte" if to_the_byte else "exactly"
@@ -198,8 +203,8 @@ def _first_screen(page: Page, audit: Audit) -> None:
     page.number("no error" if worst.worst_psnr >= BEST_PSNR else f"{worst.worst_psnr:.1f} dB", "the most exposed image")
     if (guess := _blind(audit, worst)) is not None:
         page.number(f"{guess:.1f} dB", "the same image guessed blind")
-    page.number(*finished(audit.outcomes))
-    if worst.pictures is None or worst.pictures.shape[1] not in (1, 3):
+    page.number(*finished(audit.findings))
+    if worst.shown is None or worst.shown.shape[1] not in (1, 3):
         pairs = sorted(audit.attacked, key=lambda pair: -pair.worst_psnr)
         shown = {f"{pair.attack}, {pair.defence}": pair for pair in pairs}
         page.opening.bars(
@@ -208,9 +213,9 @@ def _first_screen(page: Page, audit: Audit) -> None:
             "The image that came back best, by attack and defence.",
         )
         return
-    values = (worst.scores["psnr"] or [])[: len(worst.pictures)]
+    values = (worst.scores["psnr"] or [])[: len(worst.shown)]
     order = sorted(range(len(values)), key=lambda which: -values[which])[:SHOWN]
-    rows = [seen_from(part[order].cpu(), audit) for part in (audit.images, worst.pictures)]
+    rows = [seen_from(part[order].cpu(), audit) for part in (audit.images, worst.shown)]
     page.opening.figure(
         pixel_rows(rows),
         "Above: private images, the most exposed first. Below: rebuilt from what the client would send.",
@@ -218,13 +223,11 @@ def _first_screen(page: Page, audit: Audit) -> None:
     )
 
 
-def _blind(audit: Audit, pair: Outcome) -> float | None:
+def _blind(audit: Audit, pair: ImageFinding) -> float | None:
     """PSNR in dB of the best blind guess at the most exposed image of a pair, such as an average picture."""
     values = pair.scores.get("psnr") or [0.0]
     place = max(range(len(values)), key=values.__getitem__)
-    number = pair.numbers[place] if pair.numbers else place
-    guesses = [scores.get("psnr") or [] for scores in audit.baselines.values()]
-    return max((each[number] for each in guesses if number < len(each)), default=None)
+    return blind_at(audit.baselines, "psnr", pair.numbers[place])
 
 
 def made(result: Leak, without: Sequence[str] = ()) -> dict[str, Cell]:
@@ -251,7 +254,7 @@ def described(attacks: Iterable[str]) -> dict[str, Cell]:
     return {f"attack {name}": ATTACKS[name].about for name in attacks if name in ATTACKS}
 
 
-def _searched(pair: Outcome, batch: int) -> str | None:
+def _searched(pair: ImageFinding, batch: int) -> str | None:
     """What an optimisation attack can say of its search and of the labels it inferred."""
     facts = pair.facts[::batch]  # one an upload: they are searched in groups, and the last may have been stopped
     if not facts or "distance" not in facts[0]:
@@ -321,17 +324,17 @@ def _pictures(page: Page, audit: Audit, most: int = 4) -> None:
         return
     section = page.section("Pictures")
     for pair in audit.pairs:
-        if pair.pictures is None:
+        if pair.shown is None:
             continue
         values = (pair.scores["psnr"] or [])[:most]
-        real, found = (seen_from(part[: len(values)], audit) for part in (audit.images, pair.pictures))
+        real, found = (seen_from(part[: len(values)], audit) for part in (audit.images, pair.shown))
         titles = ["no error" if value >= BEST_PSNR else f"{value:.1f} dB" for value in values]
         strips = [("original", real), ("recovered", found), ("difference", (real - found).abs())]
         section.figure(
             picture_rows(strips, len(values), titles),
             f"{pair.attack} against {pair.defence}: originals, what was recovered from the gradients, and the absolute "
             f"difference (black: none); over each its PSNR.{TIME * (audit.provenance.things == 'clips')}"
-            f"{'' if pair.partial is None else f' Stopped after {pair.partial}.'}",
+            f"{'' if (cut := pair.why('stopped')) is None else f' Stopped after {cut}.'}",
         )
 
 

@@ -1,4 +1,4 @@
-"""The pages of locks: what a model obeys, the attacks on a lock, and the fine-tuning of a locked model."""
+"""The pages of locks: what a model obeys, and the attacks on a lock."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections import Counter
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import ATTACKERS
 from situs.locks.equivariance import Verification
-from situs.locks.tuning.result import LockTuning
 from situs.report import figures
 from situs.report.html import Page, Section, Tone
-from situs.results import percent
 
 
 def audit_page(found: LockAudit) -> Page:
@@ -95,36 +93,4 @@ def verify_page(found: Verification) -> Page:
     for table in said.tables:
         section.table(table.header, table.rows, table.title)
     section.note(" ".join(said.notes))
-    return page
-
-
-def tuning_page(found: LockTuning) -> Page:
-    """The four ways at the last step, and their curves."""
-    said = found.summary()
-    page = Page(f"Fine-tuning a locked model: {found.about}", lead=said.sentence)
-    for way, curve in found.curves.items():
-        page.number(percent(curve.accuracy[-1]), f"accuracy, {way}")
-    section = page.section("Who can use a locked model")
-    section.text(
-        "The lock permutes the channels between the blocks. Its owner permutes the stream along, so that training with "
-        "the key is training in another order of the channels; a thief has blocks whose weights do not fit the "
-        "embedding and the head, and can only train on from there."
-    )
-    section.table(said.tables[0].header, said.tables[0].rows, "After the last step.")
-    for table in said.tables[1:]:
-        section.table(table.header, table.rows, f"{table.title}.")
-    section.note(*said.notes)
-    counted = "words guessed" if found.words else f"{found.things} classified"
-    for title, unit, name, scale in (
-        ("Validation loss", "cross entropy", "loss", 1),
-        ("Validation accuracy", f"{counted} right, %", "accuracy", 100),
-    ):
-        lines = {way: (c.steps, [scale * v for v in getattr(c, name)]) for way, c in found.curves.items()}
-        drawn = figures.curves(lines, "update", unit, title=title)
-        (page.opening if name == "accuracy" else section).figure(drawn, f"{title} of the four ways.")
-    section.text(
-        "What the unauthorised have over training from scratch is what the lock does not take away: embedding, "
-        "positions, and the statistics of the weights. `situs audit lock` measures how far a thief gets by attacking "
-        "the key instead."
-    )
     return page

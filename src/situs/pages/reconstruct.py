@@ -22,10 +22,9 @@ from situs.measure.reconstruct import (
 )
 from situs.methods.measured import Puzzle
 from situs.pages.frames import frame_sections, in_a_row
-from situs.report.figures import channels_drawn
 from situs.report.html import Page
 from situs.report.puzzles import Panel, panels
-from situs.results import percent
+from situs.results import channels_drawn, percent
 
 Solved = Mapping[PuzzleRatios, Puzzle]
 """The puzzles of the images on the page, by setting."""
@@ -38,7 +37,7 @@ def page(found: Reconstruction) -> Page:
     best, score = max(found.scores.items(), key=lambda each: each[1].right)
     page.number(percent(score.right), f"of the patches asked for put right at {best.text}")
     section = page.section("How many patches are put right")
-    section.table(*said.tables[0][1:], _SCORES_CAPTION)
+    section.table(said.tables[0].header, said.tables[0].rows, _SCORES_CAPTION)
     for note in filter(None, (*said.notes, channels_drawn(found.images.shape[1]))):
         section.text(note)
     told = next(iter(found.scores)).position_ratio is not None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from situs.audit.defences import THREAT
-from situs.audit.judge.gate import SCOPE
 from situs.audit.remedies.result import UNTUNED, Remedies, cost_table, remedy_table, verdict
+from situs.gate import SCOPE
 from situs.pages.gradients import described
 from situs.report.html import Page, Section, Tone
 

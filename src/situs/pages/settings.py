@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from situs.audit.cases import SETTINGS, Outcome
+from situs.audit.cases import SETTINGS, ImageFinding
 from situs.audit.defences import THREAT
 from situs.audit.gradients import strength
 from situs.audit.scores.metrics import means_of
-from situs.audit.settings import Comparison, verdict
-from situs.audit.tables import COLUMNS, PARTS, REFUSED, alone, glance, measured, settings_table, unmeasured
+from situs.audit.settings import Comparison, glance, settings_table, verdict
+from situs.audit.tables import COLUMNS, PARTS, REFUSED, alone, measured, unmeasured
 from situs.errors import counted
 from situs.pages.gradients import CERTAIN, EXACTLY, described, made, picture_rows
 from situs.report.html import Page, Section
@@ -107,7 +107,7 @@ def _shown_and_hidden(page: Page, comparison: Comparison) -> None:
 
 def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
     """Originals, shuffled, and what each attacker made of the step on x̃; then of the step on x."""
-    drawn = [(row, row.pictures) for row in comparison.pairs if row.pictures is not None]
+    drawn = [(row, row.shown) for row in comparison.pairs if row.shown is not None]
     for setting in ("c", "a"):
         # MJP's models first, and in a model those who do not know MJP first: the order of the argument.
         rows = [each for each in drawn if each[0].case.setting == setting]
@@ -128,7 +128,7 @@ def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
         )
 
 
-def _label(row: Outcome) -> str:
+def _label(row: ImageFinding) -> str:
     """Model, attack, what he knows, mean PSNR: each on a line, since there is little space beside a row of pictures."""
     stepped = "with MJP's step" if row.case.name.endswith("MJP's step") else "the model"
     model = row.case.name if len(row.case.name) < 16 else stepped

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from situs.audit.judge.gate import Ruling
-from situs.audit.tables import judged
 from situs.audit.text.attack import NAME
 from situs.audit.text.found import UNNAMED, Read
 from situs.audit.text.result import HEADER, METRICS, TextAudit, cells, reasons, verdict
 from situs.errors import counted, verb
+from situs.gate import Ruling
 from situs.report.html import Page, Section, Tone
 from situs.results import percent
 
@@ -116,7 +115,7 @@ def _systems(audit: TextAudit) -> list[list[str | int | float | None]]:
 def _gate(section: Section, ruling: Ruling) -> None:
     limit = {"metric": ruling.limit.metric, "limit": ruling.limit.bound}
     shown = [each._replace(worst=each.worst and each.worst._replace(**limit)) for each in ruling.judgements]
-    header, rows = judged(replace(ruling, judgements=shown))
+    header, rows = replace(ruling, judgements=shown).table()
     blind = header.index("a blind guess")  # of words there is none
     parts = [[*row[:blind], *row[blind + 1 :]] for row in (header, *rows)]
     section.note(ruling.sentence).table([str(name) for name in parts[0]], parts[1:], GATE)

@@ -36,6 +36,7 @@ from situs.report.canvas import (
 )
 
 GAP = 0.06  # between neighbours of a mosaic, of a cell
+_LEVEL = 6  # columns up to which long names stand upright
 RESOLUTION = 200  # pixels an inch; the page shows an inch as 100 of its pixels
 
 
@@ -106,14 +107,6 @@ def mosaic(images: Any, rows: Sequence[str], columns: Sequence[str]) -> Figure:
     axis.tick_params(length=0, labelsize=LABEL, labelcolor=INK)
     unframe(axis)
     return figure
-
-
-def channels_drawn(channels: int) -> str:
-    """What a page must say of images whose channels are not grey or red, green and blue; nothing of others."""
-    if channels in (1, 3):
-        return ""
-    drawn = "by the mean of both" if channels == 2 else "by the first three, as red, green and blue"
-    return f"The images have {channels} channels and are drawn {drawn}."
 
 
 def as_picture(image: Any) -> np.ndarray:
@@ -326,7 +319,11 @@ def value_grids(
             colour = INK if np.isnan(value) or value > (low + high) / 2 else "white"  # cividis ends in yellow
             axis.text(column, row, text, ha="center", va="center", fontsize=size, color=colour)
         label(axis, title, x_label, y_label if axis is axes[0] else "")
-        axis.set_xticks(range(len(columns)), list(map(str, columns)))
+        shown, most = list(map(str, columns)), 12 if len(columns) <= _LEVEL else 24
+        shown = [name if len(name) <= most else f"{name[: most - 1]}…" for name in shown]
+        axis.set_xticks(range(len(columns)), shown)
+        if len(columns) > _LEVEL and max(map(len, shown)) > 3:
+            axis.tick_params(axis="x", rotation=90)
         axis.set_yticks(range(len(rows)), list(map(str, rows)))
         axis.tick_params(length=0)
         unframe(axis)

@@ -207,7 +207,8 @@ class Page:
         """The last sections: what the numbers mean, where that needs words, and how they were made."""
         if meaning:
             self.fold("What the numbers mean").text(meaning)
-        self.fold("How this page was made").facts(facts)
+        if facts:
+            self.fold("How this page was made").facts(facts)
         return self
 
     def reword(self, word: Callable[[str], str]) -> None:

@@ -49,8 +49,9 @@ def covered(picture: Any, mask: Any, colours: np.ndarray) -> np.ndarray:
     return np.where((mask >= 0)[..., None], mixed, shown).transpose(2, 0, 1)
 
 
-def mask_rows(rows: Sequence[MaskRow], classes: Sequence[str]) -> Figure:
-    """A picture and its masks a row, and below the classes that are seen in any of them."""
+def mask_rows(rows: Sequence[tuple[str, Any, Mapping[str, Any]]], classes: Sequence[str]) -> Figure:
+    """A picture and its masks a row (see `MaskRow`), and below the classes that are seen in any of them."""
+    rows = [MaskRow(*row) for row in rows]
     colours, titles = class_colours(len(classes)), ["image", *rows[0].masks]
     tall = float(np.mean([np.asarray(row.picture).shape[1] / np.asarray(row.picture).shape[2] for row in rows]))
     cell = min(2.2, (PAGE_WIDTH - 1.2) / len(titles))

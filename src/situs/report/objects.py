@@ -41,8 +41,9 @@ def class_map(found: Outlined, sides: tuple[int, int]) -> np.ndarray:
     return whole
 
 
-def object_rows(rows: Sequence[ObjectRow], classes: Sequence[str]) -> Figure:
-    """A picture and its objects a row, and below the classes that are seen in any of them."""
+def object_rows(rows: Sequence[tuple[str, Any, tuple[int, int], Mapping[str, Any]]], classes: Sequence[str]) -> Figure:
+    """A picture and its objects a row (see `ObjectRow`), and below the classes that are seen in any of them."""
+    rows = [ObjectRow(*row) for row in rows]
     masked = [
         MaskRow(row.name, row.picture, {title: class_map(each, row.sides) for title, each in row.objects.items()})
         for row in rows

@@ -56,7 +56,6 @@ VERBS = {
     "evaluate probe": Verb(),
     "evaluate reconstruct": Verb(),
     "evaluate robustness": Verb(),
-    "audit finetuning": Verb(model="from", seed=True, bare=True),
     "audit gradients": Verb(),
     "audit lock": Verb(),
     "audit split": Verb(),

@@ -63,9 +63,10 @@ def _renewed(tables: dict[str, Any]) -> dict[str, Any]:
     jobs, scales = tables.get("jobs"), tables.get("scales")
     if isinstance(jobs, dict):
         tables["jobs"] = {n: renewed(job) if isinstance(job, dict) else job for n, job in jobs.items()}
-    for name, changes in scales.items() if isinstance(scales, dict) else ():
-        if isinstance(changes, list):
-            scales[name] = [renewed(each) if isinstance(each, dict) else each for each in changes]
+    if isinstance(scales, dict):
+        for name, changes in scales.items():
+            if isinstance(changes, list):
+                scales[name] = [renewed(each) if isinstance(each, dict) else each for each in changes]
     return tables
 
 

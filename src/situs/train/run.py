@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ import torch
 
 from situs.backbones.lora import merge_lora
 from situs.config import from_dict
+from situs.core.when import When
+from situs.data.batch import Batch
 from situs.data.loader import Loader
 from situs.data.sources.memory import check_same
 from situs.errors import SitusError
@@ -97,19 +100,26 @@ def _begin(parts: Assembled) -> None:
 
 
 def _note_time(parts: Assembled) -> None:
-    """Notes how long a run on a CPU takes at most, before it begins: an update is three forwards of its samples.
+    """Notes how long a run on a CPU takes at most, before it begins: an update is three forwards of its samples, by the
+    method where it needs no labels (it may hide most tokens), else by its backbone.
 
     A GPU is fast enough for the first updates to tell (`situs.train.loop`).
     """
     takes = parts.method.backbone.input
     if parts.ranks.device.type != "cpu" or takes.words or takes.shape is None:
         return
-    backbone = copy.deepcopy(parts.method.backbone).eval()
     samples = torch.zeros(min(2, parts.loader.global_batch), takes.channels, *takes.shape)
-    with torch.inference_mode():
-        backbone(samples)
+    if parts.method.needs_targets:
+        backbone = copy.deepcopy(parts.method.backbone).eval()
+        forward_once = partial(backbone, samples)
+    else:
+        method, batch = copy.deepcopy(parts.method), Batch(samples, torch.arange(len(samples)))
+        draws = method.draw(batch, When(seed=parts.config.train.seed, epoch=0, progress=0.0))
+        forward_once = partial(method, batch, draws)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        forward_once()
         began = time.perf_counter()
-        backbone(samples)
+        forward_once()
     forward = (time.perf_counter() - began) / len(samples)
     seconds = 3 * forward * parts.loader.global_batch * parts.total
     if seconds > LONG:

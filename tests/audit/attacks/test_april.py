@@ -66,7 +66,7 @@ class PaperBackbone(Backbone):
         return [(block,) for block in self.model.blocks]
 
     def roles(self) -> dict[str, Role]:
-        return roles_of(self, Names(table=("pos_embed",), qkv=("qkv",)))
+        return roles_of(self, self.block_modules(), Names(table=("pos_embed",), qkv=("qkv",)))
 
     def finish(self, stream: Stream) -> Features:
         return Features(stream.z[:, :1], stream.z[:, 1:])

@@ -17,9 +17,9 @@ from situs.audit.attacks.prior import PatchEmbeddingPrior, image_prior
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Training, create_defence
-from situs.audit.judge.gate import Limit, exposed
 from situs.audit.public import ATTACKED
 from situs.audit.victim import PUBLIC, load_test_set, open_victim
+from situs.gate import Limit, exposed
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +212,7 @@ def test_a_gate_that_patchembed_passes_fails() -> None:
     assert worst["patchembed-prior"] > worst["patchembed"] + 0.2
     between = (worst["patchembed-prior"] + worst["patchembed"]) / 2
     limits = {
-        name: [one for pair in audit.pairs for one in exposed(pair, {}, audit.names, Limit("psnr", between))]
+        name: [one for pair in audit.pairs for one in exposed(pair, Limit("psnr", between))]
         for name, audit in (("closed", closed), ("whole", whole))
     }
     assert {one.attack for one in limits["whole"]} - {one.attack for one in limits["closed"]} == {"patchembed-prior"}

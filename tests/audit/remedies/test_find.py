@@ -21,7 +21,6 @@ from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import StoppedError
 from situs.audit.defences import Clip, NoDefence, Noise, Step, Withhold
-from situs.audit.judge.gate import Judgement, Limit, Ruling
 from situs.audit.remedies.bisect import Answer
 from situs.audit.remedies.find import Search, part_of
 from situs.audit.remedies.ladders import CostConfig, Rung, cost_of, ladders, scale_of
@@ -29,6 +28,7 @@ from situs.audit.remedies.result import Remedies, Remedy, Trial, verdict
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
+from situs.gate import Judgement, Limit, Ruling
 from situs.pages import make_page
 
 

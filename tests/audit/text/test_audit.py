@@ -9,9 +9,9 @@ import pytest
 from tiny_texts import write_folder
 
 from situs.audit.deadline import Deadline
-from situs.audit.judge.gate import ABOVE, NOT_JUDGED
 from situs.audit.text.audit import SENT, WITHHELD, audit_texts, first_lines
 from situs.errors import SitusError
+from situs.gate import ABOVE, NOT_JUDGED
 from situs.pages import make_page
 
 LINES = ("w3 w7 w1 w9", "w4 w3 w8 w2", "w11 w12 w13", "w20 w21 w3 w7 w30")

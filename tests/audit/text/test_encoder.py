@@ -48,9 +48,9 @@ def test_equal_sentences_are_found_once_and_that_is_said(tmp_path: Path) -> None
 def test_progress_counts_the_pairs_of_one_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every start goes through the same pairs: never more of them than there are."""
 
-    def fails(self: FirstBlock, z: torch.Tensor, x: torch.Tensor) -> Roots:
-        self.free = torch.ones(1, x.shape[1], dtype=x.dtype)  # there is a family, so that it starts again
-        return Roots(torch.zeros(len(z), dtype=torch.bool), z, x)
+    def fails(self: FirstBlock, z: torch.Tensor, _: int) -> Roots:
+        self.flat.free = torch.ones(1, 2)  # there is a family, so that it starts again
+        return Roots(torch.zeros(len(z), dtype=torch.bool), z)
 
     monkeypatch.setattr(FirstBlock, "search", fails)
     said: list[str] = []

@@ -24,7 +24,7 @@ def test_roots_are_the_attentions_outputs_and_false_words_have_none(tmp_path: Pa
     first = span_of(backbone, upload, qkv_weights(backbone, 1))
     count = sum(map(len, batch))
     assert block.out.rank == block.fc1.rank == block.fc2.rank == count  # every token has its own context
-    assert len(block.free) >= count - first.rank > 0
+    assert block.open >= count - first.rank > 0
     ids, mask = padded(batch)
     with torch.no_grad():
         outputs = entering(backbone, block.names[0], lambda: backbone(ids, mask))
@@ -32,42 +32,10 @@ def test_roots_are_the_attentions_outputs_and_false_words_have_none(tmp_path: Pa
         for place in range(1, 5):
             words = words_at(backbone, first, torch.arange(len(WORDS)), place)
             z = word_inputs(backbone, words, place).double()
-            roots = block.search(z, block.start(z))
+            roots = block.search(z)
             for word, there, o in zip(words.tolist(), roots.found.tolist(), roots.outputs, strict=True):
                 assert there <= ((word, place) in pairs)
                 own = [outputs[row, place] for row, one in enumerate(batch) if one[place : place + 1] == (word,)]
                 assert not there or min(float((o - true).norm() / true.norm()) for true in own) < 1e-3
             true = [(word, place) in pairs for word in words.tolist()]
             assert int(roots.found.sum()) >= 0.6 * sum(true)
-
-
-def test_the_search_follows_its_own_derivative(tmp_path: Path) -> None:
-    made = victim(tmp_path, "bert")
-    upload = text_gradients(made, sentences(made, *TEXTS), labels=[0, 1, 0], dtype=torch.float64)
-    assert isinstance(made.backbone, TextEncoder)
-    block = FirstBlock(made.backbone, upload)
-    z = word_inputs(made.backbone, torch.tensor([8, 9]), 1).double()
-    x = block.start(z) + 0.3
-    sketch = torch.randn(len(block.fc2.column), 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    rest, slope = block._equations(z, x, sketch)
-    for way in range(min(3, len(block.free))):
-        step = 1e-6 * block.free[way]
-        ahead, behind = (block._equations(z, x + sign * step, sketch)[0] for sign in (1, -1))
-        # Up to the length of the activation, by which the equations are divided and which is held for a step.
-        whole = [(ahead - behind) / 2e-6, slope[:, way]]
-        gap = whole[0] - whole[1]
-        along = (gap * rest).sum(1, keepdim=True) / rest.square().sum(1, keepdim=True) * rest
-        assert float((gap - along)[:, :-1].abs().max()) < 1e-3 * float(whole[1].abs().max())
-        assert float(gap[:, -1].abs().max()) < 1e-5 * (1 + float(whole[1][:, -1].abs().max()))
-
-
-def test_a_step_on_which_nothing_hangs_stops_no_search(tmp_path: Path) -> None:
-    made = victim(tmp_path, "bert")
-    upload = text_gradients(made, sentences(made, *TEXTS), labels=[0, 1, 0], dtype=torch.float64)
-    assert isinstance(made.backbone, TextEncoder)
-    block = FirstBlock(made.backbone, upload)
-    z = word_inputs(made.backbone, torch.tensor([8, 9]), 1).double()
-    sketch = torch.randn(len(block.fc2.column), 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    x, block.flows, block.ways = block.start(z), 0 * block.flows, 0 * block.ways
-    block.free = torch.zeros_like(block.free)
-    assert torch.equal(block._descend(z, x, sketch, 5), x)

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from situs.audit.judge.gate import ABOVE, NOT_JUDGED
-from situs.audit.judge.record import junit
 from situs.audit.text.found import Read
 from situs.audit.text.result import METRICS, Row, TextAudit, cells, parse_text_limit, reasons, verdict
 from situs.errors import SitusError
+from situs.gate import ABOVE, NOT_JUDGED, junit
 
 WHOLE = Read("sentence 1", (2, 5, 3), (2, 5, 3), (True, True, True))
 PART = Read("sentence 2", (2, 6, 7, 3), (2, 9), (True, False, True, True))
@@ -73,7 +72,8 @@ def test_what_was_not_attacked_is_not_judged() -> None:
     assert answers == ["incomplete", "nothing_applied", "incomplete"]
     assert "stopped after 0 of 2 sentences; 1 of 2 sentences was attacked" in ruling.judgements[0].said
     assert ruling.judgements[1].said == "the gradient of x is not sent"
-    xml = junit(example(little, refused, limit=parse_text_limit("tokens=0.3")), ruling).decode()
+    made = example(little, refused, limit=parse_text_limit("tokens=0.3"))
+    xml = junit("situs audit texts", ruling, made.provenance.facts, made.lines).decode()
     assert xml.count("<error") == 3 and "not attacked: the gradient of x" in xml
 
 

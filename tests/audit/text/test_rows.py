@@ -12,12 +12,12 @@ from tiny_texts import sentences, victim, write_folder
 
 from situs.audit import audit_texts
 from situs.audit.defences import Noise, create_defence
-from situs.audit.judge.gate import ABOVE, NOT_JUDGED
 from situs.audit.text.attack import find_sentences
 from situs.audit.text.audit import SENT
 from situs.audit.text.found import UNNAMED
 from situs.audit.text.rows import deviation, directions, match_rows, place_weight
 from situs.audit.text.victim import text_gradients, word_weight
+from situs.gate import ABOVE, NOT_JUDGED
 
 TEXT = "3 7 1 9 3 5"
 """One word twice: its row is the sum of two places'."""

@@ -12,18 +12,15 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Event, Thread
 from typing import Any, Self
 
 import pytest
 
 from situs import progress
-from situs.cli.demo import findings, server, split, stage
+from situs.cli.demo import findings, stage
 from situs.cli.demo import run as demo
 from situs.cli.demo.stage import Stage, _followed
 from situs.cli.main import main
-from situs.config import to_dict
 from situs.errors import SitusError
 from situs.locks.attacks.audit import LockAuditConfig, audit_lock
 from situs.locks.attacks.graph import Schedule, patient
@@ -31,7 +28,6 @@ from situs.locks.attacks.recovery import KeyRecovery
 from situs.measure import hooks
 from situs.report.html import Page
 from situs.results import Table
-from situs.train.run import RunConfig
 
 _measure = hooks.measure_accuracy
 
@@ -46,31 +42,11 @@ class Here:
         self.does(*self.given, print)
         return self
 
-    def wait(self, until: str) -> str:
-        return until
+    def wait(self) -> None:
+        pass
 
     def __exit__(self, *_: object) -> None:
         pass
-
-
-class Served:
-    """The server in a thread: a process starts longer than it serves, and tests of demo/split.py start real ones."""
-
-    def __init__(self, config: RunConfig, *places: Path) -> None:
-        self.end, self.told = Event(), SimpleQueue[str]()
-        self.thread = Thread(target=server.serve, args=(to_dict(config), *map(str, places), self.told.put))
-
-    def __enter__(self) -> Self:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(server, "run_server", partial(server.run_server, stopped=self.end.is_set))
-            self.thread.start()
-            self.address = self.told.get(timeout=60).removeprefix(server.LISTENING).split()[0]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end.set()
-        self.thread.join(60)
-        assert not self.thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +62,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory, undrawing: Callable[[pytest.Mo
         patch.setattr(findings.situs, "audit_lock", partial(audit_lock, config=LockAuditConfig(test=100)))
         patch.setattr("situs.locks.attacks.images.patient", lambda warmth: Schedule(1.0, patient(warmth).steps[::10]))
         patch.setattr(findings, "Aside", Here)
-        patch.setattr(split, "Server", Served)
         patch.setattr(progress, "FIRST", 1e9)  # else a slow machine is told how far it is
         assert main(["demo", "--quick", "--out", str(out)]) == 0
     assert complained.getvalue() == ""
@@ -101,7 +76,7 @@ def check_runs(folder: Path) -> None:
     from situs.train.run import load_run
 
     found = {each.name: load_run(each) for each in folder.iterdir() if each.is_dir()}
-    assert sorted(found) == ["after-MP3", "from-random-weights", "mp3", "split"]
+    assert sorted(found) == ["after-MP3", "from-random-weights", "mp3"]
     assert len(found["after-MP3"].classes or ()) == 10
 
 

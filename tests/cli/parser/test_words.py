@@ -30,7 +30,7 @@ GRADIENTS = "audit gradients x --data y"
         ("pretrain --batch-size 4", "--batch-size: situs pretrain has no such flag; perhaps --batch ("),
         ("pretrain --mask-ratio .5", "--mask-ratio: situs pretrain has no such flag; perhaps --method.mask-ratio ("),
         ("evaluate runs/x", "situs evaluate needs a verb before runs/x: accuracy, knn,"),
-        (f"{GRADIENTS} --fail-above 20", "fail_above='20': must be METRIC=NUMBER, as psnr=20, or blind; metrics: "),
+        (f"{GRADIENTS} --fail-above 20", "fail_above='20': must be METRIC=NUMBER, as "),
         (
             "pretrain --preset speech-mp3 --data samples --out x",
             "samples: holds images, and clips are asked for (--data)",

@@ -47,29 +47,3 @@ def test_the_noise_is_normal_and_each_samples_own():
     first, second = images[0][images[0] != 9.0], images[1][images[1] != 9.0]
     assert not torch.equal(first[:50], second[:50])
     assert torch.equal(erased(3, table=True), images[:3])
-
-
-def test_every_part_of_an_erased_rectangle_is_a_draw_of_its_own(related):
-    """Area, aspect, place on both axes, and the start of the noise, which a table of its own numbers tells."""
-    count, size = 6000, 48
-    noise = uniform(0, 0, torch.arange(count), "x", (erasing.NOISE,))
-    images = torch.full((count, 1, size, size), -1.0)
-    table = torch.arange(float(size * size * 16))
-    gone = erasing.erase(images, noise, 0.5, table, (0.02, 0.2))[:, 0]
-    chosen = (gone >= 0).flatten(1).any(1)
-    assert related({"whether": chosen.double(), "size": noise[:, 1], "top": noise[:, 21]}) == {}
-    gone = gone[chosen]
-    rows, columns = (gone >= 0).any(2), (gone >= 0).any(1)
-    h, w = rows.sum(1), columns.sum(1)
-    top, left = rows.int().argmax(1), columns.int().argmax(1)
-    # A pixel's number in the table, less its place in the image, is where the image began to read.
-    start = (gone[torch.arange(len(gone)), top, left].long() - (top * size + left)) % len(table)
-    drawn = {
-        "area": h * w,
-        "top": (top + 0.5) / (size - h + 1),
-        "left": (left + 0.5) / (size - w + 1),
-        "start": start,
-    }
-    assert related(drawn) == {}
-    small = h * w < 0.1 * size * size  # where no aspect is too long for the image
-    assert related({"aspect": (h / w)[small], **{name: each[small] for name, each in drawn.items()}}) == {}

@@ -152,44 +152,6 @@ def test_a_box_that_never_fits_is_the_centred_one():
     assert each.tolist() == [[0, 45, 10, 10], [45, 0, 10, 10], [0, 0, 10, 10]]
 
 
-def test_size_aspect_top_and_left_of_a_crop_are_four_draws(related):
-    noise = uniform(0, 0, torch.arange(20000), "x", (geometry.CROP_NOISE,))
-    boxes = geometry.resized_crop_boxes(noise, 256, 320, (0.1, 0.3), (1 / 2, 2.0))
-    top, left, h, w = boxes.unbind(1)
-    drawn = {
-        "area": h * w,
-        "aspect": w / h,
-        "top": (top + 0.5) / (256 - h + 1),
-        "left": (left + 0.5) / (320 - w + 1),
-    }
-    assert related(drawn) == {}
-    for name in ("top", "left"):
-        assert stats.kstest(drawn[name].numpy(), "uniform").statistic < 0.012
-
-
-def test_each_attempt_at_a_crop_is_a_new_draw():
-    """Where the first does not fit, the next is no more likely to fit for that: 1/2 each, by the image's shape."""
-    noise = uniform(0, 0, torch.arange(20000), "x", (geometry.CROP_NOISE,))
-    boxes = geometry.resized_crop_boxes(noise, 64, 64, (0.9, 1.0), (1 / 2, 2.0))
-    log = torch.log(torch.tensor(2.0))
-    area = 0.9 + 0.1 * noise[:, :10]
-    aspect = torch.exp(-log + noise[:, 10:20] * 2 * log)
-    fits = ((area * 4096 * aspect).sqrt().round() <= 64) & ((area * 4096 / aspect).sqrt().round() <= 64)
-    share = float(fits.float().mean())
-    failed = (boxes[:, 2] == 64) & (boxes[:, 3] == 64) & ~fits.any(1)
-    assert abs(float(failed.float().mean()) - (1 - share) ** 10) < 0.01
-    assert 0.02 < share < 0.2
-
-
-def test_pad_shifts_of_both_axes_are_two_draws(related):
-    noise = uniform(0, 0, torch.arange(20000), "x", (geometry.CROP_NOISE,))
-    boxes = geometry.pad_crop_boxes(noise, 8, 8, 4)
-    assert related({"down": boxes[:, 0], "across": boxes[:, 1]}) == {}
-    for axis in (0, 1):
-        counts = boxes[:, axis].long().add(4).bincount(minlength=9).numpy()
-        assert stats.chisquare(counts).pvalue > 1e-3
-
-
 def _changes(count: int, seed: int = 0):
     """Boxes, flips and two affine changes a sample, for sources of 24 x 32 pixels and results of 12 x 18."""
     draw = torch.Generator().manual_seed(seed)

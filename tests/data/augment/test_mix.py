@@ -102,36 +102,3 @@ def test_smoothing_is_torchs():
     labels, logits = torch.tensor([0, 3, 6]), torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
     wanted = F.cross_entropy(logits, labels, label_smoothing=0.1)
     assert torch.allclose(F.cross_entropy(logits, mix.soft_labels(labels, 7, 0.1)), wanted)
-
-
-def test_size_and_place_of_a_cutmix_box_are_three_draws(related):
-    count, side = 8000, 40
-    noise = uniform(0, 0, torch.arange(count), "x", (mix.NOISE,))
-    noise[:, 2] = 0.85 + 0.15 * noise[:, 2]  # small boxes
-    images = torch.arange(count).float().view(-1, 1, 1, 1).expand(-1, 1, side, side)
-    got, _ = mix.mix(images, torch.zeros(count, 2), noise, **{**ON, "mixup": 0.0})
-    pasted = (got != images)[:, 0]
-    rows, columns = pasted.any(2), pasted.any(1)
-    h, w = rows.sum(1), columns.sum(1)
-    down, across = (line.int().argmax(1) + extent / 2 for line, extent in ((rows, h), (columns, w)))
-    # Around the middle none is cut at the border, and the choice favours no combination.
-    whole = h > 0
-    for place in (down, across):
-        whole &= (place > 8) & (place < 32)
-    assert int(whole.sum()) > 1000
-    assert torch.equal(h[whole], w[whole])
-    assert related({"size": h[whole], "down": down[whole], "across": across[whole]}) == {}
-
-
-def test_whether_which_and_how_much_are_three_draws():
-    """Among the samples that MixUp takes, and among those it takes beside CutMix, the shares keep their whole law."""
-    count = 20000
-    noise = uniform(0, 0, torch.arange(count), "x", (mix.NOISE,))
-    images = torch.arange(count).float().view(-1, 1, 1, 1).expand(-1, 1, 8, 8)
-    labels = torch.eye(2)[torch.arange(count) % 2]
-    for switch, probability in ((0.5, 1.0), (0.5, 0.4), (0.0, 0.4)):
-        got, soft = mix.mix(images, labels, noise, **{**ON, "switch": switch, "probability": probability})
-        up = ((got != images) & (got != images[mix.partners(count, images.device)])).flatten(1).all(1)
-        keep = soft.gather(1, (torch.arange(count) % 2)[:, None])[:, 0][up]
-        assert abs(float(up.double().mean()) - probability * (1 - switch)) < 0.02
-        assert stats.kstest(keep.double().numpy(), stats.beta(0.8, 0.8).cdf).statistic < 0.025

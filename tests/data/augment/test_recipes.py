@@ -26,18 +26,6 @@ def views(images, ids, config, seed=0, epoch=0, size=20):
     return apply(images, draw(config, ids, seed=seed, epoch=epoch), config, (size, size), mean, std)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_sample_is_the_same_whatever_the_batch(name):
-    """Bit for bit: alone, in the whole batch, in another order, in another batch."""
-    images, ids = pictures(13), torch.arange(13) * 977
-    whole = views(images, ids, CONFIGS[name], epoch=4)
-    order = torch.tensor([7, 3, 12, 0, 5, 1])
-    assert torch.equal(views(images[order], ids[order], CONFIGS[name], epoch=4), whole[order])
-    for row in (0, 6, 12):
-        alone = views(images[row : row + 1], ids[row : row + 1], CONFIGS[name], epoch=4)
-        assert torch.equal(alone[0], whole[row])
-
-
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "none"])
 def test_seed_epoch_and_id_each_change_the_view(name):
     images, ids = pictures(1).expand(64, -1, -1, -1).contiguous(), torch.arange(64)

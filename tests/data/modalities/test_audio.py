@@ -68,18 +68,6 @@ def same(one: Tensor, two: Tensor) -> None:
     torch.testing.assert_close(one, two, rtol=0, atol=2e-5)
 
 
-def test_workers_and_ranks_change_nothing() -> None:
-    alone = loaded(Tones(broken=(5,)), epoch=2)
-    assert [batch.inputs.shape for batch in alone] == [(8, 1, 12, 18)] * 3
-    for one, two in zip(alone, loaded(Tones(broken=(5,)), epoch=2, workers=1), strict=True):
-        same(one.inputs, two.inputs)
-        assert torch.equal(one.targets["label"], two.targets["label"]) and torch.equal(one.ids, two.ids)
-    ranks = [loaded(Tones(broken=(5,)), epoch=2, rank=rank, world=2) for rank in range(2)]
-    for step, batch in enumerate(alone):
-        same(torch.cat([share[step].inputs for share in ranks]), batch.inputs)
-    assert not torch.allclose(alone[0].inputs, loaded(Tones(broken=(5,)), epoch=3)[0].inputs)
-
-
 def test_evaluation_is_the_scaled_spectrogram_and_leaves_out_what_is_broken() -> None:
     source = Tones(broken=(5,))
     batches = loaded(source, training=False)

@@ -111,23 +111,6 @@ def loader(path: Path, augment: AugmentConfig | None, rank: int = 0, world: int 
 AUGMENT = AugmentConfig(crop="scaled", jitter=0.3)
 
 
-def test_a_sample_is_the_same_in_any_batch(tmp_path: Path) -> None:
-    write_ade(tmp_path, {"training": 6, "validation": 2})
-    first = {}
-    for batch in loader(tmp_path, AUGMENT).iterate(epoch=1):
-        assert batch.inputs.shape == (4, 3, 24, 24) and batch.targets["mask"].dtype == torch.int16
-        first |= {int(i): (x, m) for i, x, m in zip(batch.ids, batch.inputs, batch.targets["mask"], strict=True)}
-    again = {}
-    for batch in loader(tmp_path, AUGMENT).iterate(epoch=1):
-        again |= {int(i): (x, m) for i, x, m in zip(batch.ids, batch.inputs, batch.targets["mask"], strict=True)}
-    pipeline = loader(tmp_path, AUGMENT).pipeline
-    for row, (image, mask) in first.items():
-        assert torch.equal(again[row][0], image)
-        part = pipeline.read(1, [row])
-        alone = pipeline.finish(part.values, part.ids, pipeline.noise(part.ids, 1))
-        assert torch.allclose(alone.inputs[0], image, atol=1e-6) and torch.equal(alone.targets["mask"][0], mask)
-
-
 def test_an_evaluation_sees_whole_images_and_their_masks_as_they_are(tmp_path: Path) -> None:
     write_ade(tmp_path, {"training": 2, "validation": 3})
     held = loader(tmp_path, None)

@@ -129,7 +129,7 @@ def test_image_mask_and_box_stay_where_the_figure_is(name: str) -> None:
 def test_a_fitted_crop_is_large_scale_jitter() -> None:
     noise = torch.rand(4000, geometry.CROP_NOISE, generator=torch.Generator().manual_seed(0))
     flip = noise[:, 5] < 0.5
-    top, left, high, wide = geometry.fitted_crop_boxes(noise, 80, 60, (48, 48), (0.1, 2.0), flip).T
+    top, left, high, wide = geometry.scaled_crop_boxes(noise, 80, 60, (48, 48), (0.1, 2.0), flip).T
     scale = 80 / high  # at 1 the longer side is as long as the box
     assert torch.allclose(high, wide)
     assert 0.1 <= float(scale.min()) < 0.11 and 1.99 < float(scale.max()) <= 2.0
@@ -156,33 +156,6 @@ def test_what_a_worker_shrinks_is_what_the_device_would_have(monkeypatch: pytest
 def loader(path: Path, augment: AugmentConfig | None, **fields: Any) -> Any:
     given = {"target": "objects", "img_size": 32, "batch": 4, "workers": 0} | fields
     return make_loader(DataConfig(str(path), **given), augment)
-
-
-def test_a_sample_is_the_same_in_any_batch_and_by_any_worker(tmp_path: Path) -> None:
-    write_coco(tmp_path, {"train": 9})
-    augment = replace(JITTER, jitter=0.3, scales=(0.5, 2.0))
-    runs = []
-    for fields in ({}, {"batch": 3}, {"workers": 2}):
-        found = {}
-        for batch in loader(tmp_path, augment, **fields).iterate(epoch=1):
-            for number, (row, own) in enumerate(zip(batch.ids.tolist(), objects_of(batch.targets), strict=True)):
-                found[row] = (batch.inputs[number], own.boxes, own.classes, own.masks)
-        runs.append(found)
-    assert len(runs[0]) == 8 and len(runs[1]) == 9
-    for other in runs[1:]:
-        for row in runs[0].keys() & other.keys():
-            assert all(torch.equal(one, two) for one, two in zip(runs[0][row], other[row], strict=True))
-    assert any(len(each[2]) == 0 for each in runs[1].values())  # an image without objects stays
-
-
-def test_it_goes_on_at_any_step_with_the_same_batches(tmp_path: Path) -> None:
-    write_coco(tmp_path, {"train": 8})
-    whole = [*loader(tmp_path, JITTER, batch=2).iterate(epoch=2)]
-    rest = [*loader(tmp_path, JITTER, batch=2).iterate(epoch=2, start_step=2)]
-    assert len(rest) == 2
-    for one, two in zip(whole[2:], rest, strict=True):
-        assert torch.equal(one.inputs, two.inputs)
-        assert all(torch.equal(one.targets[name], two.targets[name]) for name in one.targets)
 
 
 def test_parts_of_a_batch_are_joined_whatever_their_sides(tmp_path: Path) -> None:

@@ -80,18 +80,6 @@ def test_an_epoch_has_every_sentence_once_and_another_order_each_time(config: Da
     assert torch.stack(spread).float().mean() < 2  # words, where they vary by 11
 
 
-def test_any_step_and_any_ranks_give_the_same_sentences(config: DataConfig) -> None:
-    whole = list(make_loader(config, AugmentConfig()).iterate(1))
-    later = list(make_loader(config, AugmentConfig()).iterate(1, 5))
-    assert len(whole) == 12 and all(same(a, b) for a, b in zip(whole[5:], later, strict=True))
-    ranks = [list(make_loader(config, AugmentConfig(), rank=rank, world=2).iterate(1)) for rank in (0, 1)]
-    for batch, *parts in zip(whole, *ranks, strict=True):
-        assert torch.equal(batch.ids, torch.cat([part.ids for part in parts]))
-    mark = make_loader(config, AugmentConfig()).mark
-    assert mark == f"100 samples by their lengths ({sum(len(t.split()) + 2 for t, _ in lines(100, 1))} in all)"
-    assert make_loader(replace(config, count=50), AugmentConfig()).mark != mark
-
-
 def test_words_are_their_own_targets(config: DataConfig, tmp_path: Path) -> None:
     told = replace(config, path=str(write_plain(tmp_path, 50)), target="words", text=replace(config.text, longest=12))
     batches = list(make_loader(replace(told, batch=3), None))

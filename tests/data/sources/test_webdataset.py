@@ -16,7 +16,7 @@ from situs.data.blocks import BlockOrder
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader
 from situs.data.open import open_source
-from situs.data.sampler import BatchPlan, batches_for, exact_order
+from situs.data.sampler import BatchPlan, batches_for, epoch_order
 from situs.data.sources import webdataset
 from situs.errors import BrokenSampleError, SitusError
 
@@ -146,7 +146,7 @@ def test_blocks_are_runs_within_a_shard(shards):
     assert (blocks.dear, blocks.bytes) == (False, sum(file.stat().st_size for file in shards.glob("*.tar")))
     config = DataConfig(str(shards), img_size=5, batch=4, resident="never", workers=0)
     exact, mixed = (make_loader(replace(config, order=order), RECIPES["none"]) for order in ("auto", "blocks"))
-    assert (exact.plan.order, exact.order, exact.mark) == (exact_order, ", shuffled exactly", "24 samples in any order")
+    assert (exact.plan.order, exact.order, exact.mark) == (epoch_order, ", shuffled exactly", "24 samples in any order")
     assert mixed.mark.startswith("24 samples in blocks (")
     assert mixed.order == ", shuffled in blocks: of 9 pieces of shards, 9 at a time (3.8e-05 GiB)"
 

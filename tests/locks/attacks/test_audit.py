@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from builders import small_hf
+from sentences import write_set
+from tiny_texts import write_folder
 
 from situs.backbones import create_backbone
 from situs.backbones.timm.create import published_name
+from situs.data.text import Columns
 from situs.errors import SitusError
 from situs.locks.attacks import LockAudit, LockAuditConfig, audit, audit_lock
 from situs.locks.attacks.adapter import Labelled
@@ -271,3 +277,22 @@ def test_the_blocks_of_dinov2_alone_give_the_key_to_who_has_it(shared_data, tmp_
     given = {"key": KEY, "base": "vit_small_patch14_dinov2", "weights": weights}
     found = audit_lock(tmp_path / "less", attacker=["no-base", "public-base", "drifted-base"], **given)
     assert [each.right for each in found.attacks[1:]] == [384, 384] and found.strength == 0
+
+
+def test_sentences_whose_columns_have_other_names(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    usual, model = write_set(tmp_path / "set"), write_folder(tmp_path / "bert", "bert", width=16, seed=5)
+    (tmp_path / "other").mkdir()
+    for file in usual.glob("*.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        other = [{"id": "w9", "review": row["sentence"], "stars": row["label"]} for row in rows]
+        (tmp_path / "other" / file.name).write_text("\n".join(map(json.dumps, other)))
+    lock(model, KEY, tmp_path / "locked")
+    found = [
+        audit_lock(
+            tmp_path / "locked", data=where, key=KEY, attacker="no-base", config=LockAuditConfig(test=12, text=columns)
+        )
+        for where, columns in ((usual, Columns()), (tmp_path / "other", Columns(column="review", label="stars")))
+    ]
+    assert found[0].attacks[0].owner == found[1].attacks[0].owner is not None
+    assert "samples that have one length, labels unread" in found[0].attacks[0].cost

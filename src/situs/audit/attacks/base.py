@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,10 +16,10 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Gradients, NoDefence, Training
 from situs.backbones.base import Backbone
 from situs.core.when import START, When
+from situs.findings import Certificate, Fact
 from situs.methods.base import Method
 from situs.methods.measured import HidesPlaces
 
-Fact = float | int | str | None
 Normalisation = tuple[Sequence[float], Sequence[float]]
 """Mean and deviation of each channel."""
 
@@ -127,6 +127,35 @@ class Recovery:
     facts: list[dict[str, Fact]]
     labels: Tensor | None = None
     partial: str | None = None
+
+    @property
+    def certificates(self) -> list[Certificate]:
+        """Of a closed form, what it can prove of each upload."""
+        return [certificate_of(fact) for fact in self.facts]
+
+
+def certificate_of(fact: Mapping[str, Fact]) -> Certificate:
+    """What an attacker can prove of an image, of the facts of a closed form.
+
+    A linear system has one solution where it has as many directions as unknowns (`rank`, `unknowns`); where none was
+    solved there is none to miss. sharp: of an attack that does not count them, whether rounding leaves its solution in
+    one place. hidden: patches whose places are not known. unseen: numbers that its layer does not see.
+    """
+
+    def number(name: str) -> float:
+        return float(fact.get(name) or 0)
+
+    residual, expected = (number(name) if name in fact else None for name in ("residual", "expected_residual"))
+    unique = fact.get("sharp") is not False and ("rank" not in fact or number("rank") >= number("unknowns"))
+    return Certificate(
+        fact.get("fits") is True,
+        residual,
+        expected,
+        unique,
+        order_known=number("hidden") <= 1,
+        unseen=int(number("unseen")),
+        verdict=str(fact.get("verdict") or ""),
+    )
 
 
 def joined(found: Sequence[Recovery]) -> Recovery:

@@ -1,6 +1,6 @@
 """The search: each defence's ladder climbed on some images, what is named tried on others, and its cost.
 
-Only attacks decide. A setting is named where the gate of an audit (`judge.gate`) passes it: a closed form that knows
+Only attacks decide. A setting is named where the gate of an audit (`situs.gate`) passes it: a closed form that knows
 the defence solved all images, its equations fit, and none is above the limit. Where no attack applies there is no pass.
 """
 
@@ -15,14 +15,15 @@ from situs.audit.cases import TestSet
 from situs.audit.deadline import Deadline, StoppedError
 from situs.audit.defences import NoDefence
 from situs.audit.gradients import attack_gradients
-from situs.audit.judge.gate import Judgement, Limit, parse_limit
 from situs.audit.public import ATTACKED, COUNT, NOTHING, config_from, open_audit, step_of
 from situs.audit.remedies.bisect import Answer, climb
 from situs.audit.remedies.ladders import CostConfig, Rung, cost_of, ladders
 from situs.audit.remedies.result import Remedies, Remedy, Trial
 from situs.audit.remedies.tune import Tuned, Tuning
+from situs.audit.scores.exposure import METRICS
 from situs.backbones.base import Backbone
 from situs.errors import SitusError, counted
+from situs.gate import Judgement, Limit, parse_limit
 from situs.methods.base import Method
 from situs.models.data import AnyData
 from situs.progress import tracked
@@ -190,7 +191,7 @@ def find_defences(
     """
     costs = CostConfig(**{each.name: options.pop(each.name) for each in fields(CostConfig) if each.name in options})
     config, asked = config_from(options)
-    bound = parse_limit(limit, "find_defence")
+    bound = parse_limit(limit, METRICS, "find_defence")
     wanted = config.count or COUNT
     searching = replace(config, fail_above=limit)  # a limit as a gate has it
     opened = open_audit(model, data, attacks, searching, asked, count=wanted * (1 + ROUNDS))

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from situs.audit.judge.gate import Limit
 from situs.audit.remedies.bisect import Answer
 from situs.audit.remedies.ladders import Cost
 from situs.audit.remedies.tune import Tuned
 from situs.errors import counted
+from situs.gate import Limit
 from situs.results import Cell, Result, Summary, Table, percent
 
 

@@ -120,11 +120,3 @@ def order_rows(seen: Tensor, side: PublicSide) -> Tensor:
 def read_pixels(tokens: Tensor, places: Tensor, side: PublicSide) -> Tensor:
     """Patches [M, P] behind tokens [M, D] that stand at `places` [M]."""
     return side.pixels + (tokens - side.places[places]) @ (side.cross @ side.whitener(_PIXEL_RIDGE)).T
-
-
-def put_together(seen: Tensor, found: Tensor, side: PublicSide) -> Tensor:
-    """Images as patches [n, N, P] from rows [n, R, D] and what each is believed to be [n, R]."""
-    prefix = len(side.prefix)
-    ordered = torch.empty_like(seen).scatter_(1, found[..., None].expand_as(seen), seen)[:, prefix:]
-    places = torch.arange(ordered.shape[1]).expand(len(ordered), -1)
-    return read_pixels(ordered.flatten(0, 1), places.flatten(), side).view(*ordered.shape[:2], -1)

@@ -15,7 +15,7 @@ import torch
 from situs.audit.client import DTYPES
 from situs.audit.deadline import Deadline
 from situs.audit.defences import DEFENCES, Defence, Gradients, Step, create_defence
-from situs.audit.judge.record import evidence
+from situs.audit.evidence import evidence
 from situs.audit.text.attack import find_sentences, reads_embedding, refusal
 from situs.audit.text.found import UNNAMED, Found, Read, pick, score
 from situs.audit.text.result import Row, TextAudit, parse_text_limit

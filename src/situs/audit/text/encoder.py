@@ -22,6 +22,18 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
+from situs.audit.attacks.solver import (
+    Activation,
+    Behind,
+    Descent,
+    Family,
+    Flat,
+    Group,
+    Heads,
+    Range,
+    Tokens,
+    pulls,
+)
 from situs.audit.attacks.spans import TELLING, Norm, Span
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
@@ -44,11 +56,11 @@ from situs.errors import counted, verb
 # places.
 
 
-ROUNDS, SKETCH = 30, 2
-"""Steps of a search, and how many equations it has for each unknown; what it finds is judged by all of them."""
+ROUNDS, POLISH = 30, 12
+"""Steps of a search, and from its end to the root."""
 
-ARRIVED, STALLED = 1e-12, 5
-"""Sum of squares at which a search ends, and after how many steps that hardly help."""
+NEAR = 3 * TELLING
+"""The share of the activation that may stick out at the end of a search that is followed to a root."""
 
 FLAT = 3e-3
 """A direction in which the linear equations change by less than this, of the most they change, is left to the search:
@@ -56,15 +68,13 @@ rounding would blur what they say of it."""
 
 
 class Roots(NamedTuple):
-    """found: [m] bool; loosely, for what is made of a root is held against the second block. outputs: o [m, D]. left:
-    share of the activation that sticks out, [m]."""
+    """found: [m] bool; loosely, for what is made of a root is held against the second block. outputs: o [m, D]."""
 
     found: Tensor
     outputs: Tensor
-    left: Tensor
 
 
-class FirstBlock:
+class FirstBlock(Behind):
     """The first block of an encoder with the spans of an upload; all in float64."""
 
     def __init__(self, backbone: TextEncoder, upload: Gradients, even: bool = False) -> None:
@@ -78,98 +88,52 @@ class FirstBlock:
             for part in (layer.norm1, layer.attention.out, layer.mlp.up[0])
             for tensor in (part.weight, part.bias)
         )
-        weight, bias, self.w_out, self.b_out, self.w_in, self.b_in = parts
-        self.norm, self.act = Norm(weight, bias, layer.norm1.eps), layer.mlp.act
+        weight, bias, mixing, self.shift, *self._entry = parts
+        self.norm2, self.into, self._act = Norm(weight, bias, layer.norm1.eps), mixing.T, layer.mlp.act
         self.basis = self.out.inside / self.out.column
         """Of the attention's outputs, [n, D]."""
-        self.moves = self.basis @ self.w_out.T
-        shift = self.norm.bias if self.norm.bias is not None else torch.zeros_like(self.b_out)
-        ways = torch.cat([self.norm.form(self.moves), shift.unsqueeze(0)]) * self.fc1.column
-        left, values, right = torch.linalg.svd(self.fc1.outside(ways), full_matrices=False)
-        kept = values > FLAT * values[0]
-        self.solve = right[kept].T / values[kept] @ left[:, kept].T
-        self.free = left[:, ~kept].T.contiguous()
-        """The family's directions in the coordinates of `basis` and one scale, [f, n + 1]."""
-        self.ways = self.free[:, :-1] @ self.moves
-        self.flows = (self.norm.form(self.ways) @ self.w_in.T).float()
-        self.stray = float(self.fc1.outside(shift * self.fc1.column).norm())
+        self.group, self.activation = Group(self.norm2, self.fc1), Activation(self)
+        rows = self.group.rows(self.basis @ self.into)
+        self.flat = Flat(rows, lambda values: int((values > FLAT * values[:1]).sum()))
 
-    def start(self, z: Tensor) -> Tensor:
-        """The least o that solves the linear equations, in the coordinates of `basis`, and the scale, [m, n + 1]."""
-        goal = self.fc1.outside(self.norm.form(z + self.b_out) * self.fc1.column)
-        return -goal @ self.solve
+    def entry(self) -> tuple[Tensor, Tensor]:
+        return self._entry[0], self._entry[1]
 
-    def middle(self, z: Tensor, x: Tensor) -> Tensor:
-        """y of tokens z [m, D] with coordinates x [m, n + 1]."""
-        return z + self.b_out + x[:, :-1] @ self.moves
+    def tail(self, entered: Tensor) -> Tensor:
+        return self._act(entered)
 
-    def search(self, z: Tensor, x: Tensor, rounds: int = ROUNDS) -> Roots:
-        """Levenberg–Marquardt in the family of each token z [m, D] from coordinates x [m, n + 1]."""
-        f, width = len(self.free), len(self.fc2.column)
-        if f:
-            equations = min(SKETCH * f + 64, width - self.fc2.rank)
-            chance = torch.Generator().manual_seed(0)
-            drawn = torch.randn(equations, width, generator=chance, dtype=torch.float64).to(z.device)
-            sketch = self.fc2.outside(drawn).T.contiguous() * self.fc2.column.unsqueeze(1) / width**0.5
-            x = self._descend(z, x, sketch, rounds)
-        y = self.middle(z, x)
-        u = (self.norm.form(y) / self.norm.size(y)) + (0 if self.norm.bias is None else self.norm.bias)
-        a = self.act(u @ self.w_in.T + self.b_in)
-        left = self.fc2.residual(a)
-        return Roots((left <= TELLING) & (self.fc1.residual(u) <= TELLING), x[:, :-1] @ self.basis, left)
+    @property
+    def open(self) -> int:
+        """How many directions of o the linear equations leave."""
+        return len(self.flat.free)
 
-    def _descend(self, z: Tensor, x: Tensor, sketch: Tensor, rounds: int) -> Tensor:
-        """Tokens that have arrived, or come no nearer, are left as they are."""
-        x, going = x.clone(), torch.arange(len(z), device=z.device)
-        damp, stalled = torch.full((len(z),), 1e-2, dtype=z.dtype, device=z.device), torch.zeros_like(going)
-        rest, slope = self._equations(z, x, sketch)
-        for _ in range(rounds):
-            tried = x[going] + self._step(rest, slope, damp) @ self.free
-            new_rest, new_slope = self._equations(z[going], tried, sketch)
-            cost, new_cost = (each.square().sum(dim=1) for each in (rest, new_rest))
-            better = new_cost < cost
-            x[going] = torch.where(better.unsqueeze(1), tried, x[going])
-            rest = torch.where(better.unsqueeze(1), new_rest, rest)
-            slope[better] = new_slope[better]
-            damp = torch.where(better, damp / 5, damp * 4).clamp(1e-9, 1e9)
-            stalled = torch.where(new_cost < 0.9 * cost, 0, stalled + 1)
-            left = (rest.square().sum(dim=1) > ARRIVED) & (stalled < STALLED)
-            going, rest, slope, damp, stalled = (each[left] for each in (going, rest, slope, damp, stalled))
-            if not len(going):
-                break
-        return x
+    def family(self, z: Tensor) -> Family:
+        """What the linear equations leave of the attention's outputs of tokens z [m, D]."""
+        known, parts = z + self.shift, (self.flat.least(self.group(z + self.shift)), self.flat.free)
+        least, along = (part[:, : len(self.basis)] @ self.basis for part in parts)
+        fixed = Tokens(least[:, :0], least, z, known + least @ self.into)
+        moves = Tokens(along[:, :0], along, torch.zeros_like(along @ self.into), along @ self.into)
+        return Family(fixed, moves, self.flat.values)
 
-    def _step(self, rest: Tensor, slope: Tensor, damp: Tensor) -> Tensor:
-        """Levenberg–Marquardt's step along the family, [m, f]."""
-        normal = (slope @ slope.mT).double()
-        scale = normal.diagonal(dim1=1, dim2=2)
-        extra = damp.unsqueeze(1) * scale + 1e-7 * scale.amax(dim=1, keepdim=True)
-        goal = slope.double() @ rest.unsqueeze(2)
-        # Where nothing hangs on the step (coarse gradients that are 0), it is no number, and lowers no cost.
-        return -torch.linalg.solve_ex(normal + torch.diag_embed(extra), goal).result[:, :, 0]
-
-    def _equations(self, z: Tensor, x: Tensor, sketch: Tensor) -> tuple[Tensor, Tensor]:
-        """What must be 0, [m, E], and its derivative along the family, [m, f, E]."""
-        y = self.middle(z, x)
-        size, form = self.norm.size(y), self.norm.form(y)
-        bias = 0 if self.norm.bias is None else self.norm.bias
-        with torch.enable_grad():
-            pre = ((form / size + bias) @ self.w_in.T + self.b_in).requires_grad_()
-            a = self.act(pre)
-            [rate] = torch.autograd.grad(a.sum(), pre)
-        a = a.detach()
-        away = y - y.mean(dim=1, keepdim=True) if self.norm.centred else y
-        turn = away @ self.ways.T / (size * y.shape[1])  # how the size changes, [m, f]
-        whole = (a * self.fc2.column).norm(dim=1, keepdim=True)
-        rest = a @ sketch / whole
-        # The derivative alone may be coarse, and it is what takes the time.
-        along = (form @ self.w_in.T / size).float().unsqueeze(1)
-        flow = (self.flows - turn.float().unsqueeze(2) * along).mul_((rate / size / whole).float().unsqueeze(1))
-        slope = flow @ sketch.float()
-        # The scale of the linear equations must be that of y itself; one equation, where the norm's bias sticks out.
-        gap = self.stray * (size[:, 0] - x[:, -1]) / size[:, 0]
-        dgap = self.stray * (turn * x[:, -1:] / size.square() - self.free[:, -1] / size)
-        return torch.cat([rest, gap.unsqueeze(1)], dim=1), torch.cat([slope, dgap.float().unsqueeze(2)], dim=2)
+    def search(self, z: Tensor, start: int = 0) -> Roots:
+        """The root of each token z [m, D] that is nearest to the least o, or to another start."""
+        family, every = self.family(z), torch.arange(len(z), device=z.device)
+        phi = z.new_zeros(len(z), self.open)
+        if start:
+            drawn = torch.randn(phi.shape, generator=torch.Generator().manual_seed(start), dtype=phi.dtype)
+            size = (family.fixed.o * self.out.column).norm(dim=1, keepdim=True)
+            phi = drawn.to(z.device) * size / max(self.open, 1) ** 0.5
+        if self.open:
+            coarse, fine = (
+                Descent(self.activation, family, self.fc2, Range(z[0, :0], z[0, :0]), dtype=dtype)
+                for dtype in (torch.float32, torch.float64)
+            )
+            rest = coarse.run(every, phi, ROUNDS)
+            phi, near = rest.phi, (rest.cost <= NEAR**2).nonzero()[:, 0]
+            phi[near] = fine.run(near, phi[near], POLISH).phi
+        tokens = family.tokens(every, phi)
+        fits = (self.fc2.residual(self.late(tokens.m)), self.fc1.residual(self.norm2.apply(tokens.m)))
+        return Roots(torch.maximum(*fits) <= TELLING, tokens.o)
 
 
 # --- words at places, then who is with whom --------------------------------------------------------------------------
@@ -217,7 +181,7 @@ def encoder_sentences(
     first, second = (qkv_weights(backbone, depth) for depth in (1, 2))
     one, two = (span_of(backbone, upload, names, even) for names in (first, second))
     block = FirstBlock(backbone, upload, even)
-    facts = {"rank": one.rank, "tokens": block.fc1.rank, "channels": backbone.dim, "free": len(block.free)}
+    facts = {"rank": one.rank, "tokens": block.fc1.rank, "channels": backbone.dim, "free": block.open}
     if (shared := len(backbone.block_modules())) < backbone.depth:  # what is read of a gradient is of every run
         facts["runs"] = backbone.depth // shared
     if reason := full(one, backbone.dim) or full(two, backbone.dim) or full(block.fc1, backbone.dim):
@@ -306,10 +270,10 @@ class _Search:
         self.backbone, self.block, self.able, self.two, self.weight = backbone, block, able, two, weight
         self.unknown, self.gaps = unknown, dict[Sentence, list[int]]()
         attention = backbone.parts()[0].attention
-        parts = [able.vectors @ part.weight.double().T + part.bias.double() for part in attention.qkv]
-        self.q, self.k, self.v = (part.unflatten(1, (attention.heads, -1)) for part in parts)
-        assert attention.scale is not None
-        self.scale = attention.scale
+        matrices, biases = ([part.weight for part in attention.qkv], [part.bias for part in attention.qkv])
+        weights = torch.cat(matrices).double(), torch.cat(biases).double()
+        self.heads = Heads(*weights, attention.heads, attention.scale)
+        self.q, self.k, self.v = self.heads.split(able.vectors)
         self.sentences: list[Sentence] = []
         self.tried: set[tuple[int, int]] = set()
         self.refuted: set[Sentence] = set()
@@ -328,7 +292,7 @@ class _Search:
                 again = f" from start {start + 1} of {STARTS}" if start else ""
                 deadline.say(f"{said} searched{again}, {self.roots} roots")
                 self._try(rows, start)
-            if not len(self.block.free):
+            if not self.block.open:
                 break  # a linear solution does not hang on where it starts
         return None
 
@@ -346,18 +310,11 @@ class _Search:
         return sorted(rows, key=lambda row: (words[row] in covered, count[words[row]], words[row]))[: self._together()]
 
     def _together(self) -> int:
-        return max(4, min(TOGETHER, UNKNOWNS // max(len(self.block.free), 1)))
+        return max(4, min(TOGETHER, UNKNOWNS // max(self.block.open, 1)))
 
     def _try(self, rows: list[int], start: int) -> None:
         self.tried.update((row, start) for row in rows)
-        z = self.able.vectors[rows]
-        x = self.block.start(z)
-        if start and len(self.block.free):
-            chance = torch.Generator().manual_seed(start)
-            moved = torch.randn(len(z), len(self.block.free), generator=chance, dtype=torch.float64)
-            size = x[:, :-1].norm(dim=1, keepdim=True) / len(self.block.free) ** 0.5
-            x = x + moved.to(z.device) @ self.block.free * size
-        roots = self.block.search(z, x)
+        roots = self.block.search(self.able.vectors[rows], start)
         self.roots += int(roots.found.sum())
         for number in roots.found.nonzero()[:, 0].tolist():
             sentence, left = self._sentence(rows[number], roots.outputs[number])
@@ -368,10 +325,8 @@ class _Search:
 
     def _sentence(self, row: int, output: Tensor) -> tuple[Sentence, float]:
         """Who stands with candidate `row`, whose attention gave `output` [D], and what share of it they leave open."""
-        heads = output.unflatten(0, (self.v.shape[1], -1))
-        logits = torch.einsum("hd,chd->ch", self.q[row], self.k) * self.scale
-        e = (logits - logits.amax(dim=0)).exp()
-        parts = (e.unsqueeze(2) * (self.v - heads)).flatten(1)
+        paid = self.heads.paid(self.q[:, row : row + 1], self.k)[:, 0]
+        parts = pulls(paid, self.v, output.unflatten(0, (self.heads.count, -1)))
         others = [at for at in range(len(parts)) if at != row]
         weights = np.ones(len(parts))
         system, goal = parts[others].T.cpu().numpy(), -parts[row].cpu().numpy()

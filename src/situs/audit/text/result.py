@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
-from situs.audit.attacks.base import Fact
-from situs.audit.cases import Status
-from situs.audit.judge.gate import Judgement, Limit, Ruling, Worst
 from situs.audit.text.attack import NAME
 from situs.audit.text.found import Read
 from situs.errors import SitusError, counted, unknown_name, verb
+from situs.findings import Fact, Status
+from situs.gate import Judgement, Limit, Ruling, Worst
 from situs.results import Cell, Result, Summary, Table, Tone, percent
 
 SCHEMA = "situs-audit-texts/1"
@@ -115,8 +114,9 @@ class TextAudit(Result):
             return "bad"
         return "unsure" if self.ruling is None else self.ruling.tone
 
-    def told(self, defence: str, metric: str) -> list[str]:
-        """A line for what the attack got under a defence."""
+    def lines(self, defence: str) -> list[str]:
+        """For the attack on a defence what it got, by the gate's metric."""
+        metric = "tokens" if self.limit is None else self.limit.metric
         rows = [row for row in self.rows if row.defence == defence]
         return [
             f"{NAME}: {metric} {row.shares[metric]:.4g} over {counted(len(row.reads), 'sentences')}"

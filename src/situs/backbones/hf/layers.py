@@ -44,7 +44,7 @@ class HFBackbone(Backbone):
         return one_block(self.model.config)
 
     def roles(self) -> dict[str, Role]:
-        return roles_of(self, NAMES, inner_prefix(self.model))
+        return roles_of(self, self.block_modules(), NAMES, inner_prefix(self.model))
 
     def head(self, features: Features) -> Tensor:
         return self._head(self.model, features)

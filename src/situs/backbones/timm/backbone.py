@@ -68,7 +68,7 @@ class TimmBackbone(Backbone):
         return read_block(layer)
 
     def roles(self) -> dict[str, Role]:
-        return roles_of(self, NAMES)
+        return roles_of(self, self.block_modules(), NAMES)
 
 
 class FlatBackbone(TimmBackbone):

@@ -1,4 +1,4 @@
-"""The first four findings of `situs demo`; the fifth, split learning, has a file of its own.
+"""The findings of `situs demo`.
 
 A finding is a function of a `Stage`: it puts one sentence, one number and one picture on the page, and below a section
 with the details. Each sentence follows from the figures of this very run, and says plainly where they do not bear it.
@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 import situs
-from situs.cli.demo.server import DONE, Aside
-from situs.cli.demo.stage import AFTER, ALONE, GRID, PLACES, Stage, classify, pretrain
+from situs.audit.split.audit import audit_split
+from situs.cli.demo.aside import Aside
+from situs.cli.demo.stage import AFTER, ALONE, GRID, PATCH, PLACES, Stage, classify, pretrain
+from situs.core.tokens import patchify, take, unpatchify
 from situs.data.sources.samples import load_samples
 from situs.measure.reconstruct import PuzzleRatios, analyze_reconstruct, paint_places
 from situs.pages.reconstruct import mix_figure, one_image_figure, placed_panel, unordered_panel
@@ -28,10 +30,14 @@ from situs.report import figures
 from situs.report.html import Finding, Section, Tone
 from situs.report.pixels import pixel_rows
 from situs.report.puzzles import Panel
+from situs.results import percent
 from situs.train.checkpoint import RunFolder
 
 SHOWN = 3
 """Images in a finding's picture: the first of the test set, whatever came of them."""
+
+ATTACKED, PUBLIC = 50, 300
+"""Images that the server of split learning is sent, and those that it has of its own."""
 
 TIMES = 4
 """How many times chance a model must do before it is said to have learned places."""
@@ -45,7 +51,7 @@ def find_places(stage: Stage) -> Finding:
         history = pretrain(stage)
         stage.say("a classifier on top of it")
         classify(stage, AFTER)
-        aside.wait(DONE)
+        aside.wait()
     found = analyze_reconstruct(stage.runs / "mp3", show=5, pairs=1, **stage.looked_at)
     whole = PuzzleRatios(0.0)
     right, puzzle = found.scores[whole].right, found.solved[whole]
@@ -147,7 +153,7 @@ def find_gradients(stage: Stage) -> Finding:
     audit = situs.audit_gradients(
         stage.runs / ALONE, "samples", attacks=("patchembed",), defences=("none",), device="cpu", **asked
     )
-    [outcome] = audit.outcomes
+    [outcome] = audit.findings
     seconds = (time.perf_counter() - began) / count
     section = stage.page.section("What one training step gives away")
     section.text(audit.summary().sentence).text(
@@ -156,10 +162,10 @@ def find_gradients(stage: Stage) -> Finding:
         "other image is needed."
     )
     section.note("Which defences help, and which do not: `situs audit sweep MODEL --data FOLDER --find psnr=20`.")
-    if outcome.pictures is None:
-        reason = outcome.reason or "the attack does not apply"
+    if outcome.shown is None:
+        reason = outcome.why("refused") or "the attack does not apply"
         return stage.add(Finding("One training step was not attacked.", "–", reason, reason, Section("").text(reason)))
-    pairs = [audit.images[:SHOWN], outcome.pictures[:SHOWN]]
+    pairs = [audit.images[:SHOWN], outcome.shown[:SHOWN]]
     caption = "Above: private images. Below: computed from one gradient."
     whole = outcome.to_the_byte == outcome.count
     title = (
@@ -222,6 +228,46 @@ def find_lock(stage: Stage) -> Finding:
             "attacker with photographs has nothing to start from.",
             Section("").bars(bars, "%"),
             ("Every attacker, and what is left of the lock", section.title),
+        )
+    )
+
+
+def find_order(stage: Stage) -> Finding:
+    """What a server of split learning makes of tokens whose rows and channels the client permutes."""
+    stage.say("the server attacks")
+    asked: dict[str, Any] = {"split": "test", "count": ATTACKED, "public": PUBLIC, "seed": stage.seed}
+    audit = audit_split(stage.runs / AFTER, defences=("none",), attacks=("order",), pictures=True, **asked)
+    [reading] = audit.settings[-1].readings  # rows and channels permuted
+    assert reading.images is not None
+    assert audit.pictures is not None
+    scores, pictures = reading.scores, reading.images.float()
+    orders = torch.rand(len(pictures), PLACES, generator=torch.Generator().manual_seed(stage.seed)).argsort(dim=1)
+    mixed = unpatchify(take(patchify(pictures, PATCH), orders), GRID, PATCH)
+    rows = [mixed[:SHOWN], pictures[:SHOWN], audit.pictures[:SHOWN]]
+    section = stage.page.section("What the server of split learning sees")
+    section.text(
+        "In split learning a client keeps images and labels, and a server computes the blocks. Here the client sends "
+        f"the tokens of an image in an order that is new for every image, and their channels in the order of a key. "
+        f"The server is sent {audit.samples} images. It knows the embedding, as anyone does who knows the model that a "
+        f"training starts from, and has {PUBLIC} images of its own. It finds {percent(scores['channels'])} of the "
+        f"channels by how their values are spread, {percent(scores['places'])} of the places by the vectors that "
+        f"positions add, and reads the pixels by a linear map fitted on its own images: {scores['psnr']:.1f} dB, where "
+        f"the best guess without a token has {audit.guess('psnr') or 0.0:.1f}."
+    )
+    section.note("What noise and blur change about it, and at which price, says `situs audit split`.")
+    caption = "Patches as they arrive, in any order; sorted by the server; and the client's own images."
+    alt = "Three images in shuffled patches, the same sorted by the server, and the client's own."
+    return stage.add(
+        Finding(
+            "A server that sees only shuffled tokens can sort them."
+            if scores["places"] > 0.95
+            else "A server that saw only shuffled tokens sorted some of them.",
+            percent(scores["places"], 0),
+            "of tokens put in order",
+            "Split learning. Above: patches in any order. Middle: what the server made of them. Below: the client's "
+            "images.",
+            Section("").figure(pixel_rows(rows, grid=GRID, gap=4), caption, alt),
+            ("What the server knew, and what noise would cost", section.title),
         )
     )
 

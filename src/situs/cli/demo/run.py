@@ -63,8 +63,7 @@ def _show(args: Demo, runs: Path) -> None:
     """All findings, the page, and what is printed of them."""
     progress, began = _Progress(), time.monotonic()
     with progress.step("loading torch and timm"):
-        from situs.cli.demo.findings import find_gradients, find_labels, find_lock, find_places
-        from situs.cli.demo.split import find_order
+        from situs.cli.demo.findings import find_gradients, find_labels, find_lock, find_order, find_places
         from situs.cli.demo.stage import Stage, one_thread
     findings: dict[str, Callable[[Stage], Finding]] = {
         "patches learn where they belong": find_places,
@@ -130,7 +129,7 @@ FURTHER = (
     "situs evaluate reconstruct runs/mp3 --out look",
     "situs evaluate knn runs/mp3 --count 500 --out look",
     "situs report runs/after-MP3 runs/from-random-weights --out look",
-    "situs audit split runs/split --defences none,noise=0.5 --attacks order,linkage --out look",
+    "situs audit split runs/after-MP3 --defences none,noise=0.5 --attacks order,linkage --out look",
 )
 """What to try with the demo's own runs."""
 

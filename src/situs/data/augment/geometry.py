@@ -52,41 +52,28 @@ def resized_crop_boxes(
 
 
 def scaled_crop_boxes(
-    noise: Tensor, height: Tensor | int, width: Tensor | int, size: tuple[int, int], scales: tuple[float, float]
-) -> Tensor:
-    """Boxes of the result's own size in images that were scaled first: [B, 4].
-
-    An image scaled by 1 just covers the result; by how much it is scaled is uniform in `scales`, and so is the place of
-    the box; where the image is the smaller one, it lies anywhere in the box. noise: [B, 22].
-    """
-    height, width = (_column(side, noise) for side in (height, width))
-    scale = scales[0] + noise[:, :1] * (scales[1] - scales[0])
-    per_pixel = scale * torch.maximum(size[0] / height, size[1] / width)
-    h, w = size[0] / per_pixel, size[1] / per_pixel
-    return torch.cat([noise[:, 20:21] * (height - h), noise[:, 21:22] * (width - w), h, w], dim=1)
-
-
-def fitted_crop_boxes(
     noise: Tensor,
     height: Tensor | int,
     width: Tensor | int,
     size: tuple[int, int],
     scales: tuple[float, float],
-    flip: Tensor,
+    fitted: Tensor | None = None,
 ) -> Tensor:
-    """Boxes of the result's own size in images that were scaled first: [B, 4].
+    """Boxes of the result's own size in images that were scaled first, by a number uniform in `scales`: [B, 4].
 
-    An image scaled by 1 just fits into the result; by how much it is scaled is uniform in `scales`. Where it is the
-    larger one, so is the place of the box; where it is the smaller one, it comes to lie at the result's top and left,
-    flipped [B] or not. noise: [B, 22].
+    An image scaled by 1 just covers the result; the place of the box is uniform, and where the image is the smaller
+    one, it lies anywhere in the box. fitted: whether each is flipped [B]; then an image scaled by 1 just fits into the
+    result, and where it is the smaller one, it comes to lie at the result's top and left. noise: [B, 22].
     """
     height, width = (_column(side, noise) for side in (height, width))
     scale = scales[0] + noise[:, :1] * (scales[1] - scales[0])
-    per_pixel = scale * torch.minimum(size[0] / height, size[1] / width)
+    choose = torch.maximum if fitted is None else torch.minimum
+    per_pixel = scale * choose(size[0] / height, size[1] / width)
     h, w = size[0] / per_pixel, size[1] / per_pixel
-    top = noise[:, 20:21] * (height - h).clamp(min=0)
-    beside = torch.where(flip.view(-1, 1), width - w, 0.0)
-    left = torch.where(width > w, noise[:, 21:22] * (width - w), beside)
+    top, left = noise[:, 20:21] * (height - h), noise[:, 21:22] * (width - w)
+    if fitted is not None:
+        beside = torch.where(fitted.view(-1, 1), width - w, 0.0)
+        top, left = torch.where(height > h, top, 0.0), torch.where(width > w, left, beside)
     return torch.cat([top, left, h, w], dim=1)
 
 

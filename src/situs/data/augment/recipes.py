@@ -248,7 +248,7 @@ def places_of(
     elif config.crop == "scaled":
         boxes = geometry.scaled_crop_boxes(noise["crop"], *sides, size, config.scales)
     elif config.crop == "fitted":
-        boxes = geometry.fitted_crop_boxes(noise["crop"], *sides, size, config.scales, flip)
+        boxes = geometry.scaled_crop_boxes(noise["crop"], *sides, size, config.scales, flip)
     elif config.crop == "pad":
         boxes = geometry.pad_crop_boxes(noise["crop"], *sides, config.pad)
     else:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -16,8 +16,8 @@ from situs.data.pipeline import Pipeline
 from situs.data.sources.base import Source, Wanted
 from situs.errors import SitusError
 
-if TYPE_CHECKING:
-    from situs.data.config import DataConfig
+DataConfig = Any
+"""`data.config.DataConfig`, which holds the settings of every modality and so stands above them."""
 
 Scale = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and deviation."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from situs.core.kernels import has_kernels
 from situs.core.random import uniform
@@ -42,7 +43,10 @@ WITHOUT_CLASSES = frozenset(
 
 
 class PixelPipeline(Pipeline):
-    """augment: None for evaluation. normalisation: mean and deviation of each channel."""
+    """augment: None for evaluation. normalisation: mean and deviation of each channel. fills: what stands behind a
+    smaller one of the values that a batch pads to one shape, beside its images."""
+
+    fills: ClassVar[dict[str, float]] = {}
 
     def __init__(
         self,
@@ -66,9 +70,22 @@ class PixelPipeline(Pipeline):
         return moved
 
     def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """Floats where any part has floats, as within one."""
-        images = alike([part["image"] for part in parts])
-        return super().join([{**part, "image": image} for part, image in zip(parts, images, strict=True)])
+        """Floats where any part has floats, as within one; padded to the largest of all parts."""
+        return super().join(self.padded(parts, first=1))
+
+    def padded(self, parts: Sequence[Mapping[str, Any]], first: int) -> list[dict[str, Tensor]]:
+        """Samples, or with first=1 parts of a batch, whose values have one shape from dimension `first` on: the last
+        row and column of images repeated, and what `fills` names behind the others."""
+        columns = {name: [part[name] for part in parts] for name in parts[0]}
+        columns["image"] = alike(columns["image"])
+        sides = {name: [max(each) for each in zip(*(v.shape[first:] for v in columns[name]), strict=True)]
+                 for name in ("image", *self.fills) if name in columns}  # fmt: skip
+        for name, most in sides.items():
+            if name == "image":
+                columns[name] = [repeat_border(image, *most[-2:]) for image in columns[name]]
+            else:
+                columns[name] = [_pad_behind(value, most, self.fills[name]) for value in columns[name]]
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def noise(self, ids: Tensor, epoch: int) -> Noise:
         return {} if self.augment is None else draw(self.augment, ids, seed=self.seed, epoch=epoch)
@@ -93,8 +110,18 @@ def take_nearest(masks: Tensor, size: tuple[int, int]) -> Tensor:
     return masks[..., rows[:, None], columns]
 
 
+def _pad_behind(value: Tensor, sides: list[int], fill: float) -> Tensor:
+    """The last sides of a value, padded behind."""
+    if tuple(value.shape[-len(sides) :]) == tuple(sides):
+        return value
+    missing = [want - have for have, want in zip(value.shape[-len(sides) :], sides, strict=True)]
+    return F.pad(value, [each for short in reversed(missing) for each in (0, short)], value=fill)
+
+
 def repeat_border(image: Tensor, height: int, width: int) -> Tensor:
     """[..., h, w] with its last row and column repeated."""
+    if tuple(image.shape[-2:]) == (height, width):
+        return image
     rows, columns = torch.arange(height), torch.arange(width)
     rows, columns = rows.clamp(max=image.shape[-2] - 1), columns.clamp(max=image.shape[-1] - 1)
     return image[..., rows[:, None], columns]

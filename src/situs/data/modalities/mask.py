@@ -7,21 +7,20 @@ them their masks as they lie in the files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from situs.config import from_dict
 from situs.data.augment.recipes import AugmentConfig, apply_masked, as_floats, normalise
 from situs.data.batch import VOID, Batch
 from situs.data.masks import MaskConfig, mask_splits, open_masks
 from situs.data.modalities.base import Fits
-from situs.data.modalities.image import WITHOUT_CLASSES, Image, PixelPipeline, alike, repeat_border, take_nearest
+from situs.data.modalities.image import WITHOUT_CLASSES, Image, PixelPipeline, take_nearest
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.resize import covering_size, resized
 from situs.data.sources.base import Source, Wanted
@@ -40,6 +39,8 @@ class MaskPipeline(PixelPipeline):
     largest, "sides" [B, 2] of what is image in them, "mask" [B, h, w] as large as the largest of the files, VOID behind
     the smaller ones, and their "whole" [B, 2].
     """
+
+    fills: ClassVar = {"mask": VOID}
 
     def prepare(self) -> None:
         """How much of an image is read."""
@@ -62,29 +63,10 @@ class MaskPipeline(PixelPipeline):
         return {"image": image, "mask": mask}
 
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:  # noqa: ARG002
-        images, masks = alike([sample["image"] for sample in samples]), [sample["mask"] for sample in samples]
-        high, wide = (max(image.shape[side] for image in images) for side in (1, 2))
-        tall, long = (max(mask.shape[side] for mask in masks) for side in (0, 1))
-        return {
-            "image": torch.stack([repeat_border(image, high, wide) for image in images]),
-            "sides": torch.tensor([image.shape[1:] for image in images]),
-            "mask": torch.stack([_void_behind(mask, tall, long) for mask in masks]),
-            "whole": torch.tensor([mask.shape for mask in masks]),
-        }
-
-    def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """Padded to the largest of all parts."""
-        if len(parts) == 1:
-            return parts[0]
-        sides = {name: [max(part[name].shape[at] for part in parts) for at in (-2, -1)] for name in ("image", "mask")}
-        return super().join([
-            {
-                **part,
-                "image": repeat_border(part["image"], *sides["image"]),
-                "mask": _void_behind(part["mask"], *sides["mask"]),
-            }
-            for part in parts
-        ])  # fmt: skip
+        values = {"sides": torch.tensor([sample["image"].shape[1:] for sample in samples])}
+        values["whole"] = torch.tensor([sample["mask"].shape for sample in samples])
+        padded = self.padded(samples, first=0)
+        return {name: torch.stack([sample[name] for sample in padded]) for name in ("image", "mask")} | values
 
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
         if self.augment is None:
@@ -108,10 +90,6 @@ def _extent(augment: AugmentConfig) -> tuple[float, int]:
         return 1.0, 1
     most = max(1.0, (low * high) ** 0.5)
     return most, max(1, min(4, round(most / low)))
-
-
-def _void_behind(mask: Tensor, height: int, width: int) -> Tensor:
-    return F.pad(mask, (0, width - mask.shape[-1], 0, height - mask.shape[-2]), value=VOID)
 
 
 class Mask(Image):

@@ -6,14 +6,13 @@ hash of (seed, epoch, draw id) is one. An evaluation sees images whole, the long
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from situs.config import from_dict
 from situs.core.random import uniform
@@ -31,8 +30,6 @@ from situs.data.sources.coco import CocoSource, coco_splits
 if TYPE_CHECKING:
     from situs.data.config import DataConfig
 
-_FILL = {"boxes": 0.0, "classes": VOID, "crowd": False, "masks": 0}
-
 
 class ObjectPipeline(PixelPipeline):
     """A source of images with objects to batches of both.
@@ -40,6 +37,8 @@ class ObjectPipeline(PixelPipeline):
     Training: inputs [B, C, *size] and the targets that `situs.data.objects.objects_of` reads. Evaluation: inputs
     [B, C, *size], "sides" [B, 2] of what is image in them, from the top left on, and "whole" [B, 2] of the files.
     """
+
+    fills: ClassVar = {"boxes": 0.0, "classes": VOID, "crowd": False, "masks": 0}
 
     def prepare(self) -> None:
         """Without a crop an image is whole, and as an evaluation sees it."""
@@ -71,25 +70,13 @@ class ObjectPipeline(PixelPipeline):
         )
 
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:  # noqa: ARG002
-        images = alike([sample["image"] for sample in samples])
-        high, wide = (max(image.shape[side] for image in images) for side in (1, 2)) if self.training else self.size
-        values = {
-            "image": torch.stack([repeat_border(image, high, wide) for image in images]),
-            "sides": torch.tensor([image.shape[1:] for image in images]),
-        }
+        values = {"sides": torch.tensor([sample["image"].shape[1:] for sample in samples])}
         if not self.training:
-            return values | {"whole": torch.tensor([sample["whole"] for sample in samples])}
-        return values | {name: _stacked([sample[name] for sample in samples], name) for name in _FILL}
-
-    def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """Padded to the largest of all parts, and to the most objects."""
-        if len(parts) == 1 or not self.training:
-            return super().join(parts)
-        images = alike([part["image"] for part in parts])
-        high, wide = (max(image.shape[side] for image in images) for side in (-2, -1))
-        joined = {name: torch.cat(_padded([part[name] for part in parts], name, first=1)) for name in _FILL}
-        image = torch.cat([repeat_border(image, high, wide) for image in images])
-        return joined | {"image": image, "sides": torch.cat([part["sides"] for part in parts])}
+            images = [repeat_border(image, *self.size) for image in alike([sample["image"] for sample in samples])]
+            whole = torch.tensor([sample["whole"] for sample in samples])
+            return {"image": torch.stack(images), **values, "whole": whole}
+        padded = self.padded(samples, first=0)
+        return {name: torch.stack([sample[name] for sample in padded]) for name in padded[0]} | values
 
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
         if self.augment is None:
@@ -100,18 +87,6 @@ class ObjectPipeline(PixelPipeline):
             return Batch(images * inside, ids, {name: values[name] for name in ("sides", "whole")})
         images, targets = apply_objects(values, noise, self.augment, self.size, (self.mean, self.std))
         return Batch(images, ids, targets)
-
-
-def _stacked(parts: list[Tensor], name: str) -> Tensor:
-    return torch.stack(_padded(parts, name, first=0))
-
-
-def _padded(parts: list[Tensor], name: str, first: int) -> list[Tensor]:
-    """Padded behind to one shape, from dimension `first` on."""
-    most = [max(sizes) for sizes in zip(*(part.shape[first:] for part in parts), strict=True)]
-    missing = ([want - have for have, want in zip(part.shape[first:], most, strict=True)] for part in parts)
-    behind = ([each for short in reversed(shorts) for each in (0, short)] for shorts in missing)
-    return [F.pad(part, pad, value=_FILL[name]) for part, pad in zip(parts, behind, strict=True)]
 
 
 class Objects(Image):

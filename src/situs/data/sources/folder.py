@@ -47,6 +47,12 @@ class LeftOut:
             kind = _suffix(name) or "no ending"
             self.kinds[kind] = self.kinds.get(kind, 0) + 1
 
+    def join(self, other: LeftOut) -> None:
+        """With what was left out elsewhere."""
+        for mine, more in ((self.counts, other.counts), (self.kinds, other.kinds)):
+            mine.update({key: mine.get(key, 0) + count for key, count in more.items()})
+        self.first |= {why: min(self.first.get(why, name), name) for why, name in other.first.items()}
+
     def notes(self, where: str) -> list[str]:
         """A sentence for each reason."""
         listed = ", ".join(f"{kind} {count}" for kind, count in Counter(self.kinds).most_common(_SHOWN))

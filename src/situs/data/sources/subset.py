@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.data.sampler import exact_order
+from situs.data.sampler import epoch_order
 from situs.data.sources.base import Blocks, Source
 from situs.errors import BrokenSampleError, SitusError, verb
 
@@ -30,26 +30,21 @@ class _Parts(Source):
 
     @property
     def target(self) -> str:
-        """Of the source."""
         return self.first.target
 
     def key(self, index: int) -> str:
-        """The sample's name in its source."""
         source, row = self.at(index)
         return source.key(row)
 
     def read(self, index: int) -> dict[str, Any]:
-        """Sample `index` of all."""
         source, row = self.at(index)
         return source.read(row)
 
     def label(self, index: int) -> Any:
-        """Of the source."""
         source, row = self.at(index)
         return source.label(row)
 
     def origin(self, index: int) -> tuple[Source, int]:
-        """In the source."""
         source, row = self.at(index)
         return source.origin(row)
 
@@ -63,14 +58,12 @@ class Rows(_Parts):
         self.rows = np.fromiter(rows, np.int64) if not isinstance(rows, np.ndarray) else rows
 
     def seen(self) -> Sequence[str]:
-        """Of the source."""
         return self.source.seen()
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def at(self, index: int) -> tuple[Source, int]:
-        """Of the source."""
         return self.source, int(self.rows[index])
 
     def blocks(self) -> Blocks | None:
@@ -83,7 +76,6 @@ class Rows(_Parts):
         return whole._replace(ends=ends, bytes=whole.bytes * len(ends) // len(whole.ends))
 
     def release(self, index: int | None = None) -> None:
-        """Of the source."""
         self.source.release(None if index is None else int(self.rows[index]))
 
 
@@ -102,7 +94,6 @@ class Joined(_Parts):
         return int(self.ends[-1])
 
     def at(self, index: int) -> tuple[Source, int]:
-        """Of its part."""
         part = int(np.searchsorted(self.ends, index, "right"))
         return self.parts[part], index - int(self.ends[part - 1]) * (part > 0)
 
@@ -118,8 +109,7 @@ class Subset(Rows):
     """
 
     def __init__(self, source: Source, count: int) -> None:
-        first = torch.arange(min(count, len(source)))
-        super().__init__(source, exact_order(0, 0, len(source), "cpu")[first].sort().values.numpy())
+        super().__init__(source, epoch_order(0, 0, len(source))[:count].sort().values.numpy())
 
 
 class PerClass(Rows):
@@ -130,7 +120,7 @@ class PerClass(Rows):
 
     def __init__(self, source: Source, count: int) -> None:
         left, rows = [count] * len(check_one_class(source, "per_class")), []
-        for row in exact_order(0, 0, len(source), "cpu")[torch.arange(len(source))].tolist():
+        for row in epoch_order(0, 0, len(source)).tolist():
             try:
                 label = int(source.label(row))
             except BrokenSampleError:

@@ -1,8 +1,8 @@
 """WebDataset shards: plain tar files in which `0001.jpg` and `0001.cls` are one sample.
 
-Opening reads every header once, into an index of offsets that is kept for the next time; afterwards any sample is one
-read at its place, so shuffling can be exact and needs no buffer. Where blocks of samples are released when they are
-used up (`situs.data.blocks`), each is read in one go.
+Opening reads every header once, into an index of offsets, about 40 bytes a sample, that is kept for the next time;
+afterwards any sample is one read at its place, so shuffling can be exact and needs no buffer. Where blocks of samples
+are released when they are used up (`situs.data.blocks`), each is read in one go.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import tarfile
-import zlib
 from array import array
 from bisect import bisect_right
 from collections import Counter
@@ -20,11 +19,9 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from situs.data.batch import VOID
 from situs.data.sources.base import (
@@ -48,8 +45,9 @@ from situs.folder_lock import in_turn
 _END = 1024  # zeros, at the end of every archive
 _LONGEST_NUMBER = 32  # bytes of a .cls
 _MOST = 2**31 - 1  # a larger class number is refused wherever it is used
-_WORTH_KEEPING = 16 << 20  # bytes of shards: less is read in a moment
-_FORMAT = 3
+_WORTH_KEEPING = 4 << 20  # bytes of a shard: the headers of less are read in a moment
+_FORMAT = 4
+_BLOCK = 4 << 20  # bytes: long enough for a disk to read them about as fast as it can
 
 _keeps = ContextVar("situs.data.sources.webdataset", default=True)
 
@@ -62,189 +60,6 @@ def nothing_kept() -> Iterator[None]:
         yield
     finally:
         _keeps.reset(before)
-
-
-class TarIndex(NamedTuple):
-    """The images of some shards.
-
-    states: of each shard its size and time of change, as it was when the index was opened. arrays: "offsets", "sizes"
-    and "labels" (VOID without one) of the images, their "names" in one piece, where each ends there ("name_ends"), and
-    how many images there are up to the end of each shard ("ends").
-    """
-
-    states: list[tuple[int, int]]
-    arrays: dict[str, np.ndarray]
-    left_out: LeftOut
-
-    def __len__(self) -> int:
-        return len(self.arrays["offsets"])
-
-    def name(self, index: int) -> str:
-        """The member's name without needless slashes."""
-        ends = self.arrays["name_ends"]
-        text = self.arrays["names"][ends[index - 1] if index else 0 : ends[index]]
-        return text.tobytes().decode("utf-8", "surrogateescape")
-
-
-def open_index(shards: list[Path], labels: bool) -> TarIndex:
-    """The images of the shards, from the cache where it has them. labels: read the numbers in the .cls members."""
-    states = [file.stat() for file in shards]
-    sizes = [(each.st_size, each.st_mtime_ns) for each in states]
-    # Beside them a time that no tool sets back; of a remote shard it says nothing.
-    marks = [[*size, 0 if is_kept(file) else state.st_ctime_ns]
-             for file, size, state in zip(shards, sizes, states, strict=True)]  # fmt: skip
-    names = "\n".join([f"{_FORMAT} {labels}", *(str(file.resolve()) for file in shards)])
-    kept = cache_folder("tar") / f"{hashlib.blake2b(os.fsencode(names), digest_size=16).hexdigest()}.safetensors"
-    large = sum(size for size, _ in sizes) >= _WORTH_KEEPING
-    known = _load(kept, marks) if large else None
-    if known is None and large and _keeps.get():
-        with in_turn(kept.with_suffix(".lock")):  # of several ranks the first reads the shards, the others its file
-            known = _load(kept, marks)
-            if known is None:
-                known = _read(shards, labels)
-                _save(kept, marks, *known)
-                known = _load(kept, marks) or known  # mapped, where it could be kept
-    return TarIndex(sizes, *(known or _read(shards, labels)))
-
-
-# The shards
-
-
-_Found = tuple[dict[str, np.ndarray], LeftOut]
-
-
-def _read(shards: list[Path], labels: bool) -> _Found:
-    offsets, sizes, numbers, name_ends, ends = (array("q") for _ in range(5))
-    names, left_out = bytearray(), LeftOut()
-    for file in shards:
-        keys, classes = list[str](), dict[str, int]()
-        for key, name, offset, size in _images(file, labels, classes, left_out):
-            keys.append(key)
-            offsets.append(offset)
-            sizes.append(size)
-            names += name.encode("utf-8", "surrogateescape")
-            name_ends.append(len(names))
-        seen = Counter(keys)
-        if twice := next((key for key, count in seen.items() if count > 1 and key in classes), None):
-            raise DataError(f"{file}: {plain(twice)!r} has two images and one .cls, a sample has one")
-        for key in classes.keys() - seen.keys():
-            left_out.add(OTHER, f"{key}.cls")
-        numbers.extend(classes.get(key, VOID) for key in keys)
-        ends.append(len(offsets))
-    whole = {"offsets": offsets, "sizes": sizes, "name_ends": name_ends, "ends": ends}
-    arrays = {name: np.array(values, np.int64) for name, values in whole.items()}
-    return arrays | {"labels": np.array(numbers, np.int32), "names": np.frombuffer(bytes(names), np.uint8)}, left_out
-
-
-def _images(
-    file: Path, labels: bool, classes: dict[str, int], left_out: LeftOut
-) -> Iterator[tuple[str, str, int, int]]:
-    """Key, name, offset and size of each image of a shard; the class of each key goes to `classes`."""
-    present(file)
-    images = 0
-    try:
-        with file.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
-            for info in _members(tar):
-                if not info.isreg() or info.issparse():
-                    left_out.add(SPECIAL, info.name)
-                    continue
-                folder, base = os.path.split(info.name)
-                stem, dot, suffix = base.partition(".")
-                key, kind = f"{folder}/{stem}" if folder else stem, f".{suffix.lower()}"
-                if kind in IMAGE_SUFFIXES:
-                    images += 1
-                    yield key, f"{key}{dot}{suffix}", info.offset_data, info.size
-                elif kind != ".cls":
-                    left_out.add(OTHER, info.name)
-                elif labels:
-                    number = _class_number(raw, info)
-                    if classes.setdefault(key, number) != number:
-                        raise ValueError(f"{info.name!r} stands there twice, as {classes[key]} and as {number}")
-            _check_end(raw, tar.offset, file, images)
-    except SitusError:
-        raise
-    except Exception as error:  # each field of a header fails in its own way where it is damaged
-        raise DataError(
-            f"{file}: is not a plain tar of images and class numbers, or is damaged after {counted(images, 'images')} "
-            f"({plain(str(error))[:120]})"
-        ) from error
-
-
-def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """All but folders."""
-    last = -1
-    while (info := tar.next()) is not None:
-        tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]  (a gigabyte of a large archive)
-        if info.offset <= last or info.size < 0:  # a damaged size would lead back, and round for ever
-            raise tarfile.ReadError(f"{info.name!r} claims {info.size:,} bytes")
-        last = info.offset
-        if not info.isdir():
-            yield info
-
-
-def _class_number(raw: BinaryIO, info: tarfile.TarInfo) -> int:
-    if info.size > _LONGEST_NUMBER:
-        raise ValueError(f"{info.name!r} is no class number, it has {info.size:,} bytes")
-    number = int(os.pread(raw.fileno(), info.size, info.offset_data))
-    if number < 0:
-        raise ValueError(f"{info.name!r} holds a negative class number")
-    return min(number, _MOST)
-
-
-def _check_end(raw: BinaryIO, end: int, file: Path, images: int) -> None:
-    """Refuses a tar that does not end as one: Python's reader takes whatever it cannot read for the end."""
-    raw.seek(end)
-    mark = raw.read(_END)
-    if len(mark) < _END or any(mark):
-        cut = raw.seek(0, os.SEEK_END) <= end + len(mark) and not any(mark)
-        what = "was cut short" if cut else "is damaged"
-        raise DataError(
-            f"{file}: {what} after {counted(images, 'images')}, at byte {end:,}, where neither another member nor the "
-            "end of the archive follows; get it again"
-        )
-    while part := raw.read(1 << 20):
-        if any(part):
-            raise DataError(
-                f"{file}: goes on after its end, after {counted(images, 'images')}: several tar files in one? Join "
-                "them with tar --concatenate, or keep them apart"
-            )
-
-
-# The kept file
-
-
-def _save(file: Path, marks: list[list[int]], arrays: dict[str, np.ndarray], left_out: LeftOut) -> None:
-    facts = {"shards": marks, "left_out": vars(left_out), "sum": _sum(arrays)}
-    with contextlib.suppress(OSError, SafetensorError):  # a cache that cannot be written: read again at the next start
-        for left in file.parent.glob(f".{file.name}.*.tmp"):  # by a process that was killed
-            left.unlink()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-        save_file(arrays, aside, {"situs": json.dumps(facts)})
-        aside.replace(file)
-
-
-def _load(file: Path, marks: list[list[int]]) -> _Found | None:
-    """What the file holds, mapped and not read; None where there is none, or one that is damaged or of older shards."""
-    try:
-        with safe_open(file, "pt") as held:
-            facts = json.loads(held.metadata()["situs"])
-            arrays = {name: held.get_tensor(name).numpy() for name in held.keys()}  # noqa: SIM118
-        if facts["shards"] == marks and facts["sum"] == _sum(arrays):
-            return arrays, LeftOut(**facts["left_out"])
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
-        pass
-    return None
-
-
-def _sum(arrays: dict[str, np.ndarray]) -> int:
-    total = 0
-    for name in sorted(arrays):
-        total = zlib.crc32(arrays[name].data, total)
-    return total
-
-
-_BLOCK = 4 << 20  # bytes: long enough for a disk to read them about as fast as it can
 
 
 class TarSource(EncodedSource):
@@ -369,3 +184,177 @@ def _class_names(file: Path, count: int) -> tuple[str, ...]:
     if len(names) < count:
         raise SitusError(f"{file}: names {counted(len(names), 'classes')}, the shards use {count}")
     return names
+
+
+class TarIndex(NamedTuple):
+    """The images of some shards.
+
+    states: of each shard its size and time of change, as it was when the index was opened. arrays: "offsets", "sizes"
+    and "labels" (VOID without one) of the images, their "names" in one piece, where each ends there ("name_ends"), and
+    how many images there are up to the end of each shard ("ends").
+    """
+
+    states: list[tuple[int, int]]
+    arrays: dict[str, np.ndarray]
+    left_out: LeftOut
+
+    def __len__(self) -> int:
+        return len(self.arrays["offsets"])
+
+    def name(self, index: int) -> str:
+        """The member's name without needless slashes."""
+        ends = self.arrays["name_ends"]
+        text = self.arrays["names"][ends[index - 1] if index else 0 : ends[index]]
+        return text.tobytes().decode("utf-8", "surrogateescape")
+
+
+def open_index(shards: list[Path], labels: bool) -> TarIndex:
+    """The images of the shards. labels: read the numbers in the .cls members."""
+    states, parts, left_out = [], [], LeftOut()
+    for file in shards:
+        state = file.stat()
+        states.append((state.st_size, state.st_mtime_ns))
+        part, others = _open_shard_index(file, state, labels)
+        parts.append(part)
+        left_out.join(others)
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    before = np.cumsum([0, *(len(part["names"]) for part in parts[:-1])])
+    arrays["name_ends"] += np.repeat(before, [len(part["offsets"]) for part in parts])
+    return TarIndex(states, arrays | {"ends": np.cumsum([len(part["offsets"]) for part in parts])}, left_out)
+
+
+_Found = tuple[dict[str, np.ndarray], LeftOut]
+
+
+def _open_shard_index(file: Path, state: os.stat_result, labels: bool) -> _Found:
+    """That of a shard, from the user's cache where it is kept there and the shard is as it was."""
+    if state.st_size < _WORTH_KEEPING:
+        return _read_index(file, labels)
+    # Beside the time of change one that no tool sets back; of a remote shard it says nothing.
+    mark = np.array([_FORMAT, state.st_size, state.st_mtime_ns, 0 if is_kept(file) else state.st_ctime_ns])
+    name = hashlib.blake2b(os.fsencode(f"{labels} {file.resolve()}"), digest_size=16).hexdigest()
+    kept = cache_folder("tar") / f"{name}.npz"
+    known = _load(kept, mark)
+    if known is None and _keeps.get():
+        with in_turn(kept.parent / ".lock"):  # of several ranks the first reads the shard, the others its file
+            known = _load(kept, mark)
+            if known is None:
+                known = _read_index(file, labels)
+                _save(kept, mark, *known)
+    return known or _read_index(file, labels)
+
+
+def _save(file: Path, mark: np.ndarray, arrays: dict[str, np.ndarray], left_out: LeftOut) -> None:
+    others = np.frombuffer(json.dumps(vars(left_out)).encode(), np.uint8)
+    with contextlib.suppress(OSError):  # a cache that cannot be written: read again at the next start
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside = file.with_name(f".{file.stem}.tmp.npz")  # one at a time is written
+        kept: dict[str, Any] = {"mark": mark, "left_out": others, **arrays}
+        np.savez(aside, **kept)
+        aside.replace(file)
+
+
+def _load(file: Path, mark: np.ndarray) -> _Found | None:
+    """What the file holds; None where there is none, or one that is damaged or of an older shard."""
+    try:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as kept:
+            arrays = {name: kept[name] for name in kept.files}  # each held to the checksum of its zip file
+        if np.array_equal(arrays.pop("mark"), mark):
+            return arrays, LeftOut(**json.loads(arrays.pop("left_out").tobytes()))
+    except Exception:  # noqa: BLE001  (zip files, NumPy and json raise classes of their own where they are damaged)
+        return None
+    return None
+
+
+def _read_index(file: Path, labels: bool) -> _Found:
+    offsets, sizes, name_ends, names = array("q"), array("q"), array("q"), bytearray()
+    keys, classes, left_out = list[str](), dict[str, int](), LeftOut()
+    for key, name, offset, size in _images(file, labels, classes, left_out):
+        keys.append(key)
+        offsets.append(offset)
+        sizes.append(size)
+        names += name.encode("utf-8", "surrogateescape")
+        name_ends.append(len(names))
+    seen = Counter(keys)
+    if twice := next((key for key, count in seen.items() if count > 1 and key in classes), None):
+        raise DataError(f"{file}: {plain(twice)!r} has two images and one .cls, a sample has one")
+    for key in classes.keys() - seen.keys():
+        left_out.add(OTHER, f"{key}.cls")
+    whole = {"offsets": offsets, "sizes": sizes, "name_ends": name_ends}
+    arrays: dict[str, np.ndarray] = {name: np.array(values, np.int64) for name, values in whole.items()}
+    arrays["labels"] = np.array([classes.get(key, VOID) for key in keys], np.int32)
+    return arrays | {"names": np.frombuffer(bytes(names), np.uint8)}, left_out
+
+
+def _images(
+    file: Path, labels: bool, classes: dict[str, int], left_out: LeftOut
+) -> Iterator[tuple[str, str, int, int]]:
+    """Key, name, offset and size of each image of a shard; the class of each key goes to `classes`."""
+    present(file)
+    images = 0
+    try:
+        with file.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
+            for info in _members(tar):
+                if not info.isreg() or info.issparse():
+                    left_out.add(SPECIAL, info.name)
+                    continue
+                folder, base = os.path.split(info.name)
+                stem, dot, suffix = base.partition(".")
+                key, kind = f"{folder}/{stem}" if folder else stem, f".{suffix.lower()}"
+                if kind in IMAGE_SUFFIXES:
+                    images += 1
+                    yield key, f"{key}{dot}{suffix}", info.offset_data, info.size
+                elif kind != ".cls":
+                    left_out.add(OTHER, info.name)
+                elif labels:
+                    number = _class_number(raw, info)
+                    if classes.setdefault(key, number) != number:
+                        raise ValueError(f"{info.name!r} stands there twice, as {classes[key]} and as {number}")
+            _check_end(raw, tar.offset, file, images)
+    except SitusError:
+        raise
+    except Exception as error:  # each field of a header fails in its own way where it is damaged
+        raise DataError(
+            f"{file}: is not a plain tar of images and class numbers, or is damaged after {counted(images, 'images')} "
+            f"({plain(str(error))[:120]})"
+        ) from error
+
+
+def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """All but folders."""
+    last = -1
+    while (info := tar.next()) is not None:
+        tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]  (a gigabyte of a large archive)
+        if info.offset <= last or info.size < 0:  # a damaged size would lead back, and round for ever
+            raise tarfile.ReadError(f"{info.name!r} claims {info.size:,} bytes")
+        last = info.offset
+        if not info.isdir():
+            yield info
+
+
+def _class_number(raw: BinaryIO, info: tarfile.TarInfo) -> int:
+    if info.size > _LONGEST_NUMBER:
+        raise ValueError(f"{info.name!r} is no class number, it has {info.size:,} bytes")
+    number = int(os.pread(raw.fileno(), info.size, info.offset_data))
+    if number < 0:
+        raise ValueError(f"{info.name!r} holds a negative class number")
+    return min(number, _MOST)
+
+
+def _check_end(raw: BinaryIO, end: int, file: Path, images: int) -> None:
+    """Refuses a tar that does not end as one: Python's reader takes whatever it cannot read for the end."""
+    raw.seek(end)
+    mark = raw.read(_END)
+    if len(mark) < _END or any(mark):
+        cut = raw.seek(0, os.SEEK_END) <= end + len(mark) and not any(mark)
+        what = "was cut short" if cut else "is damaged"
+        raise DataError(
+            f"{file}: {what} after {counted(images, 'images')}, at byte {end:,}, where neither another member nor the "
+            "end of the archive follows; get it again"
+        )
+    while part := raw.read(1 << 20):
+        if any(part):
+            raise DataError(
+                f"{file}: goes on after its end, after {counted(images, 'images')}: several tar files in one? Join "
+                "them with tar --concatenate, or keep them apart"
+            )

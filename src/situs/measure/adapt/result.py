@@ -9,10 +9,20 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from situs.measure.accuracy import Accuracy
+from situs.measure.accuracy import Accuracy, headline, shares
 from situs.measure.adapt.ways import Tried, balanced, gain
-from situs.measure.by_class import wilson
-from situs.results import Result, Summary, Table, percent
+from situs.measure.by_class import MEANING, class_figures, class_table, wilson
+from situs.results import Figure, Result, Summary, Table, percent
+
+ADAPT = """
+Every way was tried by cross-validation on the training labels alone: one fold is left out, the way is fitted to the
+others, and the images of that fold are classified. A way that trains may have had fewer folds; it is compared with the
+others on the images of its own folds. The ways stand in order, the simplest first. A later way is chosen over an
+earlier one where its balanced accuracy is higher by more than one standard error (±) of the difference; below that the
+difference may be chance. Neighbours (kNN) are shown for comparison and never chosen: no head can hold them. A training
+was stopped after the update at which it did best on the folds. The chosen way was then fitted to all labels. The test
+images played no part in any of this. "Largest class" is the accuracy of naming the most frequent class every time.
+"""
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,8 @@ class Adapted(Result):
     [C, C] of the first. remarks: sentences."""
 
     file: ClassVar[str] = "adapt"
+    subject: ClassVar[str] = "adapted to your images"
+    meaning: ClassVar[str] = ADAPT + MEANING
     run: Path
     tried: tuple[Tried, ...]
     chosen: Tried
@@ -34,9 +46,10 @@ class Adapted(Result):
 
     def summary(self) -> Summary:
         """What was taken and what it is worth; the table of all, and of the test."""
-        text = f"Taken: {self.chosen.name}."
+        text, numbers = f"Taken: {self.chosen.name}.", ()
         tables = [Table(f"cross-validation on {self.provenance.counted(len(self.labels))}", *self.table())]
         if self.test is not None and self.start is not None:
+            numbers = headline(self.test)[0], (percent(self.start.top1, 2), "top-1 of the frozen start")
             low, high = wilson(self.test.top1 * self.test.count, self.test.count)
             text = (
                 f"{percent(self.test.top1)} of {self.provenance.counted(self.test.count)} of {len(self.classes):,} "
@@ -59,7 +72,7 @@ class Adapted(Result):
             ]  # fmt: skip
             header = ["", "top-1", "95 % interval", "balanced", "largest class"]
             tables.append(Table(self.provenance.title("the test images"), header, rows))
-        return Summary(" ".join([text, *self.remarks]), tuple(tables))
+        return Summary(" ".join([text, *self.remarks]), tuple(tables), numbers=numbers)
 
     def table(self) -> tuple[list[str], list[list[Any]]]:
         """Header and rows of what was tried."""
@@ -76,6 +89,18 @@ class Adapted(Result):
             step = f"{each.updates:,} of {each.total:,}" if each.total else None
             rows.append([each.name, int(tested.sum()), *shares, beside, step, each is self.chosen])
         return header, rows
+
+    def figures(self) -> tuple[Figure, ...]:
+        """The classes of the test images."""
+        if self.answers is None or self.test is None:
+            return ()
+        return class_figures(self.answers, self.classes, self.provenance.things, shares(self.test))
+
+    def details(self) -> list[Table]:
+        """The classes of the test images."""
+        if self.answers is None:
+            return []
+        return [class_table(self.answers, self.classes, self.provenance.things)]
 
     def numbers(self) -> dict[str, Any]:
         """Everything, as JSON holds it."""

@@ -19,18 +19,29 @@ from situs.data.sources.coco import CocoSource, Rle, Truth, decode_rles
 from situs.errors import SitusError, counted
 from situs.files import write_text
 from situs.limits import check_value
+from situs.measure.by_class import mixed_pairs
 from situs.measure.objects.found import Found, coco_results, in_the_file
 from situs.measure.objects.scores import OVERLAP, SURE, Answers, ApScores, average_precision, count_objects
+from situs.measure.segments.measure import BARS, CROSSED, LISTED, WORST, worst_figures
 from situs.methods.base import Batch
 from situs.methods.detection import Detection
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.models.inference import evaluating, rows_of_ranks
 from situs.models.model import Model
-from situs.results import Cell, Result, Summary, Table, percent
+from situs.results import Cell, Figure, Result, Summary, Table, percent
 from situs.train import distributed
 from situs.train.export import PARTS
 from situs.train.step import autocast
 
+MEANING = f"""
+Average precision (AP) as COCO means it, in hundredths: what was found is sorted by its score, each is right where it
+overlaps an object of its class that no surer one has taken, and precision is averaged over recall from 0 to 1; AP is
+the mean over overlaps (intersection over union) of .5, .55, … .95 and over the classes that have objects, AP50 and AP75
+are at one overlap. Small objects have less than 32² pixels, large ones more than 96². At most 100 are judged an image.
+What lies in a crowd counts neither as right nor as wrong. The comparison object by object takes what has a score of
+{SURE} or more and gives each to the object that its mask overlaps most, by at least {OVERLAP}, of whatever class. F1 is
+twice the number found under their class over those that are there and those that are said.
+"""
 PICTURES = 8
 """How many of the worst are kept to be looked at."""
 
@@ -73,6 +84,8 @@ class Detections(Result):
     images. worst: the images with the lowest F1, first the lowest. saved: the file that holds what was found."""
 
     file: ClassVar[str] = "objects"
+    subject: ClassVar[str] = "detection"
+    meaning: ClassVar[str] = MEANING
     boxes: ApScores
     masks: ApScores
     answers: Answers
@@ -93,7 +106,9 @@ class Detections(Result):
         ]
         table = Table(self.provenance.title(seen), ["", *NAMES.values()], rows)
         kept = f"Found with a score of {SURE} or more: F1 {percent(self.answers.f1, 1)} at an overlap of {OVERLAP}."
-        return Summary(said, (table,), (kept, *([f"What was found is in {self.saved}."] if self.saved else [])))
+        notes = (kept, *([f"What was found is in {self.saved}."] if self.saved else []))
+        numbers = (f"{100 * self.boxes.ap:.1f}", "AP of boxes"), (f"{100 * self.masks.ap:.1f}", "AP of masks")
+        return Summary(said, (table,), notes, numbers)
 
     def numbers(self) -> dict[str, Any]:
         """The means, a row a class, and the worst images."""
@@ -101,6 +116,56 @@ class Detections(Result):
         worst = [{"name": each.name, "f1": each.f1} for each in self.worst]
         own = {"f1": self.answers.f1, "count": self.count, "objects": int(self.answers.table[:-1].sum())}
         return {**means, **own, "classes": by_class(self), "worst": worst}
+
+    def figures(self) -> list[Figure]:
+        """The worst images, the classes, and which are taken for which."""
+        rows = [
+            (percent(each.f1, 0), each.picture, each.sides, {"truth": each.truth, "found": each.said})
+            for each in self.worst
+        ]
+        caption = f"Left of each image its F1; found: what has a score of {SURE} or more, the score at each box."
+        figures = worst_figures(rows, "objects.object_rows", self.classes, caption)
+        there = [row for row in by_class(self) if row["boxes"] is not None]
+        if len(there) <= BARS:
+            for what in ("boxes", "masks"):
+                values = ({row["class"]: 100 * row[what] for row in there}, "AP")
+                caption = f"AP of each class that has objects, of {what}."
+                figures.append(Figure(f"classes-{what}", caption, "figures.bars", values, {"digits": ".1f"}))
+        if len(self.classes) <= CROSSED:
+            table, names = self.answers.table, [*self.classes, "none"]
+            shares = 100 * table.double() / table.sum(dim=1, keepdim=True)
+            caption = (
+                "Of each class's objects the share that is said to be of each class, or missed (none). The last row: "
+                "what is said where no object is."
+            )
+            values = ({"": (shares, "% of the row")}, names, names, "said", "true")
+            figures.append(Figure("confusion", caption, "figures.value_grids", values, {"limits": (0, 100)}))
+        return figures
+
+    def details(self) -> list[Table]:
+        """The worst images; of many classes the weakest, and the pairs that are taken for one another most."""
+        tables, names = [], [*self.classes, "none"]
+        if self.worst:
+            cells: list[list[Cell]] = [
+                [each.name, f"{100 * each.f1:.1f}", len(each.truth.classes), len(each.said.classes)]
+                for each in self.worst
+            ]
+            tables.append(Table(WORST, ["image", "F1, %", "objects", "found"], cells))
+        there = [row for row in by_class(self) if row["boxes"] is not None]
+        if len(there) > BARS:
+            cells = [
+                [row["class"], row["objects"], f"{100 * row['boxes']:.2f}", f"{100 * row['masks']:.2f}", row["missed"],
+                 row["taken_for"] or "none"]
+                for row in sorted(there, key=lambda row: row["boxes"])[:LISTED]
+            ]  # fmt: skip
+            header = ["class", "objects", "AP of boxes", "AP of masks", "missed", "taken most often for"]
+            tables.append(Table(f"The {counted(len(cells), 'classes')} with the lowest AP of boxes", header, cells))
+        if len(self.classes) > CROSSED:
+            pairs = mixed_pairs(self.answers.table, names, LISTED)
+            cells = [[names[true], names[said], int(self.answers.table[true, said])] for true, said in pairs]
+            caption = "none: missed, or not there."
+            tables.append(Table("The pairs that take most objects", ["true", "said", "objects"], cells, caption))
+        return tables
 
 
 def by_class(found: Detections) -> list[dict[str, Any]]:

@@ -26,10 +26,20 @@ from situs.measure.probe.linear import WEIGHT_DECAYS, Probe, Probes, fit_probe, 
 from situs.methods.base import Batch, UnknownPosition
 from situs.models import Model
 from situs.models.inference import evaluating
-from situs.results import Cell, Summary, Table, percent
+from situs.results import Cell, Figure, Summary, Table, percent
 from situs.train.step import autocast
 
 RATIO = 0.75
+MEANING = """
+Every patch is seen, but most have lost their position. From the final feature of each patch without a position, a
+linear classifier names the place it came from. The backbone is frozen; the classifier is a logistic regression fitted
+to the training split, its weight decay chosen on a part of that split, and the numbers are those of the other split.
+Beside the mean error stands that of always naming the one best place.
+
+A model that scores high rebuilds places from what the patches show and from the few that know where they stand.
+DropPos's Table 7 compares this before and after fine-tuning with labels: where the number rises, the task itself
+wanted places.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,8 @@ class PositionProbes(Probes[PositionProbe]):
     """Places read off frozen features; the second model is the first one fine-tuned. ratio: share that is dropped."""
 
     file: ClassVar[str] = "probe-position"
+    subject: ClassVar[str] = "linear position probe"
+    meaning: ClassVar[str] = MEANING
     grid: tuple[int, ...] = field(kw_only=True)
     ratio: float = RATIO
 
@@ -82,7 +94,26 @@ class PositionProbes(Probes[PositionProbe]):
              probe.train_count]
             for name, probe in self.probes.items()
         ]  # fmt: skip
-        return Summary(said, (Table(self.data, header, rows),))
+        unknown = [f"In {name}, a patch that lost its position gets {each.unknown}." for name, each in
+                   self.probes.items()]  # fmt: skip
+        share = (percent(first.score.accuracy, 2), "places named right")
+        return Summary(said, (Table(self.data, header, rows),), tuple(unknown), (share,))
+
+    def figures(self) -> list[Figure]:
+        """The share of each model, and that of each place."""
+        places = math.prod(self.grid)
+        shares = {name: 100 * probe.score.accuracy for name, probe in self.probes.items()}
+        maps = {
+            name: (100 * probe.score.hits.double() / probe.score.counts.clamp(min=1)).reshape(self.grid)
+            for name, probe in self.probes.items()
+        }
+        labels = ("column of the patch", "row of the patch", "places named right, %")
+        return [
+            Figure("accuracy", "Share of patches without a position whose place a linear classifier names.",
+                   "figures.bars", (shares | {f"chance, 1 / {places}": 100 / places}, labels[-1]), {"digits": ".2f"}),
+            Figure("places", "The same share for each true place, in the input's own layout.",
+                   "figures.heatmaps", (maps, *labels)),
+        ]  # fmt: skip
 
     def numbers(self) -> dict[str, Any]:
         """The share, and every model."""

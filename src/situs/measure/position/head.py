@@ -21,7 +21,7 @@ from situs.methods.measured import SolvesPuzzles
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.models.inference import Total, evaluating
 from situs.models.model import puzzle_method, told_places
-from situs.results import Result, Summary, Table, percent
+from situs.results import Figure, Result, Summary, Table, percent
 from situs.train.step import autocast
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 0.9)
@@ -30,6 +30,21 @@ RATIOS = (0.0, 0.25, 0.5, 0.75, 0.9)
 MASK_RATIOS = (0.0, 0.25, 0.5, 0.75)
 POSITION_RATIOS = (0.25, 0.5, 0.75, 0.95)
 """γ and γ_pos of DropPos's 16 cells."""
+
+GRID = """
+The encoder is shown a share 1 − γ of the patches of a sample; of those, a share γ_pos has lost its place and carries
+the one vector that the run learned for lost places. The run's own position head says for each of them which of the N
+places it came from. The numbers are plain top-1 over those patches alone: no weights, and no patch that was told its
+place.
+
+The larger γ_pos, the fewer anchors there are to go by; the larger γ, the less of the picture there is. The mean counts
+every cell once, as the paper does.
+"""
+CURVE = """
+No patch is told its place. A share η of the patches serve only as queries: they look at the others, and nothing looks
+at them. The run's own position head says for every patch, context included, which of the N places it came from. The
+weights are the same at every η; only the evaluation changes.
+"""
 
 TOP = 5
 """How many of the likeliest places may hold the true one."""
@@ -63,6 +78,8 @@ class PositionGrid(Result):
     """
 
     file: ClassVar[str] = "position"
+    subject: ClassVar[str] = "position accuracy"
+    meaning: ClassVar[str] = GRID
     cells: tuple[Cell, ...]
     count: int
     places: int
@@ -90,12 +107,39 @@ class PositionGrid(Result):
             for cell in self.cells
         ]  # fmt: skip
         header = ["γ", "γ_pos", "patches seen", "places dropped", "accuracy, %", "top-5, %"]
-        return Summary(said, (Table(self.provenance.title(self.provenance.counted(self.count)), header, rows),))
+        title = self.provenance.title(self.provenance.counted(self.count))
+        reasons = [cell.reason for cell in self.cells if cell.reason is not None]
+        notes = (f"Some cells cannot be measured: {reasons[0]}.",) if reasons else ()
+        mean = (percent(self.mean), f"mean of the grid; chance {percent(chance)}")
+        return Summary(said, (Table(title, header, rows),), notes, (mean,))
 
     def numbers(self) -> dict[str, Any]:
         """Every cell and their mean."""
         cells = [asdict(cell) for cell in self.cells]
         return {"places": self.places, "cells": cells, "count": self.count, "mean": self.mean}
+
+    def figures(self) -> list[Figure]:
+        """γ down, γ_pos across; a dash where a cell cannot be measured."""
+        gammas = list(dict.fromkeys(cell.mask_ratio for cell in self.cells))
+        across = list(dict.fromkeys(cell.position_mask_ratio for cell in self.cells))
+        shares = {(cell.mask_ratio, cell.position_mask_ratio): cell.accuracy for cell in self.cells}
+        values = [
+            [math.nan if (share := shares[row, column]) is None else 100 * share for column in across] for row in gammas
+        ]
+        highest = 100 * max(share for share in shares.values() if share is not None)
+        labels = ("γ_pos, share of seen patches whose place is dropped", "γ, share of patches not seen")
+        gamma, gamma_pos = self.trained
+        return [
+            Figure(
+                "grid",
+                "Share of dropped places guessed right, in percent. The run was trained at "
+                f"γ = {gamma:g} and γ_pos = {gamma_pos:g}.",
+                "figures.value_grids",
+                ({"": (values, "places guessed right, %")}, [f"{g:g}" for g in gammas], [f"{g:g}" for g in across],
+                 *labels),
+                {"limits": (0.0, max(10.0, 10.0 * math.ceil(highest / 10)))},
+            )
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,6 +151,8 @@ class PositionCurve(Result):
     """
 
     file: ClassVar[str] = "position"
+    subject: ClassVar[str] = "position accuracy"
+    meaning: ClassVar[str] = CURVE
     accuracy: dict[float, float]
     count: int
     places: int
@@ -128,7 +174,9 @@ class PositionCurve(Result):
         table = Table(
             self.provenance.title(self.provenance.counted(self.count)), ["η", "accuracy, %", "top-5, %"], rows
         )
-        return Summary(said, (table,), told_places(self.anchors, self.trained_anchors))
+        best = max(self.accuracy, key=lambda eta: self.accuracy[eta])
+        number = (percent(self.accuracy[best]), f"at η = {best:g}; chance {percent(chance)}")
+        return Summary(said, (table,), told_places(self.anchors, self.trained_anchors), (number,))
 
     def numbers(self) -> dict[str, Any]:
         """Every η."""
@@ -137,6 +185,14 @@ class PositionCurve(Result):
         ]
         told = {"told": self.anchors, "told_in_training": self.trained_anchors}
         return {"places": self.places, "count": self.count, "accuracy": found, **told}
+
+    def figures(self) -> list[Figure]:
+        """Accuracy over η, and chance."""
+        series = {"this run": (list(self.accuracy), [100 * value for value in self.accuracy.values()])}
+        labels = ("η at evaluation, share of patches that are no keys", "places guessed right, %")
+        caption = f"Share of all patches whose place is guessed right. Trained at η = {self.trained:g}."
+        chance = {"level": (f"chance, 1 / {self.places}", 100 / self.places)}
+        return [Figure("curve", caption, "figures.curves", (series, *labels), chance)]
 
 
 def _percent(share: float | None) -> str | None:

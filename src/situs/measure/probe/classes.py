@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal, Unpack
 from situs.backbones.base import Backbone
 from situs.data.open import addressed
 from situs.errors import SitusError
-from situs.measure.accuracy import hard
-from situs.measure.by_class import ByClass
+from situs.measure.accuracy import hard, headline
+from situs.measure.by_class import ByClass, class_figures, class_table
 from situs.measure.features import Pool, extract
 from situs.measure.position.dropped import RATIO, PositionProbes, follow, probe_position
 from situs.measure.probe.linear import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
@@ -19,7 +19,13 @@ from situs.measure.probe.segments import SegmentProbes, probe_segments
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_labels, load_bank, made_with, opened
 from situs.progress import tracked
-from situs.results import Cell, Provenance, Summary, Table, percent
+from situs.results import Cell, Figure, Provenance, Summary, Table, percent
+
+MEANING = """
+The backbone is frozen and every sample becomes one vector. A logistic regression on top is fitted to the training
+split, its weight decay chosen on a part of that split, and the numbers are those of the other split. Nothing of the
+backbone is trained, so this measures what the representation already separates.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class ClassProbes(Probes[ClassProbe]):
     """Classes read off frozen features. classes: their names."""
 
     file: ClassVar[str] = "probe-class"
+    subject: ClassVar[str] = "linear classification probe"
+    meaning: ClassVar[str] = MEANING
     classes: Sequence[str] = field(kw_only=True)
 
     def summary(self) -> Summary:
@@ -62,7 +70,17 @@ class ClassProbes(Probes[ClassProbe]):
              probe.train_count, f"{probe.fitted.weight_decay:g}"]
             for name, probe in self.probes.items()
         ]  # fmt: skip
-        return Summary(text, (Table(self.data, header, rows),))
+        return Summary(text, (Table(self.data, header, rows),), numbers=headline(rows_of(first.score.answers)))
+
+    def figures(self) -> tuple[Figure, ...]:
+        """The classes of the first model."""
+        name, first = self.first
+        shares = {each: probe.score.accuracy for each, probe in self.probes.items()}
+        return class_figures(first.score.answers, self.classes, self.provenance.things, shares, f", in {name}")
+
+    def details(self) -> list[Table]:
+        """The classes of the first model, and how it was fitted."""
+        return [class_table(self.first[1].score.answers, self.classes, self.provenance.things), *super().details()]
 
 
 def evaluate_probe(

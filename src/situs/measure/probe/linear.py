@@ -133,7 +133,22 @@ class Probes(Result, Generic[P]):
             for name, probe in self.probes.items()
             for each in probe.fitted.tried
         ]  # fmt: skip
-        return Table("", ["model", "weight decay", "held-out accuracy, %", "held-out loss", "chosen"], rows)
+        header = ["model", "weight decay", "held-out accuracy, %", "held-out loss", "chosen"]
+        caption = "On a fifth of the training split, by accuracy; the classifier was then fitted to all of it."
+        return Table("How the weight decay was chosen", header, rows, caption)
+
+    @property
+    def title(self) -> str:
+        """Of the page."""
+        return f"{self.first[0]}: {self.subject}"
+
+    def details(self) -> list[Table]:
+        """How the weight decay was chosen, and how each model's numbers were made."""
+        tried = self.tried()
+        keys = dict.fromkeys(key for each in self.made.values() for key in each.facts)
+        rows = [[key, *(each.facts.get(key) for each in self.made.values())] for key in keys]
+        made = Table("How the numbers were made", ["", *self.made], rows)
+        return [*([tried] if tried.rows else []), *([made] if rows else [])]
 
 
 def fit_probe(

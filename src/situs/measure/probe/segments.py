@@ -28,15 +28,20 @@ from situs.measure.probe.linear import (
     choose_decay,
     minimise,
 )
-from situs.measure.segments.measure import by_class, measure, seeing
+from situs.measure.segments.measure import MEANING, by_class, class_details, class_figures, measure, seeing
 from situs.measure.segments.scores import SegmentScores
 from situs.measure.segments.windows import Inference
 from situs.methods.base import Batch
 from situs.methods.upernet import resize
 from situs.models.inference import evaluating
-from situs.results import Cell, Summary, Table, percent
+from situs.results import Cell, Figure, Summary, Table, percent
 from situs.train.step import autocast
 
+PROBE = """
+The model is frozen. One linear layer, the same for every patch, gives each patch a number for each class; these are
+upsampled to the image (bilinear), and the highest is the class of a pixel. So it measures what the patches' features
+themselves tell of what lies where.
+"""
 PLACES = 4
 """Places along a patch's side at which the layer is fitted."""
 
@@ -62,6 +67,8 @@ class SegmentProbes(Probes[SegmentProbe]):
     """Masks read off frozen features. classes: their names."""
 
     file: ClassVar[str] = "probe-segments"
+    subject: ClassVar[str] = "linear segmentation probe"
+    meaning: ClassVar[str] = PROBE + MEANING
     classes: Sequence[str] = field(kw_only=True)
 
     def summary(self) -> Summary:
@@ -79,7 +86,21 @@ class SegmentProbes(Probes[SegmentProbe]):
              probe.score.count, probe.train_count, f"{probe.fitted.weight_decay:g}"]
             for name, probe in self.probes.items()
         ]  # fmt: skip
-        return Summary(said, (Table(self.data, header, rows),))
+        miou = (percent(first.scores.miou, 2), f"mIoU, {self.first[0]}")
+        return Summary(said, (Table(self.data, header, rows),), numbers=(miou,))
+
+    def figures(self) -> list[Figure]:
+        """The classes of each model; which are taken for which in the first."""
+        figures: list[Figure] = []
+        for number, (name, probe) in enumerate(self.probes.items(), start=1):
+            picture = "classes" if number == 1 else f"classes-{number}"
+            figures += class_figures(probe.scores, self.classes, f", in {name}", picture)
+        return figures
+
+    def details(self) -> list[Table]:
+        """The classes of the first model, and how it was fitted."""
+        name, first = self.first
+        return [*class_details(first.scores, self.classes, f", in {name}"), *super().details()]
 
     def numbers(self) -> dict[str, Any]:
         """Every model's, and under each its classes."""

@@ -7,6 +7,7 @@ AlexNet (*AlexNet-normalised*, the definition of Hendrycks and Dietterich, which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import mean
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from situs.errors import SitusError, counted
 from situs.measure.accuracy import Accuracy
-from situs.measure.corruptions import CORRUPTIONS
-from situs.measure.corruptions.severity import SEVERITIES
-from situs.results import Cell, Result, Summary, Table, percent
+from situs.measure.corruptions import CORRUPTIONS, GROUPS
+from situs.measure.corruptions.severity import SEVERITIES, describe
+from situs.results import Cell, Figure, Result, Summary, Table, percent
 
 ALEXNET = {
     "gaussian_noise": 0.886,
@@ -42,6 +43,19 @@ ALEXNET = {
 """AlexNet's top-1 error on each corruption of ImageNet-C, the mean over its five severities."""
 
 IMAGENET_CLASSES, IMAGENET_SIDE, IMAGENET_COUNT = 1000, 224, 50_000
+
+MEANING = """
+The raw mCE is the mean top-1 error over corruptions, each the mean over its severities. The AlexNet-normalised mCE
+divides each corruption's error by that of AlexNet on ImageNet-C before the mean, so that 100 % is as bad as AlexNet.
+The second is larger by a quarter to a third on ImageNet, and neither compares with the other.
+"""
+
+MADE_HERE = (
+    "These images were made here from the clean ones, as the model sees them (cropped and resized), with the published "
+    "strengths. They are not the published files: the noise is another, frost is drawn and not photographed, and they "
+    "are not compressed as JPEG of quality 85 on top. Numbers compare between models measured this way; they are not "
+    "comparable figure for figure with published ones."
+)
 
 Cells = Mapping[str, Mapping[int, Accuracy]]
 """corruption -> severity -> accuracy."""
@@ -152,6 +166,7 @@ class Robustness(Result):
     """
 
     file: ClassVar[str] = "robustness"
+    meaning: ClassVar[str] = MEANING
     data: str | None
     given: str | None
     clean: Accuracy | None
@@ -192,8 +207,66 @@ class Robustness(Result):
     def summary(self) -> Summary:
         """What corruption does, what hurts most; a row a corruption where there are any, then a row a measure."""
         tables = [Table(f"{self.given or self.data}, corrupted", *self._corrupted())] if self.cells else []
-        tables.append(Table(self.provenance.name, (), self._measures()))
-        return Summary(self._verdict(), tuple(tables), self.skipped)
+        measures = self._measures()
+        tables.append(Table(self.provenance.name, ["measure", "value", "of what"], measures))
+        numbers = tuple((value, f"{measure}, {of}" if of else measure) for measure, value, of in measures[:4])
+        return Summary(self._verdict(), tuple(tables), self.skipped, numbers)
+
+    def figures(self) -> list[Figure]:
+        """Accuracy over severity, at every corruption, what they look like; how confidence answers to ImageNet-A."""
+        figures: list[Figure] = self._drawn() if self.cells else []
+        if (natural := self.natural) is not None:
+            curve = {natural.name: (range(1, 101), [100 * value for value in natural.curve])}
+            labels = "response rate, % (most confident first)", "accuracy of what is answered, %"
+            caption = (
+                "Accuracy when only the most confident answers are given; its mean is AURRA. A falling curve means "
+                "that confidence knows something about being right."
+            )
+            title = "Natural adversarial examples"
+            figures.append(Figure("response", caption, "figures.curves", (curve, *labels), section=title))
+        if not figures and (odd := self.anomalies) is not None:
+            shares = {f"AUPR of {odd.name}": 100 * odd.aupr, "chance": 100 * odd.chance}
+            figures.append(Figure("", "", "bars", (shares, "%")))
+        return figures
+
+    def _drawn(self) -> list[Figure]:
+        severities, names = list(next(iter(self.cells.values()))), [spoken(name) for name in self.cells]
+        values = [[100 * cell.top1 for cell in row.values()] for row in self.cells.values()]
+        beside = "" if self.clean is None else f", {percent(self.clean.top1)} on clean images"
+        off = 100 * 1.96 * 0.5 / math.sqrt(self.count)  # a 95 % interval at its widest, accuracy one half
+        accuracy = Figure(
+            "accuracy",
+            f"Top-1 accuracy in percent{beside}; chance is {100 / self.outputs:.3g} %. With "
+            f"{counted(self.count, 'images')} a cell is known to within ± {off:.1f} points (95 %).",
+            "figures.value_grids",
+            ({"": (values, "top-1 accuracy, %")}, names, list(map(str, severities)), "severity", ""),
+            {"limits": (0.0, 100.0), "cell": (0.95, 0.36)},
+        )
+        assert self.pictures is not None
+        shown = self.pictures if self.pictures.shape[2] in (1, 3) else self.pictures[:, :, :1]
+        titles = [*["clean"] * (self.given is None), *(f"severity {severity}" for severity in severities)]
+        caption = f"The first image of each folder of {self.given}."
+        if self.given is None:
+            caption = (
+                f"The first image of the set, corrupted as the model saw it. {MADE_HERE} Strengths: "
+                f"{describe(self.side)}."
+            )
+        looks = Figure("corruptions", caption, "figures.mosaic", (shown, names, titles),
+                       section="What the corruptions look like")  # fmt: skip
+        return [*([self._over_severity(severities)] if len(severities) > 1 else []), accuracy, looks]
+
+    def _over_severity(self, severities: list[int]) -> Figure:
+        """The mean of each kind of corruption, from the clean images on."""
+        series = {}
+        clean = [] if self.clean is None else [(0, 100 * self.clean.top1)]
+        for kind, members in GROUPS.items():
+            rows = [self.cells[name] for name in members if name in self.cells]
+            if rows:
+                means = [100 * mean(row[severity].top1 for row in rows) for severity in severities]
+                series[kind] = tuple(zip(*clean, *zip(severities, means, strict=True), strict=True))
+        label = "severity" if self.clean is None else "severity (0: clean)"
+        caption = "The mean accuracy of each kind of corruption, over severity."
+        return Figure("severity", caption, "figures.curves", (series, label, "top-1 accuracy, %"))
 
     def _verdict(self) -> str:
         said = []

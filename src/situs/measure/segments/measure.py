@@ -19,6 +19,7 @@ from situs.data.sampler import sample_of
 from situs.data.sources.remote import is_remote
 from situs.errors import SitusError, counted
 from situs.limits import check_value
+from situs.measure.by_class import mixed_pairs
 from situs.measure.segments.scores import SegmentScores, class_iou, count_answers
 from situs.measure.segments.windows import Inference, Predict, segment
 from situs.methods.base import Batch
@@ -27,10 +28,21 @@ from situs.methods.upernet import resize
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.models.inference import Total, evaluating, rows_of_ranks
 from situs.models.model import Model
-from situs.results import Result, Summary, Table, percent
+from situs.results import Cell, Figure, Result, Summary, Table, percent
 from situs.train.export import PARTS
 from situs.train.step import autocast
 
+MEANING = """
+A class's intersection over union is the number of pixels that are of the class and are said to be, over the number that
+are either: 100 % where the two areas are one. mIoU is its mean over the classes that are there or are said, over the
+whole split and not image by image. Pixel accuracy is the share of pixels whose class is right, class accuracy the mean
+over the classes of that share. Pixels without a class (void) are left out of every number. Images are judged at the
+size of their masks.
+"""
+BARS, LISTED, CROSSED = 40, 20, 12
+"""Classes up to which each has a bar; classes or pairs in a table; classes up to which a grid shows all pairs."""
+FIRST = 2
+"""Of the worst images so many open the page."""
 PICTURES = 8
 """How many of the worst are kept to be looked at."""
 
@@ -66,6 +78,8 @@ class Segments(Result):
     """What a segmentation came to. classes: names. worst: the samples with the lowest IoU, first the lowest."""
 
     file: ClassVar[str] = "segments"
+    subject: ClassVar[str] = "segmentation"
+    meaning: ClassVar[str] = MEANING
     scores: SegmentScores
     classes: Sequence[str]
     count: int
@@ -83,7 +97,8 @@ class Segments(Result):
         header = ["", "mIoU", "pixel accuracy", "class accuracy", "loss"]
         row = [name, *(percent(each, 2) for each in (found.miou, found.accuracy, found.class_accuracy)), found.loss]
         title = self.provenance.title(f"{self.provenance.counted(self.count)}, {self.how.mode}")
-        return Summary(said, (Table(title, header, [row]),))
+        numbers = (percent(found.miou, 2), "mIoU"), (percent(found.accuracy, 2), "pixels right")
+        return Summary(said, (Table(title, header, [row]),), numbers=numbers)
 
     def numbers(self) -> dict[str, Any]:
         """The means, a row a class, and the worst samples."""
@@ -92,6 +107,71 @@ class Segments(Result):
         worst = [{"name": each.name, "iou": each.iou} for each in self.worst]
         own = {"loss": found.loss, "count": self.count, "mode": self.how.mode, "overlap": self.how.overlap}
         return {**means, **own, "classes": by_class(found, self.classes), "worst": worst}
+
+    def figures(self) -> list[Figure]:
+        """The worst images, the classes, and which are taken for which."""
+        rows = [
+            (percent(each.iou, 0), each.picture, {"truth": each.truth, "predicted": each.said}) for each in self.worst
+        ]
+        caption = "Left of each image the mean IoU of its own classes. Where no colour is, there is no class (void)."
+        worst = worst_figures(rows, "masks.mask_rows", self.classes, caption)
+        return [*worst, *class_figures(self.scores, self.classes)]
+
+    def details(self) -> list[Table]:
+        """The worst images; of many classes the weakest, and the pairs that are taken for one another most."""
+        worst = [[each.name, f"{100 * each.iou:.2f}"] for each in self.worst]
+        listed = [Table(WORST, ["image", "IoU, %"], worst)] if worst else []
+        return [*listed, *class_details(self.scores, self.classes)]
+
+
+WORST = "The worst images first"
+
+
+def worst_figures(rows: Sequence[Any], draw: str, classes: Sequence[str], caption: str) -> list[Figure]:
+    """The page opens with the first of the worst images, few enough to be seen there, and shows all of them below."""
+    if not rows:
+        return []
+    few = len(rows) <= FIRST
+    first = Figure("worst" if few else "worst-first", f"{WORST}. {caption}", draw, (rows[:FIRST], classes))
+    return [first] if few else [first, Figure("worst", caption, draw, (rows, classes), section=WORST)]
+
+
+def class_figures(found: SegmentScores, classes: Sequence[str], of: str = "", name: str = "classes") -> list[Figure]:
+    """The IoU of each class and what it is taken for, where they are few. of: in which model."""
+    rows = [row for row in by_class(found, classes) if row["iou"] is not None]
+    figures = []
+    if len(rows) <= BARS:
+        values = ({row["class"]: 100 * row["iou"] for row in rows}, "IoU, %")
+        caption = f"Intersection over union of each class{of}."
+        figures.append(Figure(name, caption, "figures.bars", values, {"digits": ".1f"}))
+    if len(classes) <= CROSSED and name == "classes":
+        shares = 100 * found.answers.double() / found.answers.sum(dim=1, keepdim=True)
+        caption = f"Share of each class's pixels that are said to be of each class{of}."
+        values = ({"": (shares, "% of the class's pixels")}, classes, classes, "said", "true")
+        figures.append(Figure("confusion", caption, "figures.value_grids", values, {"limits": (0, 100)}))
+    return figures
+
+
+def class_details(found: SegmentScores, classes: Sequence[str], of: str = "") -> list[Table]:
+    """What the figures do not show of many classes."""
+    tables = []
+    rows = [row for row in by_class(found, classes) if row["iou"] is not None]
+    if len(rows) > BARS:
+        cells: list[list[Cell]] = [
+            [row["class"], row["pixels"], f"{100 * row['iou']:.2f}", row["taken_for"] or "none"]
+            for row in sorted(rows, key=lambda row: row["iou"])[:LISTED]
+        ]
+        title = f"The {counted(len(cells), 'classes')} with the lowest IoU{of}"
+        tables.append(Table(title, ["class", "pixels", "IoU, %", "taken most often for"], cells))
+    if len(classes) > CROSSED:
+        of_class = found.answers.sum(dim=1).clamp(min=1)
+        cells = [
+            [classes[a], classes[b], int(found.answers[a, b]), f"{100 * float(found.answers[a, b] / of_class[a]):.1f}"]
+            for a, b in mixed_pairs(found.answers, classes, LISTED)
+        ]
+        title = f"The pairs that take most pixels{of}"
+        tables.append(Table(title, ["class", "said to be", "pixels", "of the class, %"], cells))
+    return tables
 
 
 def by_class(found: SegmentScores, classes: Sequence[str]) -> list[dict[str, Any]]:

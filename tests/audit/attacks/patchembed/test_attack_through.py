@@ -21,8 +21,8 @@ from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import NoDefence
 from situs.audit.gradients import attack_gradients
-from situs.audit.judge.gate import NOT_JUDGED
 from situs.audit.stem import require_stem
+from situs.gate import NOT_JUDGED
 
 NORMAL = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -153,9 +153,9 @@ def test_pixels_that_the_model_does_not_see_are_no_bytes_and_no_pass(
     [pair] = audit.pairs
     assert pair.to_the_byte == 0 and pair.worst_psnr < 20
     assert [fact["fits"] for fact in pair.facts] == [True, True]
-    off = (audit.images - pair.pictures).abs()
+    off = (audit.images - pair.shown).abs()
     assert int((off < 1e-6).sum()) >= 2 * 3 * (seen * 4 if seen == 3 else seen) ** 2
-    assert not audit.judge(psnr=20).passed and "does not see" in str(pair.doubt)
+    assert not audit.judge(psnr=20).passed and "does not see" in str(pair.why("doubt"))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_an_audit_says_so_of_a_bare_module() -> None:
         [NoDefence()],
     )
     [pair] = found.pairs
-    assert pair.reason is None
+    assert pair.why("refused") is None
     assert (pair.exact, pair.to_the_byte) == (2, 2)
 
 

@@ -28,10 +28,10 @@ from situs.audit.defences import (
     create_defence,
 )
 from situs.audit.gradients import Audit, attack_gradients, verdict
-from situs.audit.judge.gate import NO_NOISE, doubt_of
 from situs.backbones import create_backbone
 from situs.backbones.lora import add_lora
 from situs.core.tokens import patchify
+from situs.findings import NO_NOISE, doubt_of
 
 
 def photographs(count: int = 1, size: int = 16) -> torch.Tensor:
@@ -207,11 +207,11 @@ def test_a_search_that_is_stopped_keeps_what_is_proved(stop: str, capfd: pytest.
 
     found = audited(x)
     [pair], ruling = found.pairs, found.judge(psnr=50)
-    assert str(found.stopped).startswith(stop) and pair.partial == "6 of 9 patches proved in the last search"
+    assert str(found.stopped).startswith(stop) and pair.why("stopped") == "6 of 9 patches proved in the last search"
     assert pair.exact == 1 and ruling.status == 3 and "images above; the most exposed, 0 has psnr" in str(ruling)
     assert "stopped after 6 of 9 patches proved in the last search" in verdict(found)
-    assert pair.pictures is not None
-    away = patchify((pair.pictures - (x / 2 + 0.5).clamp(0, 1)).abs(), (4, 4))[1].amax(dim=1)
+    assert pair.shown is not None
+    away = patchify((pair.shown - (x / 2 + 0.5).clamp(0, 1)).abs(), (4, 4))[1].amax(dim=1)
     assert int((away < 1e-4).sum()) == 6  # what was proved is shown, exactly
     alone = audited(x[1:]).judge(psnr=50)
     assert not alone.passed
@@ -223,7 +223,7 @@ def test_a_table_that_hardly_tells_places_apart_blurs_pixels_and_passes_no_gate(
     backbone, x = vit(trained=False, heads=3).float(), photographs()
     table = backbone.model.pos_embed
     sharp = attacked(backbone, x, NoPositionGradient())
-    assert sharp.facts[0]["proof"] and doubt_of(None, sharp.facts, 0.0, None) == NO_NOISE
+    assert sharp.facts[0]["proof"] and doubt_of(None, sharp.certificates, 0.0, None) == NO_NOISE
     with torch.no_grad():  # its last directions are more than none, and too little for float32
         left, _, right = torch.linalg.svd(torch.randn(table.shape[1:], generator=torch.Generator().manual_seed(1)))
         fall = 10 ** (-5.5 * torch.arange(len(left)) / (len(left) - 1))
@@ -231,7 +231,7 @@ def test_a_table_that_hardly_tells_places_apart_blurs_pixels_and_passes_no_gate(
     found = attacked(backbone, x, NoPositionGradient())
     assert found.facts[0]["fits"] is True and psnr(found.images, x) < 30 < 100 < psnr(sharp.images, x)
     assert found.facts[0]["proof"] is None  # every equation holds, of other pictures too
-    assert "more than one solution" in str(doubt_of(None, found.facts, 0.0, None))
+    assert "more than one solution" in str(doubt_of(None, found.certificates, 0.0, None))
 
 
 class OwnModule(nn.Module):

@@ -12,7 +12,7 @@ from builders import small_vit
 from situs.audit import Knowledge, create_attack
 from situs.audit.client import victim_gradients
 from situs.audit.defences import NoDefence, create_defence
-from situs.audit.judge.gate import doubt_of
+from situs.findings import doubt_of
 
 VICTIMS = {"learned": small_vit, "no table": partial(small_vit, model_args={"pos_embed": "none"})}
 
@@ -29,7 +29,7 @@ def test_a_classifier_of_zeros_sends_zeros_and_nothing_is_proved(victim: str, ba
     [fact] = found.facts
     assert not found.images.any() and fact["fits"] is False and fact["proof"] is None
     assert "nothing to solve with" in str(fact["verdict"])
-    assert "nothing to solve with" in str(doubt_of(None, found.facts, 0.0, None))
+    assert "nothing to solve with" in str(doubt_of(None, found.certificates, 0.0, None))
 
 
 def test_local_steps_that_diverge_send_no_numbers_and_nothing_is_proved() -> None:

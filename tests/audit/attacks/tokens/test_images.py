@@ -10,9 +10,9 @@ import torch
 from victims import vit
 
 from situs.audit.attacks.adaptive import ordering
+from situs.audit.attacks.solver import Tokens
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.images import agree, make_images
-from situs.audit.attacks.tokens.linear import Tokens
 from situs.audit.attacks.tokens.search import Roots
 from situs.core.tokens import patchify
 

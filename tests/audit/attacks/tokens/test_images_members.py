@@ -8,10 +8,10 @@ import pytest
 import torch
 from victims import HEADS, hugging_face, odd, vit
 
+from situs.audit.attacks.solver import Tokens
 from situs.audit.attacks.tokens import images
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.images import agree, company, make_images, read_heads
-from situs.audit.attacks.tokens.linear import Tokens
 from situs.audit.attacks.tokens.search import Roots
 from situs.core.tokens import patchify
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from victims import LEARNED, vit
 
+from situs.audit.attacks.solver import Tokens
 from situs.audit.attacks.spans import SOLVED
 from situs.audit.attacks.tokens.block import Block
-from situs.audit.attacks.tokens.linear import Equations, Spans, Tokens, count, misfit, read_spans, solve
+from situs.audit.attacks.tokens.linear import Equations, Spans, count, misfit, read_spans, solve
 from situs.audit.client import victim_gradients
 from situs.core.tokens import patchify
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from victims import LEARNED, vit
 
+from situs.audit.attacks.solver import HELD, Descent, Range, Tokens
 from situs.audit.attacks.spans import SOLVED
 from situs.audit.attacks.tokens.block import Block
-from situs.audit.attacks.tokens.descent import HELD, Descent, Range
-from situs.audit.attacks.tokens.linear import Tokens, count, read_spans
+from situs.audit.attacks.tokens.linear import count, read_spans
 from situs.audit.attacks.tokens.search import (
     CHUNK,
     PICTURES,

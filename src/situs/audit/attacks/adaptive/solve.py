@@ -23,9 +23,9 @@ from torch.func import jvp, vmap
 
 from situs.audit.attacks.adaptive.algebra import Partly, Smoothness, smoothest
 from situs.audit.attacks.patchembed.equations import svd
+from situs.audit.attacks.solver import Flat, Group, blur, descend
 from situs.audit.attacks.spans import SOLVED, TELLING, Norm, Span
 from situs.audit.attacks.tokens.block import Block
-from situs.audit.attacks.tokens.descent import blur, descend
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.stem import Stem, table_rows
@@ -285,28 +285,21 @@ def family_of(block: FirstBlock, partly: Partly, loose: int = Effort.loose) -> F
     deviation s that its norm divides by. norm(m) = w (m - mean) / s + β lies in the span of the MLP's first layer, so
     w (m - mean) + s β does, which is linear in all three; its solutions are a flat with θ free along it.
     """
-    norm, width = block.norm, block.into.shape[1]
-
-    def outside(m: Tensor) -> Tensor:
-        return block.fc1.outside(norm.form(m) * block.fc1.column)
-
+    norm, width, group = block.norm, block.into.shape[1], Group(block.norm, block.fc1)
     mixing = (block.proj.inside / block.proj.column) @ block.into  # [T, D]: c -> A o
     streams = torch.cat([partly.z @ block.weight.T, mixing])
-    scale = outside(streams)[:0]
-    if norm.bias is not None and norm.biased:
-        scale = block.fc1.outside(norm.bias * block.fc1.column)[None]
-    left, values, right = svd(torch.cat([outside(streams), scale]), full=True)
     # Theory says how many are independent (without β all are centred, the span too); of the weak among those some are
     # better searched than believed.
     independent = min(block.tokens + norm.biased, width - block.tokens - (norm.centred and not norm.biased))
-    strong = int((values > WEAK * values[0]).sum())
-    rank = min(independent, max(strong, independent - loose))
-    flat = left[:, rank:].T
+
+    def rank(values: Tensor) -> int:
+        return min(independent, max(int((values > WEAK * values[0]).sum()), independent - loose))
+
+    flat = Flat(group.rows(streams), rank)
     known = block.embed(partly.base) + block.shift
-    given = outside(known) @ right[:rank].T / values[:rank]
-    solution = -given @ left[:, :rank].T
+    solution = flat.least(group(known))
     r, u = len(partly.z), len(streams)
-    return Family(known + solution[:, :u] @ streams, flat[:, :u] @ streams, solution[:, :r], flat[:, :r])
+    return Family(known + solution[:, :u] @ streams, flat.free[:, :u] @ streams, solution[:, :r], flat.free[:, :r])
 
 
 # --- shown patches ------------------------------------------------------------------------------------------------

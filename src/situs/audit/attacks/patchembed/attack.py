@@ -33,7 +33,7 @@ from situs.audit.attacks.base import (
     stack,
 )
 from situs.audit.attacks.patchembed.bytes import byte_values, read_bytes
-from situs.audit.attacks.patchembed.equations import FIT, Solution, judge, solve_pixels, whiten
+from situs.audit.attacks.patchembed.equations import Solution, judge, solve_pixels, whiten
 from situs.audit.client import known_gradient
 from situs.audit.deadline import Deadline
 from situs.audit.defences import UNKNOWN, Gradients
@@ -52,6 +52,7 @@ from situs.audit.stem import (
     view_of,
 )
 from situs.backbones.base import Backbone
+from situs.findings import FIT
 from situs.methods.base import Method
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,9 +13,7 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-FIT = 3.0
-"""Equations fit if they are off by no more than this many times what is expected; pixels brighter than the prior's
-deviation of 1 explain that much of noise, and what is wrong by form is off by hundreds (measured)."""
+from situs.findings import FIT
 
 SUMS = 4.0
 """float32's sums over many patches err by up to this many of its roundings (2.6 was measured)."""

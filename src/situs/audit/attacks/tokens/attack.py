@@ -23,11 +23,11 @@ from torch import Tensor
 
 from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, known_numbers
 from situs.audit.attacks.patchembed.attack import see_through
+from situs.audit.attacks.solver import Range, Tokens
 from situs.audit.attacks.spans import SOLVED, TELLING
 from situs.audit.attacks.tokens.block import Block, read_block
-from situs.audit.attacks.tokens.descent import Range
 from situs.audit.attacks.tokens.images import agree, distinct_images, make_images, order_by_attention, repeated
-from situs.audit.attacks.tokens.linear import Counts, Misfit, Spans, Tokens, count, misfit, read_spans, solve
+from situs.audit.attacks.tokens.linear import Counts, Misfit, Spans, count, misfit, read_spans, solve
 from situs.audit.attacks.tokens.search import SHARP, Effort, Search, find_roots
 from situs.audit.deadline import Deadline, first_ctrl_c
 from situs.audit.defences import Gradients

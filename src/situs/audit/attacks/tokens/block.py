@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from situs.audit.adapter import grid_of
+from situs.audit.attacks.solver import Behind
 from situs.audit.attacks.spans import Norm
 from situs.audit.stem import EnoughError, Feed, Stem, StemBackbone, View, find_embedding, flat_weight, watch_products
 from situs.backbones.base import Backbone
@@ -264,10 +265,9 @@ class Layers(NamedTuple):
     fc2: str
 
 
-class Block:
+class Block(Behind):
     """What the weights alone tell. weight: E, [D, K]; base [N, D]: what is added to E x at each place; prefix [p, D]:
-    the prefix tokens as they enter the first block; norm0: a norm between the two and the first block; into [·, D] and
-    shift [D]: A and b.
+    the prefix tokens as they enter the first block; norm0: a norm between the two and the first block.
 
     backbone: in float64, in eval mode.
     """
@@ -275,11 +275,8 @@ class Block:
     layers: Layers
     norm0: Norm | None
     norm1: Norm
-    norm2: Norm
     base: Tensor
     prefix: Tensor
-    into: Tensor
-    shift: Tensor
 
     def __init__(self, backbone: Backbone) -> None:
         """Raises `NoBlockError` with the reason where the block is of another form."""
@@ -313,13 +310,7 @@ class Block:
         """Of all gradients that tell of its tokens."""
         return (self.stem.weight, *self.layers.qkv, self.layers.proj, *self.layers.fc1, self.layers.fc2)
 
-    def late(self, m: Tensor) -> Tensor:
-        """What enters the MLP's last layer for streams m [..., D]: [..., H]."""
-        weight, bias = self.entry()
-        return self.tail(self.norm2.apply(m) @ weight.T + bias)
-
     def entry(self) -> tuple[Tensor, Tensor]:
-        """Weight [H', D] and bias [H'] of the MLP's first layers, one below the other."""
         own = dict(self.backbone.named_parameters())
         weights: list[Tensor] = [own[name] for name in self.layers.fc1]
         biases = [own.get(f"{name.removesuffix('weight')}bias") for name in self.layers.fc1]
@@ -327,7 +318,6 @@ class Block:
         return torch.cat(weights), torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
 
     def tail(self, entered: Tensor) -> Tensor:
-        """What enters the MLP's last layer for what its first layers gave [..., H']: [..., H]."""
         own = dict(self.backbone.named_parameters())
         parts = entered.reshape(1, -1, entered.shape[-1]).split([len(own[name]) for name in self.layers.fc1], dim=-1)
         given = dict(zip(range(self._fc1, self._fc2), parts, strict=True))

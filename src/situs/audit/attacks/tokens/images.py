@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from situs.audit.attacks.adaptive.ordering import order_hidden
+from situs.audit.attacks.solver import Heads, Tokens, pulls
 from situs.audit.attacks.spans import SOLVED, Span
 from situs.audit.attacks.tokens.block import LOOSE, Block
-from situs.audit.attacks.tokens.linear import Tokens
 from situs.audit.attacks.tokens.search import Roots, shared_places
 from situs.audit.defences import Gradients
 from situs.audit.stem import to_images
@@ -25,33 +25,12 @@ from situs.core.tokens import patchify
 from situs.methods.mp3 import MP3
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which tokens are of one image, from the attention of the first block alone.
-#
-# What attention gives token i is a mean over the tokens of its image, head by head:
-#
-#     o_i = Σ_j y_ij a_ij v_j / Σ_j y_ij a_ij    with a_ij = exp(q_i · k_j / √d) and y_ij = 1 within an image, else 0
-#
-# Queries, keys and values follow from the tokens, so that Σ_j y_ij a_ij (v_j - o_i) = 0 is linear in y_i: as many
-# equations as channels for as many unknowns as tokens, of which attention needs fewer. Least squares near y = 1 /
-# batch give every token's company, also where some tokens were not found.
+# Which tokens are of one image, from the attention of the first block alone (`solver.pulls`). Least squares near
+# y = 1 / batch give every token's company, also where some tokens were not found.
 
 
 MISSED = 0.1
 """Share of o that may be of tokens that were not found: what the equations are weighed by."""
-
-
-class Heads(NamedTuple):
-    """Weight [3 D, D] and bias [3 D] of queries, keys and values, one below the other, and how many heads they have."""
-
-    weight: Tensor
-    bias: Tensor
-    count: int
-
-    def split(self, entered: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [heads, T, d] of what enters their layers [T, D]."""
-        parts = (entered @ self.weight.T + self.bias).chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.count, -1)).transpose(0, 1) for part in parts)
-        return q, k, v
 
 
 def read_heads(block: Block) -> Heads | None:
@@ -84,13 +63,12 @@ def company(block: Block, roots: Roots, batch: int) -> Tensor | None:
         return None
     tokens, first, count = roots.tokens, len(block.prefix), len(roots.place)
     q, k, v = heads.split(block.norm1.apply(torch.cat([block.prefix, tokens.z])))
-    scores = q[:, first:] @ k.transpose(1, 2) / q.shape[-1] ** 0.5
-    paid = (scores - scores.amax(dim=-1, keepdim=True)).exp()
+    paid = heads.paid(q[:, first:], k)
     o = tokens.o.unflatten(-1, (heads.count, -1)).transpose(0, 1)
     links = torch.eye(count).to(o)
     alone = roots.wanted[roots.place] <= batch
     for number in range(count):
-        pull = (paid[:, number, :, None] * (v - o[:, number, None])).transpose(0, 1).flatten(1)
+        pull = pulls(paid[:, number], v, o[:, number])
         apart = (roots.place == roots.place[number]) & alone
         apart[number] = True
         others = (~apart).nonzero()[:, 0]

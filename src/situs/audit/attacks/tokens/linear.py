@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import jacrev, vmap
 
 from situs.audit.attacks.patchembed.equations import svd
+from situs.audit.attacks.solver import Family, Flat, Group, Tokens
 from situs.audit.attacks.spans import Norm, Span, whole_rows
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.defences import Gradients
@@ -171,45 +172,6 @@ def read_spans(
     return Spans(x, first, joined([layers.proj], counts.proj), joined(layers.fc1, counts.fc1))
 
 
-class Tokens(NamedTuple):
-    """Patches x [Q, K], what their attention's last layer gets o [Q, ·], and their streams z and m [Q, D]."""
-
-    x: Tensor
-    o: Tensor
-    z: Tensor
-    m: Tensor
-
-    def at(self, index: Tensor | int) -> Tokens:
-        return Tokens(*(part[index] for part in self))
-
-
-class Family(NamedTuple):
-    """What the linear equations leave at place i: fixed[i] + φ along for φ [f], of every part of `Tokens`.
-
-    values: singular values of the equations, in descending order; the last f of them are left out. scale: [N, 1] and
-    [f, 1], where a norm stands before the first block: o, z and m are then times its deviation, of which that is the
-    family.
-    """
-
-    fixed: Tokens
-    along: Tokens
-    values: Tensor
-    scale: tuple[Tensor, Tensor] | None = None
-
-    def tokens(self, places: Tensor, phi: Tensor) -> Tokens:
-        """The tokens for φ [Q, f] at places [Q]."""
-        parts = zip(self.fixed, self.along, strict=True)
-        made = Tokens(*(fixed[places] + phi @ along for fixed, along in parts))
-        if self.scale is None:
-            return made
-        size = self.scale[0][places] + phi @ self.scale[1]
-        return Tokens(made.x, made.o / size, made.z / size, made.m / size)
-
-    def phi(self, places: Tensor, x: Tensor) -> Tensor:
-        """The φ whose patches are nearest to x [Q, K]; of those with the same patches the shortest."""
-        return (x - self.fixed.x[places]) @ torch.linalg.pinv(self.along.x, rtol=1e-9)
-
-
 class Weights(NamedTuple):
     """What one unit of each group of equations is worth: the inverse of its expected error."""
 
@@ -229,8 +191,8 @@ class Equations:
         values = block.weight.shape[1]
         self.x = torch.eye(values).to(block.weight) if spans.x is None else _basis(spans.x)
         self.o = block.into.new_zeros(0, len(block.into)) if spans.proj is None else _basis(spans.proj)
-        self.first = _Group(block.norm1, spans.qkv, weights.first)
-        self.second = _Group(block.norm2, spans.fc1, weights.second)
+        self.first = Group(block.norm1, spans.qkv, weights.first)
+        self.second = Group(block.norm2, spans.fc1, weights.second)
         self.z, self.mixing = block.enter(self.x @ block.weight.T), self.o @ block.into
         self.base = block.enter(block.base)
         self.given = self._row(self.base, self.base + (0 if block.norm0 else block.shift))
@@ -260,12 +222,9 @@ class Equations:
         told = self.scales.any(dim=1)
         matrix = torch.cat([self.content, self.scales[told]])
         size = matrix.norm(dim=1, keepdim=True).clamp(min=1e-300)
-        left, values, right = svd(matrix / size)
-        rank = len(matrix) - free
-        solved = -(self.given @ right[:rank].T / values[:rank]) @ left[:, :rank].T / size.T
-        # More unknowns than equations: what no equation mentions is open as well.
-        flat = svd(matrix / size, full=True)[0][:, rank:] if len(matrix) > len(values) else left[:, rank:]
-        start, first, (fixed, moved) = self.block.norm0, len(self.content), (solved, (flat / size).T)
+        flat = Flat(matrix / size, len(matrix) - free)
+        start, first = self.block.norm0, len(self.content)
+        fixed, moved = flat.least(self.given) / size.T, flat.free / size.T
         scales: tuple[Any, Any] = (1.0, 0.0)
         if start is not None and bool(told[-1]):
             scales = (fixed[:, -1:], moved[:, -1:])
@@ -277,7 +236,7 @@ class Equations:
             for found, scale, constant in ((fixed, scales[0], 1.0), (moved, scales[1], 0.0))
         )
         scale = None if start is None else scales
-        return Family(fixed, along, values, scale)
+        return Family(fixed, along, flat.values, scale)
 
     def _made(self, content: Tensor, scale: Tensor | float, constant: float) -> Tokens:
         """Tokens of coordinates; with a norm before the first block times its deviation, which is `scale`."""
@@ -356,22 +315,6 @@ def solve(block: Block, spans: Spans, counts: Counts) -> Tokens:
         return found
     better = equations.tied(found)
     return better if bool(torch.isfinite(better.x).all()) else found
-
-
-class _Group:
-    """The equations of one norm and the span behind it: what of a norm's form sticks out."""
-
-    def __init__(self, norm: Norm, span: Span | None, weight: float) -> None:
-        self.norm, self.span, self.weight = norm, span, weight
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        return self.added(self.norm.form(tokens))
-
-    def added(self, formed: Tensor) -> Tensor:
-        """What of vectors [..., D] sticks out, that the norm has weighed already (its bias)."""
-        if self.span is None:
-            return formed[..., :0]
-        return self.weight * self.span.outside(formed * self.span.column)
 
 
 def _basis(span: Span) -> Tensor:

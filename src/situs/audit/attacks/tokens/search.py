@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.func import vjp
 from torch.nn import functional as F
 
+from situs.audit.attacks.solver import Activation, Descent, Range, Tokens, blur
 from situs.audit.attacks.spans import SOLVED, TELLING, Span
 from situs.audit.attacks.tokens.block import Block
-from situs.audit.attacks.tokens.descent import Activation, Descent, Range, blur
-from situs.audit.attacks.tokens.linear import Counts, Spans, Tokens, family_of, misfit, table_rank
+from situs.audit.attacks.tokens.linear import Counts, Spans, family_of, misfit, table_rank
 from situs.audit.defences import Gradients
 from situs.audit.stem import patches_of
 

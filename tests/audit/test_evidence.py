@@ -22,12 +22,12 @@ from situs.audit import Matching, MatchingConfig, PatchEmbedding, create_attack,
 from situs.audit.cases import TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Step
-from situs.audit.gradients import Audit, Fallback, attack_gradients
-from situs.audit.judge.gate import Judgement, Limit, Ruling, judge
-from situs.audit.judge.record import SCHEMA, evidence, junit, weights_digest
+from situs.audit.evidence import evidence, weights_digest
+from situs.audit.gradients import SCHEMA, Audit, Fallback, attack_gradients
+from situs.gate import Judgement, Limit, Ruling, junit
 from situs.results import Provenance
 
-FILE = Path(__file__).resolve().parents[3] / "docs" / "methods" / "gradients.schema.json"
+FILE = Path(__file__).resolve().parents[2] / "docs" / "methods" / "gradients.schema.json"
 Breaks = Callable[[Any], list[str]]
 
 
@@ -66,7 +66,7 @@ FACTS = {
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
     found = example()
-    return json.loads(json.dumps({**found.numbers(), **FACTS, "gate": judge(found, Limit("psnr", 20.0)).to_json()}))
+    return json.loads(json.dumps({**found.numbers(), **FACTS, "gate": found.judge(psnr=20.0).to_json()}))
 
 
 def test_a_real_audit_keeps_to_the_schema(told: dict[str, Any], schema_breaks: Breaks) -> None:
@@ -74,17 +74,17 @@ def test_a_real_audit_keeps_to_the_schema(told: dict[str, Any], schema_breaks: B
     assert told["schema"] == SCHEMA == json.loads(FILE.read_text())["$id"]
     assert breaks(told) == []
     assert breaks({**told, "gate": None, "notes": {"lock": "locked"}}) == []
-    kinds = {(pair["applies"], pair["closed_form"]) for pair in told["pairs"]}
-    assert kinds == {(True, True), (False, True), (True, False)}  # every form of a pair was there
+    kinds = {(pair["status"], pair["closed_form"]) for pair in told["pairs"]}
+    assert kinds == {("done", True), ("refused", True), ("done", False)}  # every form of a pair was there
     deadline = Deadline()
     deadline.interrupt()
     stopped = example(deadline=deadline)
     assert stopped.undone
-    assert breaks({**stopped.numbers(), **FACTS, "gate": judge(stopped, Limit("ssim", 0.5)).to_json()}) == []
+    assert breaks({**stopped.numbers(), **FACTS, "gate": stopped.judge(ssim=0.5).to_json()}) == []
 
 
 def test_the_worst_is_the_image_that_came_back_best(told: dict[str, Any]) -> None:
-    pair = next(pair for pair in told["pairs"] if pair["applies"])
+    pair = next(pair for pair in told["pairs"] if pair["status"] == "done")
     for name in ("psnr", "ssim", "order_accuracy"):
         assert pair["worst"][name] == max(image[name] for image in pair["images"])
     for name in ("mse", "fft2d"):
@@ -95,7 +95,7 @@ def test_the_worst_is_the_image_that_came_back_best(told: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("where", "value"),
     [
-        (("schema",), "situs-audit-gradients/2"),
+        (("schema",), "situs-audit-gradients/1"),
         (("extra",), 1),
         (("model",), None),
         (("weights_sha256",), "abc"),
@@ -108,7 +108,7 @@ def test_the_worst_is_the_image_that_came_back_best(told: dict[str, Any]) -> Non
         (("pairs", 0, "images", 0, "reidentified"), 0.5),
         (("pairs", 0, "images", 0, "extra"), [1]),
         (("pairs", 0, "exact"), True),
-        (("pairs", 0, "applies"), False),
+        (("pairs", 0, "status"), "refused"),
         (("pairs", 0, "mean", "psnr"), 3.0),
         (("gate", "status"), 1),
         (("gate", "passed"), "yes"),
@@ -181,7 +181,8 @@ PAIRS = [
 ]
 ABOUT = dict.fromkeys(["none", "noise", "mjp"], "")
 MADE = {"made": "2026-11-15T20:41:02+00:00", "command": "situs audit gradients a-model", "weights_file_sha256": None}
-AUDIT = Audit(PAIRS, ["a", "b"], torch.zeros(2, 3, 4, 4), "a-model", Step(), {}, ABOUT, provenance=Provenance(MADE))
+SHOWN = (PAIRS, ["a", "b"], torch.zeros(2, 3, 4, 4), "a-model", Step(), {})
+AUDIT = Audit(*SHOWN, about=ABOUT, provenance=Provenance(MADE), limit=Limit("psnr", 20.0))
 RULING = Ruling(
     Limit("psnr", 20.0),
     [
@@ -192,8 +193,12 @@ RULING = Ruling(
 )
 
 
+def file_of(audit: Audit) -> bytes:
+    return junit(f"situs audit gradients {audit.model}", RULING, audit.provenance.facts, audit.lines)
+
+
 def test_each_defence_is_a_test_with_its_outcome() -> None:
-    root = ET.fromstring(junit(AUDIT, RULING))
+    root = ET.fromstring(file_of(AUDIT))
     assert root.tag == "testsuites"
     [suite] = root.findall("testsuite")
     counts = {"tests": "3", "failures": "1", "errors": "1", "skipped": "0"}
@@ -213,7 +218,7 @@ def test_each_defence_is_a_test_with_its_outcome() -> None:
 
 
 def test_it_says_what_each_attack_got_and_how_it_was_made() -> None:
-    root = ET.fromstring(junit(AUDIT, RULING))
+    root = ET.fromstring(file_of(AUDIT))
     said = [case.findtext("system-out") for case in root.iter("testcase")]
     assert said == [
         "patchembed: psnr 99.5 of the most exposed of 2 images",
@@ -225,8 +230,9 @@ def test_it_says_what_each_attack_got_and_how_it_was_made() -> None:
     ]
     assert {each.get("name"): each.get("value") for each in root.iter("property")} == {
         "limit": "psnr=20",
+        "threat": "honest-but-curious",
         "made": MADE["made"],
         "command": MADE["command"],
     }
-    bare = ET.fromstring(junit(replace(AUDIT, provenance=Provenance()), RULING)).find("testsuite")
+    bare = ET.fromstring(file_of(replace(AUDIT, provenance=Provenance()))).find("testsuite")
     assert bare is not None and bare.get("timestamp") is None

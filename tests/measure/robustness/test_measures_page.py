@@ -12,7 +12,7 @@ import torch
 from situs.measure.accuracy import Accuracy
 from situs.measure.corruptions import CORRUPTIONS
 from situs.measure.robustness.measures import Anomalies, Natural, Robustness
-from situs.pages.robustness import page
+from situs.pages import make_page as page
 from situs.results import Provenance
 
 MADE = Provenance({"seed": 0})
@@ -76,7 +76,7 @@ def test_a_figure_that_compares_with_no_published_one_says_so(change: Any, side:
 @pytest.mark.usefixtures("undrawn")
 def test_without_all_severities_nothing_is_normalised() -> None:
     result = found(("fog", "snow"), (2, 4))
-    _, header, rows = result.summary().tables[0]
+    _, header, rows, _ = result.summary().tables[0]
     assert header == ["top-1 at severity", "2", "4", "mean error"]
     assert rows == [["clean", None, None, "20.0"], ["fog", "60.0", "40.0", "50.0"], ["snow", "60.0", "40.0", "50.0"]]
     numbers = result.to_json()
@@ -104,10 +104,10 @@ def test_the_page_has_its_pictures_and_says_what_they_are(outline: Any) -> None:
     text = drawn.render()
     assert outline(text) == [
         "First screen, 1 figure",
-        "What was found, 5 rows",
-        "Accuracy at every corruption and severity, 1 text, 1 note, 1 figure, 15 rows, 1 fold",
-        "What the corruptions look like, 2 texts, 1 figure",
+        "Numbers, 1 figure, 21 rows, 1 fold",
+        "What the corruptions look like, 1 figure",
         "Natural adversarial examples, 1 figure",
+        "What the numbers mean, 1 text",
         "How this page was made, facts",
     ]
     for part in ("frost is drawn", "ImageNet-C (224 pixels), lengths as published", "± 4.9 points", "AURRA"):

@@ -1,15 +1,11 @@
-"""The pages of evaluations."""
+"""The pages of position accuracy."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-import torch
-
-from situs.measure.knn import LayerAccuracy, LayerKnn
 from situs.measure.position.head import Cell, PositionCurve, PositionGrid
-from situs.pages.evaluate import knn, knn_curves, position_curve, position_grid
+from situs.pages import make_page
 
 
 def test_missing_cells_are_said_and_not_counted() -> None:
@@ -26,7 +22,7 @@ def test_missing_cells_are_said_and_not_counted() -> None:
         "The mean position accuracy over 2 of 4 cells is 40.00 %, 6.4 times chance (6.25 %): "
         "from 20.00 % (γ = 0.75, γ_pos = 0.25) to 60.00 % (γ = 0.75, γ_pos = 0.5)."
     )
-    page = position_grid(grid)
+    page = make_page(grid)
     text = page.render()
     assert f"Some cells cannot be measured: {reason}." in text
     assert "The run was trained at γ = 0.75 and γ_pos = 0.5." in text
@@ -46,24 +42,7 @@ def test_a_curve_speaks_of_the_share_nearest_to_the_training() -> None:
     rows = [{"ratio": 0.0, "accuracy": 0.25, "top5": 0.75}, {"ratio": 0.5, "accuracy": 0.125, "top5": 0.5}]
     assert found.numbers()["accuracy"] == rows
     assert found.summary().tables[0].rows == [["0", "25.00", "75.00"], ["0.5", "12.50", "50.00"]]
-    text = position_curve(found).render()
+    text = make_page(found).render()
     said = "This run tells 10 % of the patches their place, here too, and their guesses count."
     assert said in text and found.summary().notes == (said,)
     assert PositionCurve({0.0: 0.25}, 10, 16, 0.4).summary().notes == ()
-
-
-def test_every_block_has_its_tick_and_of_many_every_second() -> None:
-    for count, ticks in ((16, list(range(1, 17))), (17, list(range(1, 18, 2)))):
-        rows = tuple(LayerAccuracy(layer, "mean", layer / 100, 0.0) for layer in range(1, count + 1))
-        axis = knn_curves(LayerKnn(rows, 10, 5, None, 3, 0.07, torch.eye(2), ("a", "b"))).axes[0]
-        assert axis.get_xticks().tolist() == ticks
-        lines = {line.get_label(): line.get_ydata().tolist() for line in axis.get_lines()}  # type: ignore[union-attr]
-        assert [100 * row.accuracy for row in rows] in lines.values()
-
-
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("why", [None, "it has one block"])
-def test_neighbours_of_the_last_layer_alone_are_no_curve_and_say_why(why: str | None) -> None:
-    made = knn(LayerKnn((LayerAccuracy(1, "mean", 0.5, 0.5),), 10, 5, why, 3, 0.07, torch.eye(2), ("a", "b")))
-    assert set(made.pictures) == ({"layers"} if why is None else set())
-    assert ("Only the last layer: it has one block." in made.render()) is (why is not None)

@@ -1,14 +1,24 @@
-"""Levenberg-Marquardt for many tokens at once, on what of a = late(m) sticks out of the last layer's span.
+"""The solver under images, words and hidden patches: what the gradients of a first block leave of its tokens.
 
-The unknowns are φ, one direction each that linear equations leave open. Most of the time goes into the normal matrices,
-so that they are made of few products, in float32, and from those units alone that bend least over what a token can be:
+    m = z + A o + b          the stream between attention and MLP; o what enters the attention's last layer
+    h2 = norm2(m)            what enters the MLP's first layer or layers
+    a = late(m)              what enters its last layer
+
+Each must lie in the row space of its layer's gradient. The first two are linear and leave a flat (`Flat`), the third
+tells in it the tokens that are there from all others (`Descent`). What attention gave a token then says which others it
+stands with (`Heads.pulls`).
+
+Levenberg-Marquardt for many tokens at once, on what of a sticks out of the last layer's span: the unknowns are φ, one
+direction each that linear equations leave open. Most of the time goes into the normal matrices, so that they are made
+of few products, where it can be in float32 and from those units alone that bend least over what a token can be:
 strongly bent ones close the path to a root with places of rest that are none. How exact a token is does not come from
-here; what fits nearly is polished in float64 with every unit.
+there; what fits nearly is polished in float64 with every unit.
 """
 
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import copy
 from typing import NamedTuple
@@ -17,9 +27,8 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vmap
 
-from situs.audit.attacks.spans import Span
-from situs.audit.attacks.tokens.block import Block
-from situs.audit.attacks.tokens.linear import Family, Tokens
+from situs.audit.attacks.patchembed.equations import svd
+from situs.audit.attacks.spans import Norm, Span
 
 ABREAST = (2**22, 2**28)
 """Numbers of a Jacobian that are held at a time, on one core and on a device."""
@@ -46,6 +55,109 @@ NEAR = 1e-9
 """The cost from which float32 does not lead nearer to a token."""
 
 
+class Behind(ABC):
+    """What stands behind the attention of a first block. into [·, D] and shift [D]: A and b."""
+
+    norm2: Norm
+    into: Tensor
+    shift: Tensor
+
+    @abstractmethod
+    def entry(self) -> tuple[Tensor, Tensor]:
+        """Weight [H', D] and bias [H'] of the MLP's first layers, one below the other."""
+
+    @abstractmethod
+    def tail(self, entered: Tensor) -> Tensor:
+        """What enters the MLP's last layer for what its first layers gave [..., H']: [..., H]."""
+
+    def late(self, m: Tensor) -> Tensor:
+        """What enters the MLP's last layer for streams m [..., D]: [..., H]."""
+        weight, bias = self.entry()
+        return self.tail(self.norm2.apply(m) @ weight.T + bias)
+
+
+class Tokens(NamedTuple):
+    """Patches x [Q, K], what their attention's last layer gets o [Q, ·], and their streams z and m [Q, D]."""
+
+    x: Tensor
+    o: Tensor
+    z: Tensor
+    m: Tensor
+
+    def at(self, index: Tensor | int) -> Tokens:
+        return Tokens(*(part[index] for part in self))
+
+
+class Group:
+    """The equations of one norm and the span behind it: what of a norm's form sticks out, weighed."""
+
+    def __init__(self, norm: Norm, span: Span | None, weight: float = 1.0) -> None:
+        self.norm, self.span, self.weight = norm, span, weight
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self.added(self.norm.form(tokens))
+
+    def added(self, formed: Tensor) -> Tensor:
+        """What of vectors [..., D] sticks out, that the norm has weighed already (its bias)."""
+        if self.span is None:
+            return formed[..., :0]
+        return self.weight * self.span.outside(formed * self.span.column)
+
+    def rows(self, moves: Tensor) -> Tensor:
+        """A row of each unknown along moves [U, D] of a stream, and one of the norm's deviation where it has a bias."""
+        rows = self(moves)
+        if self.norm.bias is None or not self.norm.biased:
+            return rows
+        return torch.cat([rows, self.added(self.norm.bias)[None]])
+
+
+class Flat:
+    """What linear equations leave of their unknowns c [U]: all c = least(given) + φ free.
+
+    matrix [U, E]: a row of each unknown; c matrix + given = 0. rank: of the matrix, or what tells it from the singular
+    values, in descending order; what is weaker is left open. free: [f, U], orthonormal.
+    """
+
+    def __init__(self, matrix: Tensor, rank: int | Callable[[Tensor], int]) -> None:
+        left, self.values, right = svd(matrix)
+        if len(matrix) > len(self.values):  # what no equation mentions is open as well
+            left = svd(matrix, full=True)[0]
+        rank = rank if isinstance(rank, int) else rank(self.values)
+        self.free = left[:, rank:].T
+        self._left, self._right, self._strong = left[:, :rank], right[:rank], self.values[:rank]
+
+    def least(self, given: Tensor) -> Tensor:
+        """The shortest c [Q, U] for given [Q, E]."""
+        return -(given @ self._right.T / self._strong) @ self._left.T
+
+
+class Family(NamedTuple):
+    """What the linear equations leave at place i: fixed[i] + φ along for φ [f], of every part of `Tokens`.
+
+    values: singular values of the equations, in descending order; the last f of them are left out. scale: [N, 1] and
+    [f, 1], where a norm stands before the first block: o, z and m are then times its deviation, of which that is the
+    family.
+    """
+
+    fixed: Tokens
+    along: Tokens
+    values: Tensor
+    scale: tuple[Tensor, Tensor] | None = None
+
+    def tokens(self, places: Tensor, phi: Tensor) -> Tokens:
+        """The tokens for φ [Q, f] at places [Q]."""
+        parts = zip(self.fixed, self.along, strict=True)
+        made = Tokens(*(fixed[places] + phi @ along for fixed, along in parts))
+        if self.scale is None:
+            return made
+        size = self.scale[0][places] + phi @ self.scale[1]
+        return Tokens(made.x, made.o / size, made.z / size, made.m / size)
+
+    def phi(self, places: Tensor, x: Tensor) -> Tensor:
+        """The φ whose patches are nearest to x [Q, K]; of those with the same patches the shortest."""
+        return (x - self.fixed.x[places]) @ torch.linalg.pinv(self.along.x, rtol=1e-9)
+
+
 class Range(NamedTuple):
     """What a pixel can be, [K] each."""
 
@@ -70,11 +182,11 @@ class Activation:
     """The MLP between its first and last layers, and its derivative. plain: whether unit j of a depends on the j-th of
     each of the first layers' outputs alone."""
 
-    def __init__(self, block: Block) -> None:
-        self.block, self.hidden = block, block.late(block.base[:1]).shape[-1]
+    def __init__(self, block: Behind) -> None:
+        self.block, self.hidden = block, block.late(block.shift).shape[-1]
         count = block.entry()[0].shape[0]
         chance = torch.Generator().manual_seed(0)
-        u, along = (torch.randn(3, count, generator=chance, dtype=torch.float64).to(block.weight) for _ in range(2))
+        u, along = (torch.randn(3, count, generator=chance, dtype=torch.float64).to(block.shift) for _ in range(2))
         self.plain = False
         if count % self.hidden == 0:
             wanted = self._along(u, along)[1]
@@ -155,10 +267,6 @@ class Descent:
     def start(self, places: Tensor, tokens: Tokens) -> Tensor:
         """φ of the tokens of the family that are nearest to others [Q], by their streams."""
         fixed = self.family.fixed.at(places)
-        if (norm := self.activation.block.norm0) is not None:  # the family is one of streams times its deviation
-            block = self.activation.block
-            size = norm.size(tokens.x @ block.weight.T + block.base[places])
-            tokens = tokens._replace(z=tokens.z * size, m=tokens.m * size)
         mixed = tokens.m - tokens.z - fixed.m + fixed.z
         away = torch.cat([tokens.z - fixed.z, mixed, 1e-3 * (tokens.x - fixed.x)], dim=1)
         return torch.linalg.solve_triangular(self._turn, away @ self._axes, upper=False, left=False)
@@ -191,7 +299,7 @@ class Descent:
         slope, whole = (along - grown * left) / scale, (whole - mixed - mixed.mT) / scale.square().unsqueeze(2)
         x = self._x[places] + phi @ self._dx
         over = (x - self._ends[1]).clamp(min=0) + (x - self._ends[0]).clamp(max=0)
-        weight = OUTSIDE**2 / x.shape[1]
+        weight = OUTSIDE**2 / max(x.shape[1], 1)  # words have no pixels
         bound = (self._dx * (over != 0).unsqueeze(1)) @ self._dx.T
         cost = left[:, 0] + weight * over.square().sum(dim=1)
         return cost, slope + weight * over @ self._dx.T, whole + weight * bound
@@ -267,3 +375,40 @@ def blur(normal: Tensor, along: Tensor, span: Span) -> Tensor:
     values = values.clamp(min=1e-14 * values.amax(dim=1, keepdim=True)).clamp(min=1e-300)
     spread = (vectors.mT @ along).square().sum(dim=-1) / values
     return (spread.sum(dim=-1) / (span.column.shape[0] - span.rank)).sqrt()
+
+
+# --- who stands with whom ---------------------------------------------------------------------------------------------
+#
+# What attention gives token i is a mean over the tokens of its own image or sentence, head by head:
+#
+#     o_i = Σ_j y_ij a_ij v_j / Σ_j y_ij a_ij    with a_ij = exp(q_i · k_j / √d) and y_ij = 1 for these, else 0
+#
+# Queries, keys and values follow from the tokens, so that Σ_j y_ij a_ij (v_j - o_i) = 0 is linear in y_i: as many
+# equations as channels for as many unknowns as tokens, of which attention needs fewer.
+
+
+class Heads(NamedTuple):
+    """Weight [3 D, D] and bias [3 D] of queries, keys and values, one below the other, how many heads they have, and
+    what logits are multiplied with, None for 1/√d."""
+
+    weight: Tensor
+    bias: Tensor
+    count: int
+    scale: float | None = None
+
+    def split(self, entered: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [heads, T, d] of what enters their layers [T, D]."""
+        parts = (entered @ self.weight.T + self.bias).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.count, -1)).transpose(0, 1) for part in parts)
+        return q, k, v
+
+    def paid(self, q: Tensor, k: Tensor) -> Tensor:
+        """What queries [heads, Q, d] pay to keys [heads, T, d], up to a factor of each query: [heads, Q, T]."""
+        scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        return (scores - scores.amax(dim=-1, keepdim=True)).exp()
+
+
+def pulls(paid: Tensor, v: Tensor, o: Tensor) -> Tensor:
+    """[T, heads · d]: what each token with values v [heads, T, d] adds to a token that pays it `paid` [heads, T] and
+    whose attention gave o [heads, d]; over all tokens that stand with it they add up to nothing."""
+    return (paid.unsqueeze(-1) * (v - o.unsqueeze(1))).transpose(0, 1).flatten(1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from situs.measure.attention import Attention, Shown, Survey
-from situs.pages.attention import page
+from situs.pages import make_page as page
 
 CLS, MEAN = "What the CLS token takes from each patch, in layer 2", "The model has no CLS token, so this is the mean"
 WITHOUT = "The model was trained without positions and is run without them here."

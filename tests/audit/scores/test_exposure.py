@@ -10,28 +10,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from outcomes import outcome, undone
+from outcomes import held, outcome, undone
 
-from situs.audit.cases import Outcome
+from situs.audit.cases import ImageFinding
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
-from situs.audit.judge.gate import (
-    ABOVE,
-    BLIND,
-    NO_NOISE,
-    NOT_JUDGED,
-    PASSED,
-    SCOPE,
-    Judgement,
-    Limit,
-    Ruling,
-    Worst,
-    doubt_of,
-    judge,
-    parse_limit,
-)
 from situs.audit.oracle import Oracle
+from situs.audit.scores.exposure import METRICS
 from situs.errors import SitusError
+from situs.findings import NO_NOISE
+from situs.gate import ABOVE, BLIND, NOT_JUDGED, PASSED, Judgement, Limit, Worst, judge, parse_limit
 
 LIMIT = Limit("psnr", 20.0)
 NAMES = list("abcdefgh")
@@ -48,32 +36,37 @@ GUESS = {"grey": scores(10.0)}
 """What blind guesses have: images above 13 dB are above."""
 
 
-def audit(*pairs: Outcome, count: int = COUNT, guess: Any = GUESS, half: bool = False) -> Audit:
+def audit(*pairs: ImageFinding, count: int = COUNT, guess: Any = GUESS, half: bool = False) -> Audit:
     """half: an oracle has been asked as it stands; else under the least likely labels too, with the same answer."""
-    twins = [replace(pair, case=replace(pair.case, hardest=True)) for pair in pairs if pair.is_bound and not half]
-    pairs = (*pairs, *twins)
+    twins = [
+        replace(pair, attack=f"{pair.attack}, least likely labels", hardest=True)
+        for pair in pairs
+        if pair.bound and not half
+    ]
+    pairs = tuple(held([*pairs, *twins], guess, NAMES[:count]))
     stopped = "the time limit of 1 s" if any(pair.status == "not_run" for pair in pairs) else None
     about = dict.fromkeys((pair.defence for pair in pairs), "")
     images = torch.zeros(count, 3, 4, 4)
-    return Audit(pairs, NAMES[:count], images, "m", Step(), guess, about, stopped=stopped)
+    return Audit(pairs, NAMES[:count], images, "m", Step(), guess, about=about, stopped=stopped)
 
 
-def closed(value: float = 9.0, attack: str = "patchembed", change: Any = None, **fields: Any) -> Outcome:
+def closed(value: float = 9.0, attack: str = "patchembed", change: Any = None, **fields: Any) -> ImageFinding:
     """A closed form that got so much of every image; change: values of some metrics."""
     return outcome(attack, "none", scores=scores(value) | dict(change or {}), **fields)
 
 
-def search(value: float = 9.0, **fields: Any) -> Outcome:
+def search(value: float = 9.0, **fields: Any) -> ImageFinding:
     return closed(value, "matching", **fields)
 
 
-def bound(value: float = 9.0, change: Any = None, **fields: Any) -> Outcome:
+def bound(value: float = 9.0, change: Any = None, **fields: Any) -> ImageFinding:
     made = scores(value) | dict(change or {})
     return outcome(Oracle(), "none", scores=made, **fields)
 
 
-def judged_alone(*pairs: Outcome, limit: Limit = BLIND, **fields: Any) -> Judgement:
-    [judged] = judge(audit(*pairs, **fields), limit).judgements
+def judged_alone(*pairs: ImageFinding, limit: Limit = BLIND, **fields: Any) -> Judgement:
+    made = audit(*pairs, **fields)
+    [judged] = judge(made.findings, limit, defences=made.about).judgements
     return judged
 
 
@@ -125,8 +118,12 @@ def test_images_found_again_more_often_than_by_chance_are_above() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 def test_too_few_images_to_tell_finding_again_from_chance_never_pass(count: int) -> None:
-    def few(pair: Outcome) -> Outcome:
-        return replace(pair, scores={name: values and values[:count] for name, values in pair.scores.items()})
+    def few(pair: ImageFinding) -> ImageFinding:
+        scores = {name: values and values[:count] for name, values in pair.scores.items()}
+        certificates = pair.certificates[:count]
+        return replace(
+            pair, scores=scores, numbers=range(count), samples=[*"abcdefgh"][:count], certificates=certificates
+        )
 
     judged = judged_alone(few(closed()), few(bound()), count=count)
     assert judged.status == (PASSED if count == 5 else NOT_JUDGED)
@@ -201,12 +198,12 @@ def test_so_does_one_that_is_near_what_blind_guesses_set(metric: str, value: flo
 def test_a_wish_below_what_blind_guesses_have_says_that_it_decides_nothing(wish: str, idle: bool) -> None:
     said = f"; the wish {wish} decides nothing: blind guesses have 10 or more, and their own + 1 dB is the limit"
     for value in (9.0, 24.0):  # passed, above
-        assert (said in judged_alone(closed(value), bound(), limit=parse_limit(wish)).said) == idle
+        assert (said in judged_alone(closed(value), bound(), limit=parse_limit(wish, METRICS)).said) == idle
     assert "the wish ssim=0.05 decides nothing: blind guesses have 0.1 or more, and their own is the limit" in (
-        judged_alone(closed(), bound(), limit=parse_limit("ssim=0.05")).said
+        judged_alone(closed(), bound(), limit=parse_limit("ssim=0.05", METRICS)).said
     )
     for other in ("blind", "reidentified=0.1", "ssim=0.2"):
-        assert "decides nothing" not in judged_alone(closed(), bound(), limit=parse_limit(other)).said
+        assert "decides nothing" not in judged_alone(closed(), bound(), limit=parse_limit(other, METRICS)).said
 
 
 @pytest.mark.parametrize("hardest", [False, True])
@@ -216,18 +213,18 @@ def test_half_an_oracle_is_no_pass(hardest: bool) -> None:
     assert judged.status == NOT_JUDGED and "was not asked under both the own and the least likely" in judged.said
 
 
-NOT_PASSED: dict[str, tuple[tuple[Outcome, ...], str]] = {
+NOT_PASSED: dict[str, tuple[tuple[ImageFinding, ...], str]] = {
     "stopped in its search": (
         (search(partial="188 of 500 iterations"),),
-        "matching was stopped after 188 of 500 iterations; no closed form was run, such as patchembed; what matching ",
+        "matching was stopped after 188 of 500 iterations; no closed form was run; what matching ",
     ),
     "stopped before all images": (
-        (replace(closed(partial="1 of 8 images"), scores={"psnr": [3.0], "aligned_psnr": [3.0], "ssim": [0.1]}),),
+        (outcome("patchembed", partial="1 of 8 images", scores={"psnr": [3.0], "aligned_psnr": [3.0], "ssim": [0.1]}),),
         "patchembed was stopped after 1 of 8 images; patchembed saw 1 of 8 images; the most exposed, ",
     ),
     "stopped behind its last image": (
         (closed(partial="8 of 8 images"), bound()),
-        "patchembed was stopped after 8 of 8 images; the most exposed, ",
+        "patchembed was stopped after 8 of 8 images; no closed form was run to its end under the owner's ",
     ),
     "another attack stopped": (
         (closed(), search(partial="3 of 9 iterations"), bound()),
@@ -243,16 +240,19 @@ NOT_PASSED: dict[str, tuple[tuple[Outcome, ...], str]] = {
     ),
     "nothing begun": (
         (undone("patchembed", "none"),),
-        "patchembed was not run before the stop; no closed form was run, such as patchembed",
+        "patchembed was not run before the stop; no closed form was run",
     ),
-    "nothing applies": ((outcome("patchembed", "none", reason="no table"),), "no closed form applies"),
+    "nothing applies": (
+        (outcome("patchembed", "none", reason="no table"),),
+        "no closed form applies (patchembed: no table)",
+    ),
     "nothing closed applies and a search found nothing": (
         (outcome("patchembed", "none", reason="no table"), search(by_itself="why"), bound()),
-        "no closed form applies; what matching does not find may still be there; the most exposed, ",
+        "no closed form applies (patchembed: no table); what matching does not find may still be there; the most ",
     ),
     "a whole search alone": (
         (search(), bound()),
-        "no closed form was run, such as patchembed; what matching does not find may still be there; the most ",
+        "no closed form was run; what matching does not find may still be there; the most ",
     ),
     "equations that do not fit": (
         (closed(doubt="its equations do not fit for 1 of 8 images"), bound()),
@@ -265,7 +265,7 @@ NOT_PASSED: dict[str, tuple[tuple[Outcome, ...], str]] = {
     ),
     "another attack gave back NaN": (
         (closed(), search(facts=[{"broken": True}, {}]), bound()),
-        "matching gave back NaN for 1 of 2 images; the most exposed, ",
+        "matching gave back NaN for 1 of 8 images; the most exposed, ",
     ),
     "a metric that is not there": (
         (closed(change={"ssim": None}), bound()),
@@ -290,48 +290,6 @@ def test_an_image_above_counts_whatever_else_happened(case: str) -> None:
     assert judged_alone(*pairs, search(99.0, partial="1 of 9 iterations")).status == ABOVE
 
 
-def test_an_audit_is_as_good_as_its_worst_defence() -> None:
-    answers: dict[int, Any] = {PASSED: "passed", ABOVE: "above", NOT_JUDGED: "nothing_applied"}
-    at = {status: Judgement(f"d{status}", answer, "why") for status, answer in answers.items()}
-    reasons = f"{SCOPE}. d0, passed: why; d3, above: why; d4, inconclusive: why."
-    assert Ruling(LIMIT, list(at.values())).status == ABOVE
-    assert Ruling(LIMIT, list(at.values())).sentence == f"The gate psnr=20 is not passed, {reasons}"
-    two = Ruling(LIMIT, [at[PASSED], at[NOT_JUDGED]])
-    assert two.status == NOT_JUDGED and not two.passed
-    assert two.sentence.startswith(f"The gate psnr=20 is inconclusive (not a pass), {SCOPE}. d0, passed: why; d4")
-    one = Ruling(BLIND, [at[PASSED]])
-    assert one.passed and one.sentence == f"The gate blind is passed, {SCOPE}. d0, passed: why."
-    three = [Judgement("d", answer, "why") for answer in ("passed", "nothing_applied", "incomplete", "above")]
-    assert [Ruling(LIMIT, three[:count]).answer for count in range(5)] == [
-        "incomplete",
-        "passed",
-        "nothing_applied",
-        "incomplete",
-        "above",
-    ]
-    none = Ruling(LIMIT, [])
-    assert none.status == NOT_JUDGED and none.sentence.endswith("There was no defence to judge.")
-
-
-def test_the_file_says_passed_with_status_0_alone() -> None:
-    answers: dict[int, Any] = {PASSED: "passed", ABOVE: "above", NOT_JUDGED: "incomplete"}
-    for status, answer in answers.items():
-        told = Ruling(LIMIT, [Judgement("none", answer, "why", Worst("april", "a", 3.0))]).to_json()
-        assert told["passed"] == (status == 0) and told["status"] == status
-    assert (told["scope"], told["limit"]) == (SCOPE, "psnr=20")
-    assert told["defences"] == [
-        {
-            "defence": "none",
-            "status": 4,
-            "outcome": "inconclusive",
-            "answer": "incomplete",
-            "said": "why",
-            "worst": {"attack": "april", "image": "a", "value": 3.0, "metric": "psnr", "limit": None, "blind": None},
-        }
-    ]
-    assert Judgement("none", "incomplete", "why").to_json()["worst"] is None
-
-
 VALUES = st.lists(st.floats(0, 40), min_size=COUNT, max_size=COUNT)
 PAIRS = st.builds(
     lambda attack, reason, values, partial, doubt: outcome(
@@ -350,16 +308,16 @@ PAIRS = st.builds(
 
 
 @given(st.lists(PAIRS, max_size=4), st.booleans(), st.lists(st.floats(0, 40), min_size=1, max_size=1))
-def test_the_three_outcomes_by_their_definition(pairs: list[Outcome], cut: bool, oracle: list[float]) -> None:
+def test_the_three_outcomes_by_their_definition(pairs: list[ImageFinding], cut: bool, oracle: list[float]) -> None:
     """The words of the rule once more, from the pairs alone."""
     values = [value for pair in pairs for value in pair.scores.get("aligned_psnr") or ()]
-    ran = [pair for pair in pairs if pair.closed and pair.reason is None and pair.doubt is None]
-    stopped = cut or any(pair.partial for pair in pairs)
+    ran = [pair for pair in pairs if pair.closed and pair.why("refused") is None and pair.why("doubt") is None]
+    stopped = cut or any(pair.why("stopped") for pair in pairs)
     unsure = stopped or not ran or oracle[0] > 13
     expected = 3 if any(value > 13 for value in values) else 4 if unsure else 0
     left = [undone("april", "none")] if cut else []
     bounds = [bound(change={"aligned_psnr": oracle * COUNT})]
-    ruling = judge(replace(audit(*pairs, *left, *bounds), about={"none": ""}))
+    ruling = judge(audit(*pairs, *left, *bounds).findings)
     assert ruling.status == expected
     assert ruling.passed == (expected == 0)
 
@@ -383,84 +341,15 @@ def test_the_three_outcomes_by_their_definition(pairs: list[Outcome], cut: bool,
 )
 def test_limits_that_mean_nothing(text: str, said: str) -> None:
     with pytest.raises(SitusError, match=said) as error:
-        parse_limit(text)
+        parse_limit(text, METRICS)
     assert error.value.field == "fail_above"
 
 
 def test_limits_that_mean_something() -> None:
-    assert parse_limit("psnr=199.9") == Limit("psnr", 199.9)
-    assert parse_limit("blind") == BLIND and str(BLIND) == "blind"
-    assert parse_limit("ssim=-0.5") == Limit("ssim", -0.5)
-    assert str(parse_limit("reidentified=0.5")) == "reidentified=0.5"
-
-
-# --- what proves something ------------------------------------------------------------------------------------------
-
-
-FITS = {"fits": True, "rank": 4, "unknowns": 4, "residual": 1e-7, "expected_residual": 1e-7}
-WRONG = {**FITS, "fits": False, "residual": 0.28}
-LOOSE = {**FITS, "rank": 3}
-
-
-def never() -> list[dict[str, Any]]:
-    raise AssertionError("the control is made only where all else is well")
-
-
-@pytest.mark.parametrize(
-    ("facts", "noise", "control", "doubt"),
-    [
-        ([FITS, FITS], 0.0, None, NO_NOISE),
-        ([FITS], 1e-3, [FITS], None),
-        ([FITS], 0.0, [FITS], NO_NOISE),  # precision alone
-        ([LOOSE], 1e-3, [FITS], None),  # noise drowned what is there without it
-        ([{"fits": True}], 0.0, None, NO_NOISE),  # no linear system
-        ([{"fits": True}], 1e-3, [{"fits": True}], None),
-        ([{**FITS, "hidden": 1}], 1e-3, [FITS], None),
-        ([{**FITS, "hidden": None}], 0.0, None, NO_NOISE),
-        ([FITS, LOOSE], 0.0, None, "its equations have more than one solution for 1 of 2 images"),
-        ([LOOSE], 0.0, [FITS], "its equations have more than one solution for 1 of 1 image"),
-        (
-            [FITS, WRONG],
-            1e-3,
-            never,
-            "its equations do not fit for 1 of 2 images (residual 0.28, where noise and precision predict 1e-07)",
-        ),
-        (
-            [{**WRONG, "verdict": "up to gain"}],
-            0.0,
-            None,
-            "its equations do not fit for 1 of 1 image (residual 0.28, where noise and precision predict 1e-07)",
-        ),
-        ([{**WRONG, "residual": 1e-7, "verdict": "solved up to gain"}], 0.0, None, "solved up to gain"),
-        ([{"rank": 4, "unknowns": 4}], 0.0, None, "its equations do not fit for 1 of 1 image"),
-        ([{"fits": "yes"}], 0.0, None, "its equations do not fit for 1 of 1 image"),
-        (
-            [{**FITS, "hidden": 2}],
-            0.0,
-            never,
-            "the gradients do not say in which order the hidden patches stand, and another order may come closer",
-        ),
-        (
-            [FITS],
-            1e-3,
-            [WRONG],
-            "its equations do not hold, or have more than one solution, on the same model without noise and in float32",
-        ),
-        (
-            [LOOSE],
-            1e-3,
-            [LOOSE],
-            "its equations do not hold, or have more than one solution, on the same model without noise and in float32",
-        ),
-    ],
-)
-def test_doubts(facts: list[dict[str, Any]], noise: float, control: Any, doubt: str | None) -> None:
-    made = control if control is None or callable(control) else lambda: control
-    assert doubt_of(None, facts, noise, made) == doubt
-
-
-def test_a_caveat_is_a_doubt_whatever_fits() -> None:
-    assert doubt_of("a batch of 2", [FITS], 0.0, never) == "it is not exact here (a batch of 2)"
+    assert parse_limit("psnr=199.9", METRICS) == Limit("psnr", 199.9)
+    assert parse_limit("blind", METRICS) == BLIND and str(BLIND) == "blind"
+    assert parse_limit("ssim=-0.5", METRICS) == Limit("ssim", -0.5)
+    assert str(parse_limit("reidentified=0.5", METRICS)) == "reidentified=0.5"
 
 
 def test_an_audit_is_judged_by_one_further_metric_at_most() -> None:
@@ -468,5 +357,5 @@ def test_an_audit_is_judged_by_one_further_metric_at_most() -> None:
     with pytest.raises(SitusError) as caught:
         made.judge(psnr=20.0, ssim=0.5)
     assert (caught.value.field, caught.value.value) == ("limit", {"psnr": 20.0, "ssim": 0.5})
-    assert str(made.judge(psnr=20)) == judge(made, LIMIT).sentence
-    assert str(made.judge()) == judge(made).sentence
+    assert str(made.judge(psnr=20)) == judge(made.findings, LIMIT).sentence
+    assert str(made.judge()) == judge(made.findings).sentence

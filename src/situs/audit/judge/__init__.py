@@ -1,1 +1,0 @@
-"""Whether a limit is kept, what proves it, and the audit as files."""
