@@ -35,8 +35,8 @@ from situs.data.resident import hold
 from situs.data.sources.base import TensorSource
 from situs.files import write_text
 from situs.measure.adapt.bench import DECAYS, Bench, neighbours
-from situs.measure.adapt.plan import EPOCHS as PASSES
-from situs.measure.adapt.plan import UPDATES
+from situs.measure.adapt.run import EPOCHS as PASSES
+from situs.measure.adapt.run import UPDATES
 from situs.measure.adapt.ways import PARTS, WAYS, Origin, Tried, choose, folds_of
 from situs.measure.by_class import wilson
 from situs.measure.finetune import FinetuneConfig

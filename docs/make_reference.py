@@ -1,6 +1,6 @@
-"""The tables of reference/verbs.md and reference/config.md, made from the code whenever the docs are built (conf.py).
+"""The tables of reference/verbs.md, config.md and attacks.md, made from the code whenever the docs are built (conf.py).
 
-.venv/bin/python docs/make_reference.py verbs    (or config) prints a page as Markdown.
+.venv/bin/python docs/make_reference.py verbs    (or config, attacks) prints a page as Markdown.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import situs
+from situs.audit.registry import attacks_table
 from situs.cli.main import SECTIONS, verb_type
 from situs.cli.parser.flags import Flag, configured_of, flags_of, metavar_of, texts_of
 from situs.config import Checked, choices_of
@@ -181,7 +182,13 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str
     yield ""
 
 
-PAGES = {"reference/verbs": verbs_page, "reference/config": config_page}
+def attacks_page() -> str:
+    """Every attack of every scenario."""
+    table = attacks_table()
+    return "\n".join(_table(map(str, table.header), ([_text(cell) for cell in row] for row in table.cells()[1:])))
+
+
+PAGES = {"reference/verbs": verbs_page, "reference/config": config_page, "reference/attacks": attacks_page}
 """Pages of the docs -> what makes their tables."""
 
 

@@ -84,7 +84,7 @@ def pytest_collection() -> Iterator[Any]:
 def _copied(module: Any, memo: dict[int, Any]) -> Any:
     """`deepcopy` of a module, in a fifth of the time: most of what one has are numbers and empty dicts of hooks."""
     kind = type(module)
-    memo[id(module)] = made = kind.__new__(kind)
+    memo[id(module)] = made = object.__new__(kind)
     for name, value in module.__dict__.items():
         if isinstance(value, bool | int | float | str | None):
             made.__dict__[name] = value

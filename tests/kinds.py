@@ -25,7 +25,7 @@ from situs.audit.split.attackers import Reading
 from situs.audit.split.result import SettingFound, SplitAudit
 from situs.audit.split.stage import Kept
 from situs.audit.text.found import Read
-from situs.audit.text.result import Row, TextAudit
+from situs.audit.text.result import TextAudit, finding_of
 from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times
 from situs.bench.compare import StepComparison, compare_steps
@@ -35,6 +35,7 @@ from situs.bench.step import StepTable
 from situs.config import from_dict
 from situs.data.check import KINDS, DataCheck, Found
 from situs.data.pack import Packed
+from situs.findings import Remark
 from situs.gate import Limit
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery
@@ -50,10 +51,9 @@ from situs.measure.correlation import Correlation, Correlations
 from situs.measure.ensemble import Ensemble
 from situs.measure.knn import LayerAccuracy, LayerKnn
 from situs.measure.multi_label import LabelAccuracy, label_scores
-from situs.measure.objects.measure import Detections
-from situs.measure.objects.measure import Drawn as DrawnObjects
-from situs.measure.objects.measure import Shown as ShownObjects
-from situs.measure.objects.scores import Answers, ApScores
+from situs.measure.objects import Answers, ApScores, Detections
+from situs.measure.objects import Drawn as DrawnObjects
+from situs.measure.objects import Shown as ShownObjects
 from situs.measure.perplexity import Perplexity, WordScores
 from situs.measure.position.dropped import PositionProbe, PositionProbes
 from situs.measure.position.head import Cell, PositionCurve, PositionGrid
@@ -66,10 +66,8 @@ from situs.measure.probe.segments import SegmentProbe, SegmentProbes
 from situs.measure.reconstruct import Puzzle, PuzzleRatios, PuzzleScores, Reconstruction
 from situs.measure.robustness.measures import Robustness
 from situs.measure.runs import Run, Runs
-from situs.measure.segments.measure import Segments
-from situs.measure.segments.measure import Shown as Segmented
-from situs.measure.segments.scores import SegmentScores
-from situs.measure.segments.windows import Inference
+from situs.measure.segments import Inference, Segments, SegmentScores
+from situs.measure.segments import Shown as Segmented
 from situs.results import Origin, Provenance, Result
 from situs.studies.form import Study as StudyForm
 from situs.studies.result import Cell as StudyCell
@@ -245,8 +243,9 @@ def _study_result() -> StudyResult:
 
 def _text_audit() -> TextAudit:
     read = Read("sentence 1", (2, 6), (2, 9), (True, False))
-    row = Row("word gradient sent", "done", [read], [{"rank": 4}], [NAME], None, 2.0)
-    return TextAudit(NAME, [row], {row.defence: NAME}, ["sentence 1"], 1, {2: "[CLS]", 6: NAME, 9: "b"})
+    row = finding_of("word gradient sent", 1, "done", [read], [Remark("gap", NAME)], [{"rank": 4}], 2.0)
+    shown = {2: "[CLS]", 6: NAME, 9: "b"}
+    return TextAudit([row], NAME, ["sentence 1"], 1, shown=shown, about={row.defence: NAME})
 
 
 def _adapted() -> Adapted:

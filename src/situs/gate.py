@@ -321,10 +321,12 @@ def _lacking(findings: Sequence[Finding], things: str) -> list[str]:
         elif not finding.proof and not finding.hardest and finding.status == "done":
             reasons.append(f"{finding.attack} proves nothing: what it can prove does not hold for all {things}")
     if not closed:
-        refusals = [f"{each.attack}: {each.why('refused')}" for each in findings if each.closed and each.why("refused")]
-        reasons.append(f"no closed form applies ({'; '.join(refusals)})" if refusals else "no closed form was run")
+        refusals = [each for each in findings if each.why("refused") and (each.closed or not tried)]
+        told = "; ".join(f"{each.attack}: {each.why('refused')}" for each in refusals)
+        reasons.append(f"no closed form applies ({told})" if refusals else "no closed form was run")
         searched = " and ".join(finding.attack for finding in tried)
         reasons += [f"what {searched} does not find may still be there"] if searched else []
+        reasons += [doubt for finding in tried if (doubt := finding.why("doubt"))]
     return reasons or ["no closed form was run to its end under the owner's conditions"]
 
 

@@ -11,7 +11,7 @@ import pytest
 from situs.cli.main import main
 
 
-def test_a_classifier(outline: Any, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_classifier(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(trained.one), "--ratios", "0.5", "--out", str(tmp_path)]
     assert main(["evaluate", "position", "--kind", "all", *words]) == 0
     printed = capsys.readouterr().out.rstrip().splitlines()
@@ -24,16 +24,6 @@ def test_a_classifier(outline: Any, trained: Any, tmp_path: Path, capsys: pytest
     assert numbers["row_law"]["status"] == "holds"
     assert max(numbers["row_law"]["errors"].values()) < 1e-10  # in float64
     page = (tmp_path / "positions-audit.html").read_text()
-    assert outline(page) == [
-        "First screen, 1 figure",
-        "Verdict, facts",
-        "Where a patch is, read off its features, 1 text, 1 figure, 4 rows",
-        "The vectors of the places, 1 text, 2 figures",
-        "What shuffled patches do, 1 text, 2 rows",
-        "Whether the blocks mind the order, 1 text, facts",
-        "What follows, 2 texts",
-        "How this page was made, facts",
-    ]
     assert "<dd>fp32</dd>" in page  # how it was made
     assert "answers that stay" in page
     assert str(tmp_path) not in page

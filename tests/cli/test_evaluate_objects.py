@@ -78,8 +78,8 @@ def test_a_run_is_fine_tuned_judged_exported_and_looked_at(
     assert refused(capsys) == f"{data}: is a folder, and the detections are one file (--save-detections)"
     (tmp_path / "exported" / PARTS).unlink()
     assert main(again) == 2
-    assert refused(capsys) == f"exported: its heads are gone, the file {PARTS}; export it again (MODEL)"
-    assert main(["evaluate", "accuracy", str(tmp_path / "ft"), "--device", "cpu"]) == 2
+    assert refused(capsys) == f"exported: its heads are gone, the file {PARTS}; export it again (MODEL…)"
+    assert main(["evaluate", "consistency", str(tmp_path / "ft"), "--device", "cpu"]) == 2
     assert "finds objects, and tells no class of a whole image" in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from situs.cli.main import main
 RELPOS = ["vit_relpos_small_patch16_224", "--weights", "random", "--model-args.depth", "1"]
 
 
-def test_two_runs_side_by_side(outline: Any, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_side_by_side(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "look"
     assert (
         main(["evaluate", "position", "--kind", "vectors", str(trained.one), str(trained.mp3), "--out", str(out)]) == 0
@@ -30,15 +30,6 @@ def test_two_runs_side_by_side(outline: Any, trained: Any, tmp_path: Path, capsy
     pictures = {path.name for path in out.glob("*.png")}
     assert {"positions-pca-2d.png", "positions-pca-3d-2.png", "positions-energy.png"} <= pictures
     page = (out / "positions.html").read_text()
-    assert outline(page) == [
-        "First screen, 1 figure",
-        "What was found, 4 rows",
-        "The places in two and three dimensions, 1 text, 1 note, 3 figures",
-        "How alike the places are, 1 text, 2 figures",
-        "How many directions they fill, 1 text, 1 figure, 6 rows",
-        "Reading a place off its vector, 2 texts, 2 notes, 2 figures, 7 rows",
-        "How this page was made, facts",
-    ]
     assert "Its positions took no part in its training." in page
     assert str(tmp_path) not in page
 

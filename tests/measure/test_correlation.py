@@ -16,7 +16,7 @@ from situs.backbones.base import Backbone
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.measure.correlation import Correlation, Correlations, correlate, distances, standardised
-from situs.measure.layers import Layer, patch_layers
+from situs.measure.features import Layer, patch_layers
 from situs.pages import make_page
 
 
@@ -124,7 +124,7 @@ def test_a_gain_of_a_hundredth_is_worth_a_word(place: float, image: float, said:
 
 def test_a_row_for_every_depth() -> None:
     depths = {"embedding": of_three(0.3, 0.1), "norm": of_three(0.02, 0.2)}
-    _, header, rows = Correlations(depths).summary().tables[0]
+    _, header, rows, _ = Correlations(depths).summary().tables[0]
     assert header == ["after", "near", "1 image", "same place", "2 images", "shared place", "shared image"]
     assert rows == [
         ["embedding", "0.400", "0.400", "0.600", "0.300", "0.300", "0.100"],

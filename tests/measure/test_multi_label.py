@@ -220,6 +220,14 @@ def test_streamed_and_held_images_have_the_same_labels(squares: Path) -> None:
             torch.testing.assert_close(one.targets["labels"], other.targets["labels"], equal_nan=True)
 
 
+def test_outputs_that_are_no_numbers_have_no_accuracy(run: Path) -> None:
+    model = open_model(run)
+    with torch.no_grad():
+        next(model.backbone.parameters()).fill_(torch.nan)
+    with pytest.raises(SitusError, match=r"run: some of its outputs are not numbers"):
+        evaluate_accuracy(model)
+
+
 def test_an_export_keeps_that_it_is_multi_label(run: Path, squares: Path, tmp_path: Path) -> None:
     export_run(run, tmp_path / "export")
     written = json.loads((tmp_path / "export" / "config.json").read_text())

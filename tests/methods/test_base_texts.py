@@ -13,7 +13,6 @@ from tiny_texts import write_folder
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.core.masking import SPAN_ROUNDS, span_mask
-from situs.core.position import smoothed_targets
 from situs.core.random import uniform
 from situs.core.when import When
 from situs.data.batch import Batch
@@ -84,14 +83,6 @@ def test_padding_changes_no_sentence(name: str, bert: Backbone) -> None:
         assert float(together.loss.detach()) == pytest.approx(spread, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_sentences_of_one_length_need_no_mask(name: str, bert: Backbone) -> None:
-    method, whole = made(name, bert), sentences((9, 9), 9)
-    bare = whole._replace(mask=None)
-    one, two = (method(each, method.draw(each, When(seed=3, epoch=1))) for each in (whole, bare))
-    assert torch.equal(one.loss, two.loss) and torch.equal(one.extras["logits"], two.extras["logits"])
-
-
 def test_a_pair_is_a_sentence_that_tells_its_halves_apart(bert: Backbone) -> None:
     method, one = made("mjp", bert), sentences((9, 9), 9)._replace(mask=None)
     types = torch.zeros_like(one.inputs)
@@ -126,33 +117,6 @@ def test_puzzles_are_not_solved_over_padding(bert: Backbone) -> None:
             made(name, bert).solve(sentences(), seed=0)
 
 
-def test_places_are_asked_of_every_word_and_not_of_cls(bert: Backbone) -> None:
-    method, batch = made("mp3", bert), sentences()
-    draws = method.draw(batch, When(seed=0, epoch=0))
-    assert torch.equal(draws["order"][:, 0], torch.zeros(4, dtype=torch.int64))
-    logits, losses = method(batch, draws).extras["logits"], []
-    for row, length in enumerate(LENGTHS):
-        assert sorted(draws["order"][row, :length].tolist()) == list(range(length))
-        places = draws["order"][row].tolist()
-        losses += [float(logits[row, k].logsumexp(0) - logits[row, k, places[k]]) for k in range(1, length)]
-    assert float(method(batch, draws).loss.detach()) == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-
-
-def test_the_context_is_what_a_sentence_is_read_by(bert: Backbone) -> None:
-    """Words outside of the context change no other token; one inside of it changes all."""
-    method, batch = made("mp3", bert), sentences((10,), 16)
-    draws = method.draw(batch, When(seed=0, epoch=0))
-    kept = 10 - 5
-    before = method(batch, draws).extras["logits"]
-    for slot in (kept - 1, kept):
-        other = batch.inputs.clone()
-        place = draws["order"][0, slot]
-        other[0, place] = 5 + (other[0, place] + 6) % 55
-        moved = (method(batch._replace(inputs=other), draws).extras["logits"] - before).abs().amax(dim=-1)[0]
-        others = [at for at in range(10) if at != slot]
-        assert moved[slot] > 1e-6 and (moved[others] > 1e-9).all() == (slot < kept)
-
-
 def test_how_far_apart_two_words_are(bert: Backbone) -> None:
     method, batch = made("window", bert), sentences()
     draws = method.draw(batch, When(seed=0, epoch=0))
@@ -170,55 +134,6 @@ def test_how_far_apart_two_words_are(bert: Backbone) -> None:
             )
     assert float(found.loss.detach()) == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert not isinstance(method, SolvesPuzzles)
-
-
-def test_dropped_places_of_a_sentence(bert: Backbone) -> None:
-    torch.manual_seed(1)
-    method, batch = DropPos(bert, droppos(None)).double().eval(), sentences()
-    draws = method.draw(batch, When(seed=0, epoch=0, progress=0.25))
-    found, targets, losses = method(batch, draws), smoothed_targets((16,), 0.75), []
-    for row, length in enumerate(LENGTHS):
-        seen = length - int(0.25 * length)
-        told = seen - int(0.6 * seen)
-        assert draws["visible"][row, 0] == 0 and max(draws["visible"][row, :seen].tolist()) < length
-        each = [
-            -float((targets[draws["visible"][row, slot]] * found.extras["logits"][row, slot].log_softmax(0)).sum())
-            for slot in range(max(1, told), seen)
-        ]
-        losses.append(sum(each) / len(each))
-    assert float(found.loss.detach()) == pytest.approx(sum(losses) / 4, rel=1e-5)
-    moved = batch.inputs.clone()  # a word whose place is dropped says nothing of where it stood
-    one, two = draws["visible"][1, -3:-1]
-    moved[1, one], moved[1, two] = batch.inputs[1, two], batch.inputs[1, one]
-    swapped = method(batch._replace(inputs=moved), draws).extras["logits"][1]
-    seen = LENGTHS[1] - int(0.25 * LENGTHS[1])
-    slots = [slot for slot in range(seen) if draws["visible"][1, slot] not in (one, two)]
-    assert torch.allclose(swapped[slots], found.extras["logits"][1, slots], atol=1e-10)
-
-
-def test_spans_of_a_sentence_are_shuffled_without_their_places(bert: Backbone) -> None:
-    method, batch = made("mjp", bert), sentences()
-    draws = method.draw(batch, When(seed=0, epoch=0))
-    mask, index = draws["mask"], draws["index"]
-    assert mask.sum(1).tolist() == [int(0.5 * (length - 1)) for length in LENGTHS]
-    assert not mask[:, 0].any() and not (mask & ~batch.mask).any()  # pyright: ignore[reportOperatorIssue]
-    assert torch.equal(index[~mask], torch.arange(16).expand_as(index)[~mask])
-    found = method(batch, draws)
-    plain = method(batch, {**draws, "index": torch.arange(16).expand_as(index)})
-    # Who has no place is a bag of words: inside the mask their order says nothing.
-    assert torch.allclose(plain.extras["logits"], found.extras["logits"], atol=1e-10)
-    table = bert.positions().table
-    assert table is not None and isinstance(method, MJP) and method.dal is not None
-    each = []
-    for row, length in enumerate(LENGTHS):
-        places = [place for place in range(length) if not mask[row, place]]
-        each.append(sum(abs(float(method.dal.layers(table[p])) - p) for p in places) / len(places))
-    assert float(found.metrics["dal"]) == pytest.approx(sum(each) / 4, rel=1e-6)
-    loss, label = (
-        found.loss.detach(),
-        torch.nn.functional.cross_entropy(found.extras["logits"], batch.targets["label"], label_smoothing=0.1),
-    )
-    assert float(loss) == pytest.approx(float(label) + 0.01 * sum(each) / 4, rel=1e-5)
 
 
 def test_span_masks_are_exact_and_mostly_whole() -> None:

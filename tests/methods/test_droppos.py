@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import small_swin, small_vit
+from builders import small_vit
 from torch import Tensor, nn
 
 from situs.backbones import create_backbone
@@ -169,20 +169,6 @@ def test_loss_and_gradients_match_an_independent_slow_droppos(affinity, progress
         assert a.abs().max() > 1e-9, name
 
 
-@pytest.mark.parametrize("affinity", ["full", "visible", None])
-def test_a_batch_is_the_mean_of_its_parts(affinity) -> None:
-    """So gradient accumulation and several ranks train as the whole batch does."""
-    method = make(affinity=affinity)
-    data = batch(method)
-    draws = method.draw(data, When(seed=3, epoch=7))
-    parts = []
-    for one in range(len(data.ids)):
-        alone = Batch(data.inputs[one : one + 1], data.ids[one : one + 1])
-        parts.append(method(alone, method.draw(alone, When(seed=3, epoch=7))).loss)
-    assert len(parts) > 1
-    assert method(data, draws).loss.item() == pytest.approx(torch.stack(parts).mean().item(), abs=1e-6)
-
-
 # --- counts and draws -------------------------------------------------------------------------------------------
 
 
@@ -277,17 +263,6 @@ def test_only_anchors_and_cls_know_their_place() -> None:
     assert not torch.allclose(method(data, draws).extras["logits"], anchored, atol=1e-4)
 
 
-def test_gradients_reach_the_mask_token_and_only_the_anchors_rows() -> None:
-    method = make(positions="learned", affinity=None)
-    data = batch(method)
-    draws = method.draw(data._replace(ids=data.ids[:1].expand(3)), When(seed=0, epoch=0))
-    method(data, draws).loss.backward()
-    grad = method.backbone.model.pos_embed.grad[0, 1:]
-    anchors = draws["visible"][0, : method.anchors]
-    assert set(grad.abs().sum(-1).nonzero().flatten().tolist()) == set(anchors.tolist())
-    assert method.mask_token.grad is not None and method.mask_token.grad.abs().min() > 0
-
-
 # --- the pure functions -------------------------------------------------------------------------------------------
 
 
@@ -308,69 +283,6 @@ def test_the_official_map_has_the_published_numbers() -> None:
 
 
 # --- other backbones, the second task, compilation ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("vit_small_patch14_reg4_dinov2", {}),
-        ("vit_small_patch16_rope_224", {}),
-        ("eva02_tiny_patch14_224", {}),
-        ("vit_relpos_small_patch16_224", {}),
-        ("deit_tiny_distilled_patch16_224", {}),
-    ],
-)
-def test_prefix_tokens_and_every_kind_of_position(name: str, fields: dict[str, Any]) -> None:
-    """The order in which visible patches stand means nothing; a dropped place is nowhere in the stream."""
-    torch.manual_seed(0)
-    side = 14 if "14" in name else 16
-    backbone = small_vit((3 * side, 4 * side), name=name, width=32, patch_size=None, **fields)
-    config = DropPosConfig(mask_ratio=0.3, position_mask_ratio=0.5, decoder_width=8, decoder_heads=2)
-    method = DropPos(backbone, config).double().eval()
-    images = torch.randn(2, 3, 3 * side, 4 * side, dtype=torch.float64)
-    data = Batch(images, torch.arange(2))
-    draws = method.draw(data, When(seed=0, epoch=0))
-    a = method.anchors
-    before = method(data, draws)
-    order = torch.cat([torch.arange(a).flip(0), torch.arange(a, method.visible)])
-    turned = method(data, draws | {"visible": draws["visible"][:, order]})
-    assert torch.allclose(turned.extras["logits"], before.extras["logits"], atol=1e-10)
-    assert before.extras["logits"].shape == (2, method.visible - a, 12)
-    # Exchanging two dropped patches exchanges their answers: nothing but the patch itself tells them apart.
-    swap = torch.arange(method.visible)
-    swap[[a, a + 1]] = swap[[a + 1, a]]
-    swapped = method(data, draws | {"visible": draws["visible"][:, swap]}).extras["logits"]
-    again = before.extras["logits"].clone()
-    again[:, [0, 1]] = again[:, [1, 0]]
-    assert torch.allclose(swapped, again, atol=1e-10)
-
-
-def swin_method(**config: Any) -> DropPos:
-    torch.manual_seed(0)
-    shape: dict[str, Any] = dict(depths=(2, 2, 1, 1), width=24, heads=(2, 2, 2, 2), model_args={"window_size": 2})
-    backbone = small_swin((128, 256), positions="sincos", **shape)
-    return DropPos(backbone, DropPosConfig(**(dict(decoder_width=8, decoder_heads=2) | config))).double()
-
-
-def test_swin_sees_one_patch_of_each_cell() -> None:
-    method = swin_method().eval()  # timm gives this Swin a drop path
-    assert (method.grid, method.count, method.visible, method.anchors) == ((4, 8), 32, 8, 2)
-    torch.manual_seed(1)
-    data = Batch(torch.randn(3, 3, 128, 256, dtype=torch.float64), torch.tensor([5, 900, 31]))
-    draws = method.draw(data, When(seed=0, epoch=0))
-    for row in draws["visible"].tolist():
-        assert sorted((place // 16, place % 8 // 2) for place in row) == [(r, c) for r in range(2) for c in range(4)]
-    output = method(data, draws)
-    assert output.extras["logits"].shape == (3, 6, 32)
-    output.loss.backward()
-    assert method.mask_token.grad is not None and method.mask_token.grad.abs().max() > 0
-    images = data.inputs.clone()
-    place = next(iter({*range(32)} - {*draws["visible"][0].tolist()}))
-    top, left = 32 * (place // 8), 32 * (place % 8)
-    images[0, :, top : top + 32, left : left + 32].normal_()
-    assert torch.equal(method(data._replace(inputs=images), draws).extras["logits"], output.extras["logits"])
-    with pytest.raises(SitusError, match=r"mask_ratio: must be 0\.75 on swin"):
-        swin_method(mask_ratio=0.5)
 
 
 @pytest.mark.slow

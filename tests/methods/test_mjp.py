@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -150,23 +149,6 @@ def test_the_variants_are_the_papers_rows() -> None:
     assert VARIANTS["J"] == MJPConfig()
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_each_variant_trains_what_it_adds(name: str) -> None:
-    config = replace(VARIANTS[name], mask_ratio=0.5)
-    method = MJP(vit(), config).double()
-    data = batch()
-    draws = method.draw(data, When(seed=0, epoch=0))
-    output = method(data, draws)
-    output.loss.backward()
-    own = {n for n, p in method.named_parameters() if not n.startswith("backbone.")}
-    assert all(p.grad is not None for n, p in method.named_parameters() if n in own)
-    assert ("unknown" in own) == config.unknown and ("index_table" in own) == (config.index != "none")
-    assert ("dal" in output.metrics) == (config.dal != "none")
-    table = method.backbone.model.pos_embed.grad
-    moved = table[0, 1:].abs().sum(-1) > 0
-    assert bool(moved.any()) == config.positions and method.sees_positions == config.positions
-
-
 @torch.no_grad()
 def test_row_b_does_not_see_the_order_and_row_g_not_inside_a_told_mask() -> None:
     data, index = batch(), torch.stack([torch.randperm(12) for _ in range(4)])
@@ -199,24 +181,6 @@ def test_spp_moves_every_patch_and_the_pixels_in_it() -> None:
             seen[b, :, r : r + 4, c : c + 4] = pixels.view(3, 4, 4)
     logits = method(data, draws).extras["logits"]
     assert torch.allclose(logits, method.backbone.model(seen), atol=1e-10)
-
-
-@torch.no_grad()
-def test_the_index_table_goes_by_place_or_by_origin() -> None:
-    data = batch()
-    for kind in ("place", "origin"):
-        method = make(dal="none", unknown=False, index=kind)
-        method.index_table.normal_()
-        draws = method.draw(data, When(seed=0, epoch=0))
-        logits = method(data, draws).extras["logits"]
-        for b in range(4):
-            index = draws["index"][b]
-            extra = method.index_table[index] if kind == "origin" else method.index_table
-            rows = method.backbone.model.pos_embed[0].clone()
-            rows[1:] += extra
-            image = move_patches(data.inputs[b : b + 1], (3, 4), index)
-            slow = functional_call(method.backbone.model, {"pos_embed": rows[None]}, image)
-            assert torch.allclose(logits[b], slow[0], atol=1e-10)
 
 
 @torch.no_grad()
@@ -333,24 +297,6 @@ def test_firing_or_not_is_one_graph() -> None:
 # --- other backbones ----------------------------------------------------------------------------------------------
 
 
-def test_swin_with_a_table_of_its_own() -> None:
-    torch.manual_seed(0)
-    args = {"depths": (1, 1, 1, 1), "embed_dim": 24}
-    backbone = create_backbone(
-        "swin_tiny_patch4_window7_224", img_size=(32, 64), num_classes=5, positions="learned", model_args=args
-    )
-    method = MJP(backbone, MJPConfig(mask_ratio=0.25)).double()
-    data = batch((32, 64))
-    draws = method.draw(data, When(seed=0, epoch=0))
-    assert draws["mask"].shape == (4, 8 * 16) and draws["mask"].sum(1).tolist() == [32] * 4
-    method(data, draws).loss.backward()
-    assert method.unknown.grad is not None and method.unknown.grad.abs().max() > 0
-    seen = (~draws["mask"]).any(0)
-    assert torch.equal(backbone.table.grad.abs().sum(-1) > 0, seen)
-    # (row, column) of the targets: the last place of an 8x16 grid is (7, 15), the published code says (8, 0).
-    assert method.localise(None).item() == pytest.approx(8.0 / 2 - 0.5 + 16.0 / 2 - 0.5, rel=0.1)
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -369,20 +315,6 @@ def test_dal_needs_a_table(name: str, reason: str) -> None:
     draws = method.draw(data, When(seed=0, epoch=0))
     method(data, draws).loss.backward()
     assert method.unknown.grad is not None and method.unknown.grad.abs().max() > 0
-
-
-def test_resnet_gets_its_pixels_moved() -> None:
-    backbone = create_backbone("test_resnet", num_classes=5)
-    method = MJP(backbone, replace(VARIANTS["E"], mask_ratio=0.5, pixel_grid=(4, 8))).double().eval()
-    data = batch((32, 64))
-    draws = method.draw(data, When(seed=0, epoch=0))
-    assert draws["mask"].sum(1).tolist() == [16] * 4
-    logits = method(data, draws).extras["logits"]
-    with torch.no_grad():
-        slow = backbone.model(move_patches(data.inputs, (4, 8), draws["index"]))
-    assert torch.allclose(logits, slow, atol=1e-10)
-    with pytest.raises(SitusError, match="test_resnet has no positions to hide"):
-        MJP(backbone, MJPConfig())
 
 
 def test_presets_are_the_methods() -> None:

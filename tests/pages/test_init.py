@@ -31,7 +31,7 @@ from situs.audit.split.attackers import Reading
 from situs.audit.split.result import SettingFound, SplitAudit
 from situs.audit.split.stage import Kept
 from situs.audit.text.found import Read
-from situs.audit.text.result import Row, TextAudit
+from situs.audit.text.result import TextAudit, finding_of
 from situs.data.check import KINDS, DataCheck
 from situs.errors import SitusError
 from situs.gate import BLIND, Limit, parse_limit
@@ -101,7 +101,7 @@ def read(**scores: float) -> SplitAudit:
 
 
 def sentences(*reads: Read, **fields: Any) -> TextAudit:
-    return TextAudit("m", [Row("none", "done" if reads else "refused", reads)], {}, ["1"], 1, {}, **fields)
+    return TextAudit([finding_of("none", 1, "done" if reads else "refused", reads)], "m", ["1"], 1, **fields)
 
 
 def gradients(picture: Any, limit: str = "", **fields: Any) -> Audit:

@@ -8,19 +8,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from situs.audit.text.found import Read
-from situs.audit.text.result import Row, TextAudit
+from situs.audit.text.result import TextAudit, finding_of
+from situs.findings import Remark
 from situs.gate import Limit
 from situs.pages import make_page, publish
 from situs.pages.texts import PRIVATE, marked
+from situs.results import Provenance
 
 READ = Read("sentence 1", (2, 6, 7, 3), (2, 9), (True, False, True, True))
-ROW = Row(
-    "word gradient sent", "done", [READ], [{"rank": 4, "tokens": 5, "channels": 8}], ["one is missing"], None, 2.0
-)
+FACTS = [{"rank": 4, "tokens": 5, "channels": 8}]
+ROW = finding_of("word gradient sent", 1, "done", [READ], [Remark("gap", "one is missing")], FACTS, 2.0)
 TWIN = replace(ROW, defence="word gradient withheld", seconds=None)
 SHOWN = {2: "[CLS]", 3: "[SEP]", 6: "<sea>", 7: "calm", 9: "wind"}
 AUDIT = TextAudit(
-    "a-model", [ROW, TWIN], {"word gradient sent": "all of it"}, ["sentence 1"], 1, SHOWN, limit=Limit("tokens", 0.2)
+    [ROW, TWIN],
+    "a-model",
+    ["sentence 1"],
+    1,
+    shown=SHOWN,
+    about={"word gradient sent": "all of it"},
+    limit=Limit("tokens", 0.2),
+    provenance=Provenance(things="sentences"),
 )
 
 

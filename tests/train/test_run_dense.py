@@ -17,7 +17,7 @@ from masked import write_ade
 from warm import warm
 
 from situs.config import from_dict, merge, to_dict
-from situs.measure.objects.measure import evaluate_objects
+from situs.measure.objects import evaluate_objects
 from situs.models.export import export_run
 from situs.train.checkpoint import RunFolder
 from situs.train.run import RunConfig, train_run

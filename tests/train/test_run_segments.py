@@ -11,7 +11,7 @@ from masked import write_ade
 
 from situs.config import from_dict, merge
 from situs.measure.hooks import validation_hooks
-from situs.measure.segments.measure import evaluate_segments
+from situs.measure.segments import evaluate_segments
 from situs.models import open_model
 from situs.models.export import export_run
 from situs.train.assemble import Setup

@@ -9,7 +9,7 @@ from situs.audit.attacks.april import April
 from situs.audit.attacks.base import Attack, Knowledge, Recovery
 from situs.audit.attacks.matching import AprilOptimisation, Matching, MatchingConfig
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
-from situs.audit.client import victim_gradients
+from situs.audit.client import StepConfig, victim_gradients
 from situs.audit.curve import trace_defences
 from situs.audit.deadline import Deadline
 from situs.audit.defences import (
@@ -25,7 +25,7 @@ from situs.audit.defences import (
 )
 from situs.audit.public import AuditConfig, audit_gradients, audit_settings
 from situs.audit.remedies.find import find_defences
-from situs.audit.text.audit import TextConfig, audit_texts
+from situs.audit.text.audit import audit_texts
 from situs.audit.text.curve import trace_texts
 from situs.audit.watch import Guard, LeakError, guard
 
@@ -53,7 +53,7 @@ __all__ = [
     "Noise",
     "PatchEmbedding",
     "Recovery",
-    "TextConfig",
+    "StepConfig",
     "adapt",
     "audit_gradients",
     "audit_settings",

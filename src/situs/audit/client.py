@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +17,11 @@ from situs.audit.defences import Defence, Gradients, NoDefence, Step, Training, 
 from situs.audit.defences.trained import drop_paths
 from situs.audit.stem import Stem, table_rows
 from situs.backbones.base import Backbone
+from situs.config import Checked
 from situs.core.precision import full_float32
 from situs.core.when import START, When
 from situs.errors import SitusError, counted, verb
+from situs.limits import Count
 from situs.methods.base import Batch, Method
 from situs.methods.measured import HidesPlaces
 
@@ -29,6 +33,30 @@ LEVELS = 127
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 """Adam's constants."""
+
+
+@dataclass(frozen=True)
+class StepConfig(Checked):
+    """What audits of images and of texts share: how many samples, how the audited step is made, and the gate."""
+
+    count: Count | None = None
+    """The first images or sentences; default: 12, in whole batches."""
+
+    classes: Count | None = None
+    """Of a model without a classifier; default: 1000, of texts 2."""
+
+    batch: Count = 1
+    """Images or sentences in the audited step."""
+
+    precision: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
+    """The type gradients are sent in."""
+
+    fail_above: str | None = None
+    """A gate: blind (no image closer than blind guesses come), or that and a limit of yours, as psnr=20; of texts a
+    share, as tokens=0.2. Exit status 0: passed; 3: a sample is above; 4: inconclusive (not a pass)."""
+
+    seed: int = 0
+    """Of random weights and heads, of masked words and of noise."""
 
 
 def names_sent(method: Method, defence: Defence) -> dict[str, int]:

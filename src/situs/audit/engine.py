@@ -15,12 +15,14 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from situs.audit.attacks import ATTACKS
 from situs.audit.attacks.base import Knowledge, Ready, Refused, certificate_of
 from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.client import check_inputs, least_likely, names_sent, upload_of
 from situs.audit.deadline import Deadline, StoppedError
 from situs.audit.defences import Gradients, Step, blurred, method_of
 from situs.audit.fed import pictures_fed, reading_stem, recorded
+from situs.audit.run import Card
 from situs.audit.scores.exposure import METRICS
 from situs.audit.scores.metrics import denormalise
 from situs.audit.scores.scoring import Lpips, Scores, closer, extend, facts_of, measure, measure_parts, pictures_of
@@ -60,6 +62,11 @@ class Images:
     @property
     def things(self) -> str:
         return self.test.things
+
+    @staticmethod
+    def cards() -> Iterator[Card]:
+        for kind in ATTACKS.values():
+            yield Card(kind.name, Images.name, kind.knows, kind.proof(), kind.paper, kind.difference)
 
     def planned(self) -> Iterator[ImageFinding]:
         return (case.finding("not_run") for case in self.cases if not case.by_itself)

@@ -18,7 +18,7 @@ from situs.audit.attacks.base import Attack
 from situs.audit.attacks.matching import MatchingConfig
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.cases import SETTINGS, TestSet
-from situs.audit.client import DTYPES, least_likely, victim_gradients
+from situs.audit.client import DTYPES, StepConfig, least_likely, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, NoDefence, Step, create_defence, method_of
 from situs.audit.evidence import evidence
@@ -28,7 +28,6 @@ from situs.audit.scores.exposure import METRICS
 from situs.audit.scores.lpips import Lpips
 from situs.audit.settings import RATIO, Comparison, compare_settings, contestants, with_informed
 from situs.audit.victim import Victim, load_test_set, open_predictor, open_victim
-from situs.config import Checked
 from situs.data.open import addressed
 from situs.data.sources.base import Source
 from situs.data.sources.memory import spoken
@@ -57,26 +56,14 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class AuditConfig(Checked):
-    """Which images, how the audited step is made, what the attackers have, and what a gate allows."""
-
-    count: Count | None = None
-    """The first images or sentences; else 12, or all of fewer."""
+class AuditConfig(StepConfig):
+    """Which images, how the audited step is made, and what the attackers have."""
 
     split: str | None = None
     """train, val or test, where images are split; else train."""
 
-    classes: Count | None = None
-    """Of a model without a classifier; else 1000, of texts 2."""
-
-    batch: Count = 1
-    """Images in the audited step."""
-
     local_steps: Count = 1
     """Steps of plain SGD behind one upload (FedAvg)."""
-
-    precision: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
-    """The type gradients are sent in."""
 
     labels: Literal["known", "inferred"] = "inferred"
     """matching: told, or read off gradients."""
@@ -99,15 +86,8 @@ class AuditConfig(Checked):
     lpips: Path | None = None
     """LPIPS weights (AlexNet); without them there is no LPIPS."""
 
-    fail_above: str | None = None
-    """A gate: blind (no image closer than blind guesses come), or that and a limit of yours, as psnr=20. Exit status 0:
-    passed; 3: an image is above; 4: inconclusive (not a pass)."""
-
     loss: str | None = None
     """Your own, not cross entropy: file.py:name(logits, labels)."""
-
-    seed: int = 0
-    """Of random weights and of noise."""
 
 
 def audit_gradients(

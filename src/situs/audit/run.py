@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from situs.audit.deadline import Deadline
 from situs.errors import counted, verb
@@ -21,6 +21,17 @@ KEEP_EVERY = 5.0
 """Seconds, at least, between two looks at a report that is not whole yet."""
 
 AnyReport = TypeVar("AnyReport", bound=Report)
+
+
+class Card(NamedTuple):
+    """An attack for a reader: what the attacker knows, what it proves, the paper it stands for, how ours differs."""
+
+    attack: str
+    scenario: str
+    knows: str
+    proves: str
+    paper: str
+    difference: str
 
 
 class Trial(Protocol):
@@ -49,6 +60,11 @@ class Scenario(Protocol[AnyReport]):
 
     @property
     def things(self) -> str: ...
+
+    @staticmethod
+    def cards() -> Iterable[Card]:
+        """Its attacks."""
+        ...
 
     def planned(self) -> Iterable[Finding]:
         """Every finding that is asked for, not run yet."""

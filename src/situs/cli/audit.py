@@ -22,13 +22,14 @@ from situs.audit import (
     trace_defences,
     trace_texts,
 )
+from situs.audit.client import StepConfig
 from situs.audit.deadline import first_ctrl_c
 from situs.audit.remedies.ladders import CostConfig
 from situs.audit.scores.exposure import METRICS
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import ATTACKS as SPLIT_ATTACKS
 from situs.audit.split.audit import DEFENCES, PERMUTED, PUBLIC, SAMPLES
-from situs.audit.text.audit import TextConfig, audit_texts, first_lines
+from situs.audit.text.audit import audit_texts, first_lines
 from situs.cli.model_args import OUT, ImageArgs, ModelArgs, asked_of, check_folder, open_from
 from situs.cli.parser.arguments import configured
 from situs.cli.parser.flags import POSITIONAL, flags_of
@@ -80,7 +81,7 @@ def _word(value: Any) -> str:
 
 def _asked(verb: str, args: Gradients | Sweep | Texts, deadline: Deadline) -> dict[str, Any]:
     """What the flags ask of an audit, by its arguments."""
-    config = TextConfig if isinstance(args, Texts) else AuditConfig
+    config = StepConfig if isinstance(args, Texts) else AuditConfig
     return {
         **{field.name: getattr(args, field.name) for field in fields(config)},
         **asked_of(args.model, args),
@@ -140,14 +141,12 @@ class GateArgs(ModelArgs):
 class Gradients(GateArgs, AuditConfig):
     """What a model's gradients give away of your images: attacks against defences, a page, a gate for CI.
 
-    A timm name without weights gets random ones.
-
     For example: situs audit gradients runs/ft --data samples --count 2
     """
 
     topics: ClassVar = GateArgs.topics | {
         "matching": ("labels", "distance", "iterations", "restarts"),
-        "seldom": ("loss", "lpips", "predictor", "search_seconds", "settings", "classes"),
+        "seldom": ("loss", "lpips", "predictor", "search_seconds", "settings", "classes", "local_steps"),
     }
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
@@ -191,7 +190,7 @@ class Gradients(GateArgs, AuditConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Texts(GateArgs, TextConfig):
+class Texts(GateArgs, StepConfig):
     """What the gradients of a model of words give away of sentences: attacks against defences, a page, a gate for CI.
 
     Gates: words, tokens, sentences, picked (shares).
@@ -216,8 +215,8 @@ class Texts(GateArgs, TextConfig):
 
 
 def _of_words(words: dict[str, Any]) -> dict[str, Any]:
-    """Without what shapes a model of images, where none of it is asked for."""
-    return {name: value for name, value in words.items() if name not in ("weights", "img_size", "patch_size") or value}
+    """What is asked for alone: a model of words takes no size of images."""
+    return {name: value for name, value in words.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +282,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
         with first_ctrl_c(deadline):
             if texts:
                 assert self.data is not None
-                names = {each.name for each in fields(TextConfig)} | {"unlock", "device", "facts", "deadline", "keep"}
+                names = {each.name for each in fields(StepConfig)} | {"unlock", "device", "facts", "deadline", "keep"}
                 words = {name: words[name] for name in words if name in names | {"over"} and words[name] is not None}
                 words["count"] = len(first_lines(self.data, self.count, self.batch, COUNT))
                 present(trace_texts(self.model, self.data, **words), self.out)

@@ -195,9 +195,9 @@ class Accuracy(SentenceArgs):
 def _evaluation_of(model: Model) -> tuple[str, Callable[..., Result], int]:
     """What kind of model it is, the function that evaluates such a model, and its samples at a time."""
     from situs.measure.accuracy import evaluate_accuracy
-    from situs.measure.objects.measure import evaluate_objects
+    from situs.measure.objects import evaluate_objects
     from situs.measure.perplexity import evaluate_perplexity
-    from situs.measure.segments.measure import evaluate_segments
+    from situs.measure.segments import evaluate_segments
     from situs.methods.detection import Detection
     from situs.methods.segmentation import Segmentation
 

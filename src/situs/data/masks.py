@@ -18,7 +18,8 @@ from situs.data.batch import VOID
 from situs.data.sources.base import EncodedSource, Source, Wanted, choose_split, list_shards, splits_of
 from situs.data.sources.folder import FileSource, plain, split_folders, walk
 from situs.data.sources.images import decode, decode_numbers, read_bytes, said_size
-from situs.data.sources.parquet import ParquetSource
+from situs.data.sources.labels import LABEL_COLUMNS
+from situs.data.sources.parquet import ParquetSource, check_bytes_column
 from situs.errors import BrokenSampleError, DataError, SitusError, counted, none_read
 from situs.limits import Natural
 
@@ -154,6 +155,7 @@ def numbered(found: Iterable[int], config: MaskConfig, where: str) -> tuple[str,
 
 _IMAGE_FOLDERS = ("images", "image", "imgs")
 _MASK_FOLDERS = ("annotations", "masks", "mask", "labels")
+_COLUMNS = ("mask", "masks", "annotation", "annotations", "segmentation", "segmentation_mask", *LABEL_COLUMNS)
 
 
 class MaskReader(EncodedSource):
@@ -229,9 +231,19 @@ class MaskRows(MaskReader, ParquetSource):
         super().__init__(path, wanted)
         self.classes = wanted.settings.classes or None
 
+    def find_columns(self, file: Path, schema: Any, wanted: Wanted) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Those of the images and of the masks."""
+        images, _ = super().find_columns(file, schema, wanted._replace(labels=False))
+        mask = next((name for name in _COLUMNS if name in schema.names), None)
+        if mask is None:
+            names = f"one of {', '.join(_COLUMNS[:6])}, only {', '.join(schema.names)[:200]}"
+            raise DataError(f"{file}: has no column of masks, {names}")
+        check_bytes_column(file, schema, mask, "masks")
+        return (*images, mask), ()
+
     def mask_payload(self, index: int) -> bytes:
         group, row = self._place(index)
-        data = self._load(group)[1][row].as_py()
+        data = self._load(group)[0][1][row].as_py()
         if not data:
             raise BrokenSampleError(f"{self.entry(index)}: the row holds no mask")
         return data

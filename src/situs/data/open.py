@@ -73,8 +73,7 @@ def open_source(
         raise SitusError(field="channels", value=channels, allowed="at least 1")
     with _in_words(config.path):
         config = replace(config, kind=kind_of(config))
-        how = (config.strict, config.multi_label, config.modality.kind, config.target)
-        wanted = Wanted(None if split == ALL else split, labels, channels, *how)
+        wanted = Wanted(None if split == ALL else split, labels, channels, config.strict, config.multi_label)
         return config.modality.cut(_part(config, wanted, split), config)
 
 
@@ -155,11 +154,14 @@ def _kinds_at(path: str, wanted: str | None, multi_label: bool) -> Iterator[str]
             yield from [each.kind for each in sure] if len(sure) == 1 else []  # of two what is asked for
         return
     yield from (each.kind for each in kinds if not each.last and each.lies_at(place, multi_label=multi_label))
+    arrays, able = False, [each for each in kinds if not each.alone or each.kind == wanted]
     for _, folders, names in os.walk(place):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        suffixes = (Path(name).suffix.lower() for name in names)
-        able = [each for each in kinds if not each.alone or each.kind == wanted]
-        yield from (each.kind for suffix in suffixes for each in able if suffix in each.suffixes)
+        suffixes = [Path(name).suffix.lower() for name in names]
+        arrays = arrays or ".npy" in suffixes  # which lie beside clips, too
+        yield from (each.kind for suffix in suffixes if suffix != ".npy" for each in able if suffix in each.suffixes)
+    if arrays:
+        yield from (each.kind for each in able if ".npy" in each.suffixes)
     yield from (each.kind for each in kinds if each.last and each.lies_at(place, multi_label=multi_label))
 
 

@@ -12,7 +12,7 @@ from situs.measure.correlation import analyze_correlation
 from situs.measure.ensemble import evaluate_ensemble
 from situs.measure.features import extract_features, write_features
 from situs.measure.knn import evaluate_knn
-from situs.measure.objects.measure import evaluate_objects
+from situs.measure.objects import evaluate_objects
 from situs.measure.position.head import evaluate_position
 from situs.measure.position.vectors import analyze_positions
 from situs.measure.predict import predict
@@ -20,7 +20,7 @@ from situs.measure.probe.classes import evaluate_probe
 from situs.measure.reconstruct import analyze_reconstruct
 from situs.measure.robustness.run import PublishedSets, evaluate_robustness
 from situs.measure.runs import analyze_runs
-from situs.measure.segments.measure import evaluate_segments
+from situs.measure.segments import evaluate_segments
 
 __all__ = [
     "PublishedSets",

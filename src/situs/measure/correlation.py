@@ -22,7 +22,7 @@ from situs.backbones.base import Backbone
 from situs.core.position import distances
 from situs.data.batch import Batch
 from situs.errors import SitusError, unknown_name
-from situs.measure.layers import LAST, Layer, patch_layers
+from situs.measure.features import LAST, Layer, patch_layers
 from situs.measure.position.vectors import spread_places
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.results import Figure, Result, Summary, Table

@@ -7,10 +7,10 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from safetensors.torch import save
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from situs import __version__
 from situs.backbones.base import Backbone, Features
+from situs.core.position import Positions
 from situs.core.tokens import fill
 from situs.data.sampler import sample_of
 from situs.data.text import Columns
@@ -223,3 +224,30 @@ def _names(found: FeatureSet) -> bytes:
         known = ";".join(classes[at] for at in held) if classes else ""
         table.writerow((row, number, name, ";".join(map(str, held)), known))
     return file.getvalue().encode("utf-8", "backslashreplace")
+
+
+FIRST, LAST = "embedding", "norm"
+"""The depths around the blocks; a block's own is its number, from 1 on."""
+
+
+class Layer(NamedTuple):
+    """depth: "embedding", "1", "2", …, "norm". grid: of these patches. patches: [B, N, D]."""
+
+    depth: str
+    grid: tuple[int, ...]
+    patches: Tensor
+
+
+def patch_layers(backbone: Backbone, tokens: Tensor, positions: Positions | None, see: Callable[[Layer], None]) -> None:
+    """Shows the patch tokens [B, N, D] on their way through the model to `see`, one depth at a time.
+
+    A model whose depths are not alike (Swin) shows its embedding and its end, the latter on its own coarser grid.
+    """
+    stream = backbone.assemble(tokens, positions)
+    see(Layer(FIRST, backbone.grid, stream.z[:, stream.prefix :]))
+
+    def tap(number: int, z: Tensor) -> None:
+        see(Layer(str(number), backbone.grid, z[:, stream.prefix :]))
+
+    z = backbone.run_layers(stream, None, () if "depths" in backbone.refusals else (tap,))
+    see(Layer(LAST, backbone.out_grid, backbone.finish(replace(stream, z=z)).patches))

@@ -21,12 +21,11 @@ from situs.measure.by_class import TOP5_FROM
 from situs.measure.ending import Baseline, Frozen, ending, frozen_start
 from situs.measure.features import extract
 from situs.measure.knn import knn_accuracy
-from situs.measure.objects.measure import measure as measure_objects
+from situs.measure.objects import measure as measure_objects
 from situs.measure.perplexity import measure_perplexity
 from situs.measure.position.head import position_accuracy
 from situs.measure.probe.head import probe_head
-from situs.measure.segments.measure import measure, seeing
-from situs.measure.segments.windows import Inference
+from situs.measure.segments import Inference, measure, seeing
 from situs.methods import METHODS
 from situs.methods.base import Batch, Method
 from situs.methods.detection import Detection

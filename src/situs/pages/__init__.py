@@ -30,8 +30,6 @@ PAGES = {
     "DataCheck": "data.check",
     "LockAudit": "lock.audit_page",
     "Packed": "data.packed",
-    "PositionAudit": "positions_audit.page",
-    "PositionTables": "positions.page",
     "Reconstruction": "reconstruct.page",
     "Remedies": "remedies.page",
     "Runs": "runs.page",

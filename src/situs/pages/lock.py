@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from situs.locks.attacks import LockAudit
-from situs.locks.attacks.recovery import ATTACKERS
+from situs.locks.attacks.audit import ATTACKS
 from situs.locks.equivariance import Verification
 from situs.report import figures
 from situs.report.html import Page, Section, Tone
@@ -42,7 +42,7 @@ def audit_page(found: LockAudit) -> Page:
         page.opening.bars({name: (share, "bad") for name, share in shares.items()}, "%", "Key recovered, by attacker.")
     section = page.section("What each attacker got")
     section.table(said.tables[0].header, said.tables[0].rows)
-    told = {name: f"{text}." for name, text in ATTACKERS.items()}
+    told = {name: f"{attack.about}." for name, attack in ATTACKS.items()}
     section.fold("Who the attackers are", Section("").facts(told))
     drifted = [(r.attacker, r.share) for r in found.attacks if r.attacker.startswith("drifted") and r.share is not None]
     if len(drifted) > 1:

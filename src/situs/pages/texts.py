@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from situs.audit.text.attack import NAME
 from situs.audit.text.found import UNNAMED, Read
-from situs.audit.text.result import HEADER, METRICS, TextAudit, cells, reasons, verdict
+from situs.audit.text.result import HEADER, MEANING, TextAudit, cells, reasons, verdict
 from situs.errors import counted, verb
 from situs.gate import Ruling
 from situs.report.html import Page, Section, Tone
@@ -57,7 +55,7 @@ SHOWN = 16
 def page(audit: TextAudit) -> Page:
     """The page, with the sentences where the audit has them."""
     page = Page(f"Gradient audit of {audit.model}", verdict(audit), PRIVATE if audit.private else "")
-    read = [row for row in audit.rows if row.reads]
+    read = [row for row in audit.findings if row.attacked]
     unsure = "Not proved private" if read else "Not attacked, which is not private"
     page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)
     if best := max(read, key=lambda row: (row.whole, row.shares["tokens"], row.shares["words"]), default=None):
@@ -85,7 +83,7 @@ def page(audit: TextAudit) -> Page:
         "known whole, and those that one who has candidates with one word changed is sure of. A dash for seconds: the "
         "attack reads the same numbers as in the row above it."
     )
-    section.table(HEADER, [cells(row) for row in audit.rows], caption)
+    section.table(HEADER, [cells(row) for row in audit.findings], caption)
     if said := reasons(audit):
         section.table(["defence", "what was not found, and why"], said)
     section.table(["defence", "batch", "rank", "tokens seen", "channels", "candidates"], _systems(audit), SYSTEMS)
@@ -104,7 +102,7 @@ SYSTEMS = (
 
 def _systems(audit: TextAudit) -> list[list[str | int | float | None]]:
     rows = []
-    for row in audit.rows:
+    for row in audit.findings:
         for number, fact in enumerate(row.facts):
             tokens = fact.get("tokens", fact.get("rank_of_second"))
             passed = fact.get("candidates", fact.get("beginnings"))
@@ -113,19 +111,17 @@ def _systems(audit: TextAudit) -> list[list[str | int | float | None]]:
 
 
 def _gate(section: Section, ruling: Ruling) -> None:
-    limit = {"metric": ruling.limit.metric, "limit": ruling.limit.bound}
-    shown = [each._replace(worst=each.worst and each.worst._replace(**limit)) for each in ruling.judgements]
-    header, rows = replace(ruling, judgements=shown).table()
+    header, rows = ruling.table()
     blind = header.index("a blind guess")  # of words there is none
     parts = [[*row[:blind], *row[blind + 1 :]] for row in (header, *rows)]
     section.note(ruling.sentence).table([str(name) for name in parts[0]], parts[1:], GATE)
-    section.text(f"`{ruling.limit.metric}` is {METRICS[ruling.limit.metric]}.")
+    section.text(f"`{ruling.limit.metric}` is {MEANING[ruling.limit.metric]}.")
 
 
 def _sentences(page: Page, audit: TextAudit) -> None:
     section = page.section("Sentences").text(MARKS)
-    for number, row in enumerate(audit.rows):
-        same = [other.defence for other in audit.rows[:number] if other.reads == row.reads]
+    for number, row in enumerate(audit.findings):
+        same = [other.defence for other in audit.findings[:number] if other.reads == row.reads]
         if row.reads and same:
             section.text(f"{row.defence}: the same as {same[0]}.")
         elif row.reads:

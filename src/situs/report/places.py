@@ -32,9 +32,7 @@ from situs.report.canvas import (
     label,
     unframe,
 )
-from situs.results import percent
 
-NTH = ("1st", "2nd", "3rd")
 DOTS = 400
 """Up to so many places each is a dot too; beyond, the lines say it all."""
 GAP = 0.16
@@ -54,16 +52,11 @@ class Sheet(NamedTuple):
     as_image: bool = False
 
 
-def component_labels(shares: Sequence[float]) -> tuple[str, ...]:
-    """The axes of principal components, the largest first, with the share of the variance that each holds."""
-    return tuple(f"{nth} component ({percent(share, 0)})" for nth, share in zip(NTH, shares, strict=False))
-
-
-def sheets(panels: Sequence[Sheet], grid: tuple[int, ...]) -> Figure:
-    """A grid's places with neighbours joined: coloured along each row (or column), pale across."""
+def sheets(panels: Sequence[tuple[Any, ...]], grid: tuple[int, ...]) -> Figure:
+    """A grid's places with neighbours joined: coloured along each row (or column), pale across. panels: of `Sheet`."""
     side = min(4.2, PAGE_WIDTH / len(panels))
     figure = blank(side * len(panels), side + 0.55)
-    for number, panel in enumerate(panels, start=1):
+    for number, panel in enumerate((Sheet(*each) for each in panels), start=1):
         points = np.asarray(panel.points, dtype=np.float64)
         if points.shape not in {(grid[0] * grid[1], 2), (grid[0] * grid[1], 3)}:
             raise SitusError(f"{panel.title}: points of shape {points.shape} are not the places of the grid {grid}")

@@ -37,29 +37,29 @@ def texts(tmp_path: Path) -> Path:
 def test_both_rows_of_an_encoder_come_back_whole(bert: Path, texts: Path) -> None:
     kept: list[Any] = []
     audit = audit_texts(bert, texts, batch=2, count=4, keep=kept.append, fail_above="sentences=0")
-    assert [row.defence for row in audit.rows] == [SENT, WITHHELD] and audit.stopped is None
-    for row in audit.rows:
+    assert [row.defence for row in audit.findings] == [SENT, WITHHELD] and audit.stopped is None
+    for row in audit.findings:
         assert row.status == "done" and row.whole == 4 and row.shares == dict.fromkeys(row.shares, 1.0)
         assert row.seconds is not None and row.seconds > 0 and len(row.facts) == 2
     assert audit.ruling is not None and audit.ruling.status == ABOVE
-    assert len(kept) == 3 and len(kept[0].rows[0].reads) == 2
+    assert len(kept[-1].findings[0].reads) == 4
     assert audit.shown[8] == "w3" and audit.provenance.facts["texts"] == "4 of lines.txt"
     assert str(texts.parent) not in str(audit.to_json())
 
 
 def test_a_tied_embedding_says_no_more_and_is_not_attacked_twice(llama: Path, texts: Path) -> None:
     audit = audit_texts(llama, texts, batch=4, count=4)
-    assert [row.whole for row in audit.rows] == [4, 4]
-    assert audit.rows[0].seconds is not None and audit.rows[1].seconds is None
+    assert [row.whole for row in audit.findings] == [4, 4]
+    assert audit.findings[0].seconds is not None and audit.findings[1].seconds is None
 
 
 def test_rounding_and_noise_are_attacked_too(llama: Path, texts: Path) -> None:
     audit = audit_texts(
         llama, texts, batch=2, count=2, defences=["none", "noise=5"], precision="bf16", fail_above="tokens=0"
     )
-    assert [row.defence for row in audit.rows][2:] == [f"noise σ=5, {SENT}", f"noise σ=5, {WITHHELD}"]
-    assert all(row.status == "done" and len(row.reads) == 2 for row in audit.rows)
-    noisy = audit.rows[2]
+    assert [row.defence for row in audit.findings][2:] == [f"noise σ=5, {SENT}", f"noise σ=5, {WITHHELD}"]
+    assert all(row.status == "done" and len(row.reads) == 2 for row in audit.findings)
+    noisy = audit.findings[2]
     assert noisy.whole == 0 and noisy.reasons
     assert audit.ruling is not None and audit.ruling.judgements[2].status == NOT_JUDGED
     assert "the attacker knows its settings" in audit.about[noisy.defence]
@@ -67,24 +67,25 @@ def test_rounding_and_noise_are_attacked_too(llama: Path, texts: Path) -> None:
 
 def test_words_are_not_counted_where_the_row_that_names_them_is_withheld(bert: Path, texts: Path) -> None:
     audit = audit_texts(bert, texts, batch=4, count=4, defences=["noise=0.03"])
-    sent, withheld = (row.shares["words"] for row in audit.rows)
-    assert sent > withheld and audit.rows[1].seconds is not None
+    sent, withheld = (row.shares["words"] for row in audit.findings)
+    assert sent > withheld and audit.findings[1].seconds is not None
 
 
 def test_words_that_the_embedding_names_count_where_no_sentence_can_be_looked_for(tmp_path: Path, texts: Path) -> None:
     one = write_folder(tmp_path / "one", "bert", num_hidden_layers=1)
     audit = audit_texts(one, texts, batch=2, count=4, fail_above="words=0.5")
-    assert [row.status for row in audit.rows] == ["done", "refused"] and audit.rows[0].shares["words"] == 1
+    assert [row.status for row in audit.findings] == ["done", "refused"] and audit.findings[0].shares["words"] == 1
     assert audit.ruling is not None
     assert [judged.answer for judged in audit.ruling.judgements] == ["above", "nothing_applied"]
-    assert "the model has one" in audit.rows[0].reasons[0] and "the model has one" in make_page(audit).render()
+    assert "the model has one" in audit.findings[0].reasons[0] and "the model has one" in make_page(audit).render()
 
 
 def test_a_stop_is_told_and_is_no_pass(llama: Path, texts: Path) -> None:
     clock = iter(range(10_000))
     deadline = Deadline(seconds=30, clock=lambda: float(next(clock)))
     audit = audit_texts(llama, texts, batch=1, count=4, deadline=deadline, fail_above="words=0.99")
-    assert audit.stopped == "the time limit of 30 s" and any(row.partial for row in audit.rows)
+    assert str(audit.stopped).startswith("the time limit of 30 s, with ")
+    assert any(row.why("stopped") for row in audit.findings)
     assert audit.ruling is not None and not audit.ruling.passed
 
 

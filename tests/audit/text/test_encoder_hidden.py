@@ -137,7 +137,7 @@ def test_a_run_of_text_mjp_is_audited_by_both_attackers(tmp_path: Path) -> None:
     run = situs.finetune(folder, data=data, out=tmp_path / "run", method=method, batch=8, steps=1, **told)
     (tmp_path / "lines.txt").write_text("w3 w7 w1 w9 w12 w20\n")
     audit = situs.audit_texts(run, tmp_path / "lines.txt", count=1)
-    rows = {row.defence: row for row in audit.rows}
+    rows = {row.defence: row for row in audit.findings}
     assert list(rows) == [
         f"MJP {known}, word gradient {sent}" for known in ("known", "not known") for sent in ("sent", "withheld")
     ]

@@ -7,29 +7,33 @@ from typing import Any
 import pytest
 
 from situs.audit.text.found import Read
-from situs.audit.text.result import METRICS, Row, TextAudit, cells, parse_text_limit, reasons, verdict
+from situs.audit.text.result import METRICS, TextAudit, TextFinding, cells, finding_of, reasons, verdict
 from situs.errors import SitusError
-from situs.gate import ABOVE, NOT_JUDGED, junit
+from situs.findings import Remark
+from situs.gate import ABOVE, NOT_JUDGED, junit, parse_limit
+from situs.results import Provenance
 
 WHOLE = Read("sentence 1", (2, 5, 3), (2, 5, 3), (True, True, True))
 PART = Read("sentence 2", (2, 6, 7, 3), (2, 9), (True, False, True, True))
 
 
-def example(*rows: Row, names: int = 2, **fields: Any) -> TextAudit:
+def example(*rows: TextFinding, names: int = 2, **fields: Any) -> TextAudit:
     about = {row.defence: f"what {row.defence} is" for row in rows}
     shown = {2: "[CLS]", 3: "[SEP]", 5: "boat", 6: "<sea>", 7: "calm", 9: "wind"}
     sentences = [f"sentence {number + 1}" for number in range(names)]
-    return TextAudit("a-model", rows, about, sentences, 2, shown, **fields)
+    of = Provenance(things="sentences")
+    return TextAudit(rows, "a-model", sentences, 2, shown=shown, about=about, provenance=of, **fields)
 
 
-ROW = Row("sent", "done", [WHOLE, PART], [{"rank": 4}], ["one sentence is missing"], None, 1.25)
+MISSING = Remark("gap", "one sentence is missing")
+ROW = finding_of("sent", 2, "done", [WHOLE, PART], [MISSING], [{"rank": 4}], 1.25)
 
 
 def test_shares_and_tables() -> None:
     assert ROW.shares == {"words": 6 / 7, "tokens": 4 / 7, "sentences": 0.5, "picked": 0.5}
     assert cells(ROW) == ["sent", 7, "85.7 %", "57.1 %", "1 of 2", "1 of 2", "1.2"]
-    assert cells(Row("later")) == ["later", None, None, None, "not attacked", None, None]
-    audit = example(ROW, Row("later"), stopped="Ctrl-C")
+    assert cells(finding_of("later", 2)) == ["later", None, None, None, "not attacked", None, None]
+    audit = example(ROW, finding_of("later", 2), stopped="Ctrl-C")
     said = verdict(audit)
     assert (
         said.startswith("A partial result: stopped by Ctrl-C.") and "1 of 2 sentences recovered word for word" in said
@@ -37,7 +41,7 @@ def test_shares_and_tables() -> None:
     assert "later: not attacked, which does not mean private." in said and "no proof that it is private" in said
     assert reasons(audit) == [("sent", "one sentence is missing")]
     numbers = audit.numbers()
-    assert numbers["schema"] == "situs-audit-texts/1" and numbers["gate"] is None
+    assert numbers["schema"] == "situs-audit-texts/2" and numbers["gate"] is None
     assert numbers["defences"][0]["sentences_read"][1] == {
         "name": "sentence 2",
         "tokens": 4,
@@ -52,41 +56,45 @@ def test_shares_and_tables() -> None:
 @pytest.mark.parametrize(
     ("limit", "status", "said"),
     [
-        ("tokens=0.9", ABOVE, "the worst, sentence 1, has tokens 1, above 0.9"),
-        ("words=0.5", ABOVE, "the worst, sentence 1, has words 1"),
-        ("sentences=0.4", ABOVE, "the worst, sentence 1, has sentences 0.5"),
+        (
+            "tokens=0.9",
+            ABOVE,
+            "1 of 2 sentences above; the most exposed, sentence 1 has tokens 1 by sentences",
+        ),
+        ("words=0.5", ABOVE, "sentence 1 has words 1"),
+        ("sentences=0.4", ABOVE, "sentence 1 has sentences 0.5"),
         ("sentences=0.5", NOT_JUDGED, "what sentences does not find may still be there"),
     ],
 )
 def test_a_gate_fails_and_never_passes(limit: str, status: int, said: str) -> None:
-    ruling = example(ROW, limit=parse_text_limit(limit)).ruling
+    ruling = example(ROW, limit=parse_limit(limit, METRICS)).ruling
     assert ruling is not None and ruling.status == status and said in ruling.sentence and not ruling.passed
 
 
 def test_what_was_not_attacked_is_not_judged() -> None:
-    little = Row("sent", "stopped", [PART], partial="0 of 2 sentences")
-    refused = Row("frozen", "refused", reasons=["the gradient of x is not sent"])
-    ruling = example(little, refused, Row("later"), limit=parse_text_limit("tokens=0.3")).ruling
+    little = finding_of("sent", 2, "stopped", [PART], [Remark("stopped", "0 of 2 sentences")])
+    refused = finding_of("frozen", 2, "refused", remarks=[Remark("refused", "the gradient of x is not sent")])
+    ruling = example(little, refused, finding_of("later", 2), limit=parse_limit("tokens=0.3", METRICS)).ruling
     assert ruling is not None and ruling.status == NOT_JUDGED
     answers = [judged.answer for judged in ruling.judgements]
     assert answers == ["incomplete", "nothing_applied", "incomplete"]
-    assert "stopped after 0 of 2 sentences; 1 of 2 sentences was attacked" in ruling.judgements[0].said
-    assert ruling.judgements[1].said == "the gradient of x is not sent"
-    made = example(little, refused, limit=parse_text_limit("tokens=0.3"))
+    assert "stopped after 0 of 2 sentences" in ruling.judgements[0].said
+    assert "the gradient of x is not sent" in ruling.judgements[1].said
+    made = example(little, refused, limit=parse_limit("tokens=0.3", METRICS))
     xml = junit("situs audit texts", ruling, made.provenance.facts, made.lines).decode()
     assert xml.count("<error") == 3 and "not attacked: the gradient of x" in xml
 
 
 def test_limits_that_mean_nothing_are_refused() -> None:
-    assert {parse_text_limit(f"{name}=0").metric for name in METRICS} == set(METRICS)
+    assert {parse_limit(f"{name}=0", METRICS).metric for name in METRICS} == set(METRICS)
     for text, said in (
         ("psnr=20", "unknown metric"),
-        ("tokens=1", "in [0, 1)"),
-        ("tokens=x", "a share"),
-        ("tokens", "share"),
+        ("tokens=1", "pass a perfect copy"),
+        ("tokens=x", "tokens=0.1"),
+        ("tokens", "METRIC=NUMBER"),
     ):
         with pytest.raises(SitusError) as caught:
-            parse_text_limit(text)
+            parse_limit(text, METRICS)
         assert said in str(caught.value)
     with pytest.raises(SitusError, match="one metric with its bound"):
         example(ROW).judge(tokens=0.1, words=0.1)

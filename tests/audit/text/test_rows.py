@@ -165,7 +165,7 @@ def test_a_gate_sees_what_rows_tell(tmp_path: Path, kind: str, fields: dict[str,
     folder, file = write_folder(tmp_path / kind, kind, **fields), tmp_path / "lines.txt"
     file.write_text("w3 w7 w1 w9\nw4 w8 w2 w6 w5\n")
     audit = audit_texts(folder, file, count=2, defences=[defence], fail_above="tokens=0.2")
-    sent = next(row for row in audit.rows if row.defence.endswith(SENT))
+    sent = next(row for row in audit.findings if row.defence.endswith(SENT))
     assert sent.shares["tokens"] > 0.6
     assert audit.ruling is not None and audit.ruling.status == ABOVE
 
@@ -174,7 +174,7 @@ def test_what_no_attack_finds_is_still_told_from_candidates(tmp_path: Path) -> N
     folder, file = write_folder(tmp_path / "bert", "bert"), tmp_path / "lines.txt"
     file.write_text("w3 w7 w1 w9\n")
     audit = audit_texts(folder, file, count=1, defences=["noise=0.3", "noise=1000"], fail_above="sentences=0.5")
-    near, far = audit.rows[1], audit.rows[3]  # the word gradient is withheld
+    near, far = audit.findings[1], audit.findings[3]  # the word gradient is withheld
     assert near.whole == 0 and near.picked == 1 and near.shares["picked"] == 1.0
     assert far.whole == far.picked == 0
     assert audit.ruling is not None and audit.ruling.judgements[1].status == NOT_JUDGED

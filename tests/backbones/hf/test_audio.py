@@ -14,9 +14,7 @@ from situs.backbones.base import InputSpec
 from situs.backbones.hf.audio import UNPLACED
 from situs.core.position import sincos
 from situs.core.tokens import patchify
-from situs.core.when import When
 from situs.errors import SitusError
-from situs.methods import MP3, Batch, DropPos, DropPosConfig, MP3Config
 
 transformers = pytest.importorskip("transformers")
 
@@ -64,24 +62,6 @@ def test_its_table_takes_other_positions_and_keeps_the_prefix_rows_apart(kind: s
     assert torch.allclose(features.patches, own[:, 2:], atol=1e-12)
     b.erase_positions()
     assert not table[0, 2:].any()
-
-
-def test_it_learns_by_both_puzzles() -> None:
-    data = Batch(torch.randn(4, 1, 8, 12), torch.arange(4))
-    decoder = DropPosConfig(mask_ratio=0.0, decoder_width=16, decoder_heads=2)
-    for kind, config in ((MP3, MP3Config(mask_ratio=0.5)), (DropPos, decoder)):
-        method = kind(create_backbone(ast(hidden_dropout_prob=0.0), positions="sincos"), config)
-        draws, optimiser, losses = (
-            method.draw(data, When(seed=0, epoch=0)),
-            torch.optim.Adam(method.parameters(), 5e-3),
-            [],
-        )
-        for _ in range(30):
-            losses.append(method(data, draws).loss)
-            optimiser.zero_grad()
-            losses[-1].backward()
-            optimiser.step()
-        assert losses[-1] < 0.8 * losses[0]
 
 
 def test_sizes_are_those_of_the_config_or_refused() -> None:

@@ -27,11 +27,10 @@ from situs.locks.attacks.adapter import (
     recover_with_labels,
     train_adapter,
 )
-from situs.locks.attacks.audit import _joined
+from situs.locks.attacks.audit import ATTACKS, _joined, strength_bits, verdict
 from situs.locks.attacks.blind import graph_match
 from situs.locks.attacks.match import assign, channels, fit_error, match_keys
 from situs.locks.attacks.recovery import (
-    ATTACKERS,
     KeyRecovery,
     bits_left,
     check_finite,
@@ -42,8 +41,6 @@ from situs.locks.attacks.recovery import (
     recover_blind,
     recover_with_base,
     scored,
-    strength_bits,
-    verdict,
 )
 from situs.locks.groups import permute_state, random_keys, residual_only, within
 
@@ -401,7 +398,7 @@ def test_a_strength_names_who_tried_and_who_did_not(ran: list[str]) -> None:
     assert f"Strength at most, by the attackers tried ({'; '.join(ran)}): min(256, best attack) = 256 bits." in sentence
     _, rest = sentence.split("Attackers not tried: ")
     names = {name.partition(",")[0] for name in ran}
-    for name in ATTACKERS:
+    for name in ATTACKS:
         assert (f"{name} (" in rest) == (name not in names)
     assert ("says nothing of another one" in sentence) == bool({"public-base", "drifted-base"} & names)
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from situs.measure.adapt.ways import Origin, Tried, Way, choose, class_means, folds_of, gain, one_label
+from situs.measure.accuracy import Accuracy
+from situs.measure.adapt.ways import Adapted, Origin, Tried, Way, choose, class_means, folds_of, gain, one_label
 from situs.measure.knn import knn_scores
 from situs.measure.probe.head import fold_in
 from situs.measure.probe.linear import fit_linear
+from situs.results import finite
 
 GIVEN, AFTER = Origin("", "m"), Origin("mae", "p")
 
@@ -110,3 +116,49 @@ def test_the_gain_counts_every_class_the_same_and_its_error_is_paired() -> None:
 
 def test_the_fixed_rule_is_for_classes_of_one_label() -> None:
     assert one_label(torch.tensor([0, 1, 2, 2])) and not one_label(torch.tensor([0, 0, 1, 1, 2]))
+
+
+START = "class means (frozen start)"
+TEN = torch.tensor([0] * 8 + [1] * 2)
+
+
+def by_hand(way: str, right: str, origin: str = "", **more: int) -> Tried:
+    hits = torch.tensor([torch.nan if letter == "-" else float(letter) for letter in right], dtype=torch.double)
+    return Tried(way, Origin(origin, ""), hits, **more)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_table_and_the_sentence() -> None:
+    means, probe = by_hand("class means", "1111000010"), by_hand("linear probe", "1111111100")
+    layers = by_hand("all layers", "11--------", "mp3", updates=3, total=8)
+    test, start = Accuracy(0.75, 1.0, 40, 0.5, 0.7, 0.5, 2), Accuracy(0.5, 1.0, 40, 0.5, 0.5, 0.5, 2)
+    found = Adapted(
+        Path("runs/x"), (means, probe, layers), probe, TEN, ("a", "b"), test, start, torch.eye(2), ("Mind this.",)
+    )
+    summary = found.summary()
+    rows = [list(row) for row in summary.tables[0].rows]
+    # class a: 4 of 8 more, class b: 1 of 2 fewer
+    error = ((4 * (1 / 16) ** 2) + (1 / 4) ** 2) ** 0.5
+    assert rows[0] == ["class means", 10, "50.0", "50.0", f"+0.0 ± {100 * error:.1f}", None, False]
+    assert rows[1] == ["linear probe", 10, "80.0", "50.0", None, None, True]
+    assert rows[2] == ["all layers after mp3", 2, "100.0", "100.0", "+0.0 ± 0.0", "3 of 8", False]
+    assert (
+        summary.sentence.startswith("75.0 % of 40 images of 2 classes are recognised, with linear probe. ")
+        and "has 50.0 %" in summary.sentence
+    )
+    assert summary.sentence.endswith("Mind this.") and [row[0] for row in summary.tables[1].rows] == [
+        "linear probe",
+        START,
+    ]
+    same = replace(found, chosen=means, test=start).summary()
+    assert "That is the frozen start" in same.sentence and [row[0] for row in same.tables[1].rows] == ["class means"]
+    numbers = finite(found.numbers())
+    assert json.loads(json.dumps(numbers)) == json.loads(json.dumps(numbers)) and numbers["test"]["interval"][0] > 0.5
+    assert [row["chosen"] for row in numbers["tried"]] == [False, True, False]
+
+
+def test_without_a_test_nothing_is_claimed() -> None:
+    untested = by_hand("class means", "-" * 10)
+    found = Adapted(Path("x"), (untested,), untested, TEN, ("a", "b"), None, None, None, ())
+    assert found.summary().sentence == "Taken: class means." and len(found.summary().tables) == 1
+    assert found.summary().tables[0].rows[0][2:5] == [None, None, None]
+    assert finite(found.numbers())["tried"][0]["balanced"] is None

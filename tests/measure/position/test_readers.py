@@ -20,7 +20,7 @@ from situs.backbones.base import Backbone
 from situs.core.position import coordinates
 from situs.data.batch import Batch
 from situs.errors import SitusError
-from situs.measure.layers import Layer, patch_layers
+from situs.measure.features import Layer, patch_layers
 from situs.measure.position.readers import (
     OWN,
     REMOVED,

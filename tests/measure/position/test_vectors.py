@@ -11,6 +11,7 @@ from builders import small_vit
 
 from situs.core.position import sincos
 from situs.errors import SitusError
+from situs.measure.position import vectors
 from situs.measure.position.vectors import (
     Look,
     PositionTable,
@@ -24,8 +25,7 @@ from situs.measure.position.vectors import (
     to_json,
 )
 from situs.models import Model
-from situs.pages import positions as page_of_positions
-from situs.pages.positions import few_places, page
+from situs.pages import make_page as page
 
 
 def table(name: str = "sincos", grid: tuple[int, int] = (4, 5), dim: int = 16) -> PositionTable:
@@ -100,7 +100,7 @@ def test_tables_of_several_models_say_how_they_were_made_and_which_took_no_part(
 def test_references_are_known(looks: list[Look]) -> None:
     sincos, random = look_at_references(looks[0].table)
     assert sincos.decoded.left < 0.1 < 0.9 < random.decoded.left
-    _, header, rows = PositionTables(looks, [sincos, random]).summary().tables[0]
+    _, header, rows, _ = PositionTables(looks, [sincos, random]).summary().tables[0]
     assert [row[0] for row in rows] == [
         "knows, learned table",
         "knows nothing, learned table",
@@ -111,22 +111,22 @@ def test_references_are_known(looks: list[Look]) -> None:
 
 
 def test_page_shows_each_model_and_says_how_to_get_umap(looks: list[Look], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_of_positions, "has_umap", lambda: False)
+    monkeypatch.setattr(vectors, "has_umap", lambda: False)
     drawn = page(PositionTables(looks, look_at_references(looks[0].table)))
     text, pictures = drawn.render(), drawn.pictures
     each = {"pca-2d", "pca-3d", "cosine", "guesses"}
     assert set(pictures) == each | {f"{name}-2" for name in each} | {"energy"}
     assert text.count("<figure>") == len(pictures)
     assert "pip install 'situs[umap]'" in text
-    assert f"dealt out at random in {looks[0].decoded.folds} parts" in text  # how the errors were made
+    assert f"In {looks[0].decoded.folds} folds." in text  # how the errors were made
     assert text.index("it knows the grid.") < text.index("<table")
     assert "`" not in text.split("</style>")[1]
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_page_draws_umap_where_it_is_installed(looks: list[Look], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_of_positions, "has_umap", lambda: True)
-    monkeypatch.setattr(page_of_positions, "umap_points", lambda rows, seed: rows[:, :2].numpy())
+    monkeypatch.setattr(vectors, "has_umap", lambda: True)
+    monkeypatch.setattr(vectors, "umap_points", lambda rows, seed: rows[:, :2].numpy())
     drawn = page(PositionTables(looks[:1], []))
     assert "umap" in drawn.pictures
     text = drawn.render()
@@ -136,7 +136,7 @@ def test_page_draws_umap_where_it_is_installed(looks: list[Look], monkeypatch: p
 
 @pytest.mark.parametrize(("dim", "said"), [(16, "least norm was taken"), (12, "hardly enough"), (4, "")])
 def test_few_places_are_owned_up_to(dim: int, said: str) -> None:
-    note = few_places(look_at("few", table("noise", dim=dim)))
+    note = look_at("few", table("noise", dim=dim)).few_places
     assert note.startswith(f"`few`: 16 places to fit {dim} channels") if said else note == ""
     assert said in note
 

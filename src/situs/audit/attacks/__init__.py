@@ -9,18 +9,15 @@ from situs.audit.attacks.matching import AprilOptimisation, Matching
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
 from situs.audit.attacks.prior import PatchEmbeddingPrior
 from situs.audit.attacks.tokens.attack import TokenSpans
+from situs.audit.plugins import Plugins
 from situs.errors import unknown_name
 
-ATTACKS: dict[str, type[Attack]] = {
-    "adaptive-mjp": AdaptiveMJP,
-    "april": April,
-    "april-optimisation": AprilOptimisation,
-    "matching": Matching,
-    "patchembed": PatchEmbedding,
-    "patchembed-prior": PatchEmbeddingPrior,
-    "tokens": TokenSpans,
-}
-"""Every attack by name. The command line and the contract tests read this dict."""
+_KINDS = (AdaptiveMJP, April, AprilOptimisation, Matching, PatchEmbedding, PatchEmbeddingPrior, TokenSpans)
+
+ATTACKS: Plugins[type[Attack]] = Plugins(
+    {kind.name: kind for kind in _KINDS}, "situs.attacks", ("name", "about", "prepare", "recover")
+)
+"""Every attack by name. The command line and the contract tests read it."""
 
 
 def create_attack(name: str | Attack, *configs: object) -> Attack:

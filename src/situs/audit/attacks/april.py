@@ -57,6 +57,8 @@ def _caveat(backbone: Backbone, batch: int) -> str | None:
 class April(Attack):
     """The closed form with the block-0 equation; exact on the paper's variant, honest on all others."""
 
+    paper: ClassVar[str] = "APRIL (Lu et al., CVPR 2022)"
+    difference: ClassVar[str] = "says by its residual where the model's first block breaks the equation"
     name: ClassVar[str] = "april"
     closed_form: ClassVar[bool] = True
     about: ClassVar[str] = "APRIL: tokens from the gradients of the first attention, pixels by a pseudo-inverse"

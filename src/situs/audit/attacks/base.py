@@ -206,11 +206,25 @@ class Attack(ABC):
     is_bound: ClassVar[bool] = False
     """Whether it is told the images: no attack, but a bound on attacks."""
 
+    knows: ClassVar[str] = "the weights before the step, how it is made, the defence"
+    """What the attacker is given beside what is sent, for a reader."""
+
+    paper: ClassVar[str] = "ours"
+    difference: ClassVar[str] = ""
+    """The paper it stands for, and how ours differs."""
+
     slow: ClassVar[bool] = False
     """Whether it takes long enough to tell of its progress."""
 
     def __init__(self, config: Any = None) -> None:
         self.config = self.Config() if config is None else config
+
+    @classmethod
+    def proof(cls) -> str:
+        """What its result proves, for a reader."""
+        if cls.closed_form:
+            return "its own success, by the residual of its equations; beneath noise also that it could get no more"
+        return "nothing: what a search does not find may still be there"
 
     @abstractmethod
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:

@@ -362,6 +362,11 @@ def infer_labels(upload: Gradients, classifier: Classifier, batch: int, noise: f
 class Matching(Attack):
     """Images whose gradients match, by double backward."""
 
+    knows: ClassVar[str] = "the weights before the step, how it is made, the defence; labels where it is told them"
+    paper: ClassVar[str] = "DLG (Zhu et al., 2019), Geiping et al. (2020), GradViT (Hatamizadeh et al., 2022)"
+    difference: ClassVar[str] = (
+        "signed Adam, total variation and smooth patch borders in one search, through the defence"
+    )
     name: ClassVar[str] = "matching"
     about: ClassVar[str] = "an optimiser moves noise until its gradients match those that were sent"
     slow: ClassVar[bool] = True
@@ -518,6 +523,8 @@ class AprilOptimisation(Matching):
     has a row for each patch. Here it stands beside the distance of `matching`, with a weight of its own.
     """
 
+    paper: ClassVar[str] = "APRIL's optimisation (Lu et al., CVPR 2022)"
+    difference: ClassVar[str] = "the search of matching, with the cosine of the table's gradient"
     name: ClassVar[str] = "april-optimisation"
     about: ClassVar[str] = "gradient matching that counts the gradient of the position table a second time"
 

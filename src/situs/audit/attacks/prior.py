@@ -420,6 +420,7 @@ BELIEVED = 1.25
 class PatchEmbeddingPrior(Attack):
     """∂l/∂W_patch = G^T X with noise on all of it, factorised with what is known of images and of gradients."""
 
+    knows: ClassVar[str] = "as patchembed, and other images of the same kind"
     name: ClassVar[str] = "patchembed-prior"
     about: ClassVar[str] = (
         "patchembed under noise, with what public images tell of photographs and of the model's gradients"

@@ -29,6 +29,7 @@ from situs.audit.defences.sent import (
 )
 from situs.audit.defences.together import Together
 from situs.audit.defences.trained import Accumulate, Autocast, Dropout, DropPath, FedAdam, FedAvg, MaskedJigsaw
+from situs.audit.plugins import Plugins
 from situs.errors import SitusError, unknown_name
 
 __all__ = [
@@ -72,7 +73,9 @@ _KINDS = (
     Withhold,
 )
 
-DEFENCES: dict[str, type[Defence]] = {kind.name: kind for kind in sorted(_KINDS, key=lambda kind: kind.name)}
+DEFENCES: Plugins[type[Defence]] = Plugins(
+    {kind.name: kind for kind in _KINDS}, "situs.defences", ("name", "about", "upload")
+)
 """Every defence by name; `create_defence("noise=1e-4")` sets its first setting."""
 
 

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from situs.audit.client import DTYPES
+from situs.audit.client import DTYPES, StepConfig
 from situs.audit.deadline import Deadline
 from situs.audit.defences import DEFENCES, Defence, Gradients, Step, create_defence
 from situs.audit.evidence import evidence
-from situs.audit.text.attack import find_sentences, reads_embedding, refusal
+from situs.audit.run import run
+from situs.audit.text.attack import NAME, find_sentences, reads_embedding, refusal
 from situs.audit.text.found import UNNAMED, Found, Read, pick, score
-from situs.audit.text.result import Row, TextAudit, parse_text_limit
+from situs.audit.text.result import METRICS, TextAudit, TextFinding, finding_of
 from situs.audit.text.rows import named_words
 from situs.audit.text.victim import Sentence, TextVictim, is_tied, open_text_victim, text_gradients, word_weight
-from situs.config import Checked
 from situs.errors import SitusError, counted, verb
 from situs.files import read_lines
-from situs.limits import Count
-from situs.progress import tracked
+from situs.findings import HONEST, Fact, Finding, Metric, Remark, ThreatModel
+from situs.gate import parse_limit
 from situs.results import Provenance
 
 SENT, WITHHELD = "word gradient sent", "word gradient withheld"
@@ -43,31 +43,8 @@ TEXT_DEFENCES = ("bf16", "clip", "clip-batch", "fp16", "int8", "noise", "none")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class TextConfig(Checked):
-    """Which sentences, how the audited step is made, and what a gate allows."""
-
-    count: Count | None = None
-    """Sentences: the first of the file; by default 12, or as many as there are, in whole batches."""
-
-    classes: Count = 2
-    """Of an encoder that comes without a head."""
-
-    batch: Count = 1
-    """Sentences in the audited step."""
-
-    precision: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
-    """The type gradients are sent in."""
-
-    fail_above: str | None = None
-    """A gate, as tokens=0.2. Exit status 3: some sentence is above; 4: not judged, which is no pass."""
-
-    seed: int = 0
-    """Of a new head, of masked words and of noise."""
-
-
-COUNT = 12
-"""Sentences of an audit, where nothing is said."""
+COUNT, CLASSES = 12, 2
+"""Sentences of an audit, and classes of a model without a classifier, where nothing is said."""
 
 
 def first_lines(texts: str | Path, count: int | None, batch: int, usual: int = COUNT) -> list[str]:
@@ -90,7 +67,7 @@ AWARE = {True: "MJP known", False: "MJP not known"}
 """Of a model that hides places: whether the attacker knows that it does, and with which vector."""
 
 
-class _Part(NamedTuple):
+class Row(NamedTuple):
     """One row: what is done, whether the word embedding's gradient is sent, and whether the attacker knows of hidden
     places."""
 
@@ -117,18 +94,18 @@ def audit_texts(
         assert not audit.judge(tokens=0.2).passed
 
     model: a folder of transformers with its tokeniser (BERT, GPT-2, Llama and its like). texts: a file with one
-    sentence a line. defences: none, noise=σ, clip=C, clip-batch=C, fp16, bf16, int8. options: fields of `TextConfig`,
+    sentence a line. defences: none, noise=σ, clip=C, clip-batch=C, fp16, bf16, int8. options: fields of `StepConfig`,
     and what `open_model` is asked. When the deadline's time is over, or on Ctrl-C, what is there is returned and says
-    so. keep: is given the audit after every batch. facts: more of them for its files.
+    so. keep: is given the audit now and then while it grows. facts: more of them for its files.
     """
-    names = {field.name for field in fields(TextConfig)}
-    config = TextConfig(**{name: value for name, value in options.items() if name in names})
-    limit = None if config.fail_above is None else parse_text_limit(config.fail_above)
-    made = _made(defences)
+    names = {field.name for field in fields(StepConfig)}
+    config = StepConfig(**{name: value for name, value in options.items() if name in names})
+    limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
+    chosen = _created(defences)
     lines = first_lines(texts, config.count, config.batch)
     asked = {name: value for name, value in options.items() if name not in names}
-    victim = open_text_victim(model, classes=config.classes, seed=config.seed, **asked)
-    parts = _parts(made, hides=victim.method is not None)
+    victim = open_text_victim(model, classes=config.classes or CLASSES, seed=config.seed, **asked)
+    rows = _rows(chosen, hides=victim.method is not None)
     sentences = victim.coded(lines)
     most = victim.backbone.num_tokens
     full = sum(len(sentence) == most for sentence in sentences)
@@ -144,34 +121,33 @@ def audit_texts(
         **facts,
     }
     start = TextAudit(
+        [],
         victim.backbone.name,
-        [Row(part.label) for part in parts],
-        {part.label: _about(part) for part in parts},
         [f"sentence {number + 1}" for number in range(len(lines))],
         config.batch,
-        {},
+        about={row.label: _about(row) for row in rows},
         limit=limit,
         notes={"what is learned": victim.task, **cut, **victim.notes},
-        provenance=Provenance(origin),
+        provenance=Provenance(origin, things="sentences"),
     )
-    return _Run(victim, sentences, parts, config, deadline or Deadline(), keep).go(start)
+    return run(Texts(victim, sentences, rows, config, start), deadline, keep)
 
 
-def _made(defences: Sequence[str | Defence]) -> list[Defence]:
-    made = [create_defence(each) for each in dict.fromkeys(defences)]
-    if not made:
+def _created(defences: Sequence[str | Defence]) -> list[Defence]:
+    chosen = [create_defence(name) for name in dict.fromkeys(defences)]
+    if not chosen:
         raise SitusError(field="defences", value="", allowed="one or more of them")
-    for defence in made:
+    for defence in chosen:
         if defence.name not in TEXT_DEFENCES:
             known = ", ".join(name for name in DEFENCES if name in TEXT_DEFENCES)
             raise SitusError(field="defences", value=defence.name, allowed=f"one of {known} for texts")
-    return made
+    return chosen
 
 
-def _parts(made: Sequence[Defence], *, hides: bool) -> list[_Part]:
+def _rows(chosen: Sequence[Defence], *, hides: bool) -> list[Row]:
     """The rows: a defence is never reported without an attacker who knows it, and so with MJP."""
-    rows = product(made, (True, False) if hides else (None,), (True, False))
-    return [_Part(label_of(defence, sent, aware), defence, sent, bool(aware)) for defence, aware, sent in rows]
+    rows = product(chosen, (True, False) if hides else (None,), (True, False))
+    return [Row(label_of(defence, sent, aware), defence, sent, bool(aware)) for defence, aware, sent in rows]
 
 
 def label_of(defence: Defence, sent: bool, aware: bool | None) -> str:
@@ -180,146 +156,184 @@ def label_of(defence: Defence, sent: bool, aware: bool | None) -> str:
     return ", ".join([*words, SENT if sent else WITHHELD])
 
 
-def _about(part: _Part) -> str:
-    added = "" if part.defence.name == "none" else f"{part.defence.about}; the attacker knows its settings. "
-    if part.aware:
+def _about(row: Row) -> str:
+    added = "" if row.defence.name == "none" else f"{row.defence.about}; the attacker knows its settings. "
+    if row.aware:
         added += "The attacker knows that places are hidden, and their vector. "
-    return f"{added}{ABOUT[SENT if part.sent else WITHHELD]}"
+    return f"{added}{ABOUT[SENT if row.sent else WITHHELD]}"
 
 
-class _Run:
-    """All rows on the first batch, then all on the second, until all is done or the time is over."""
+@dataclass
+class Texts:
+    """The scenario of sentences. start: the report as it begins. shown: the words that a page needs, by their ids."""
 
-    def __init__(
-        self,
-        victim: TextVictim,
-        sentences: Sequence[Sentence],
-        parts: Sequence[_Part],
-        config: TextConfig,
-        deadline: Deadline,
-        keep: Callable[[TextAudit], Any] | None,
-    ) -> None:
-        self.victim, self.sentences, self.parts = victim, sentences, parts
-        self.config, self.deadline, self.keep = config, deadline, keep
-        self._held: tuple[Any, Gradients] | None = None
-        self._last, self._read = Found(), not is_tied(victim.backbone)
+    name: ClassVar[str] = "texts"
+    threat: ClassVar[ThreatModel] = HONEST
+    metrics: ClassVar[Mapping[str, Metric]] = METRICS
 
-    def go(self, audit: TextAudit) -> TextAudit:
-        batch, count = self.config.batch, len(self.sentences) // self.config.batch
-        try:
-            for number in tracked(range(count), "batches"):
-                span = slice(number * batch, (number + 1) * batch)
-                for at, part in enumerate(tracked(self.parts, "")):
-                    if self.deadline.spent():
-                        return self._ended(audit)
-                    left = sum(other.sent or self._read for other in self.parts)  # a twin takes no time
-                    here = sum(other.sent or self._read for other in self.parts[at:])
-                    self.deadline.begin(max((count - number - 1) * left + here, 1))
-                    audit = self._add(audit, at, part, span)
-                if self.keep is not None:
-                    self.keep(audit)
-            self.deadline.closed = True
-        except KeyboardInterrupt:
-            self.deadline.interrupt()
-            self.deadline.closed = True
-        return self._ended(audit)
+    victim: TextVictim
+    sentences: Sequence[Sentence]
+    rows: Sequence[Row]
+    config: StepConfig
+    start: TextAudit
+    shown: dict[int, str] = field(default_factory=dict)
+    _sent: tuple[object, Gradients] | None = None
+    _trials: list[_Trial] = field(default_factory=list)
 
-    def _ended(self, audit: TextAudit) -> TextAudit:
-        rows = [
-            replace(
-                row,
-                status="stopped",
-                partial=row.partial or f"{len(row.reads)} of {counted(len(audit.names), 'sentences')}",
-            )
-            if row.reads and (row.partial is not None or len(row.reads) < len(audit.names))
-            else row
-            for row in audit.rows
-        ]
-        cut = any(row.status in ("not_run", "stopped") for row in rows)
-        audit = replace(audit, rows=rows, stopped=self.deadline.reason if cut else None)
-        if self.keep is not None:
-            self.keep(audit)
-        return audit
+    @property
+    def things(self) -> str:
+        return self.start.provenance.things
 
-    def _add(self, audit: TextAudit, at: int, part: _Part, span: slice) -> TextAudit:
-        """The audit with one more batch of one row."""
-        truth, before = self.sentences[span], audit.rows[at]
-        labels = [number % max(self._classes(), 1) for number in range(span.start, span.stop)]
-        self.deadline.say(f"{part.label}: gradients of {', '.join(audit.names[span][:1])} and the batch behind it")
-        upload = self._upload(part, truth, labels, span.start)
-        begun, twin = time.monotonic(), not part.sent and not self._read
-        found = self._last if twin else self._find(part, upload)
-        if part.sent:  # else the row without the word embedding's gradient is an attack on the same numbers
-            exact = reads_embedding(self.victim.backbone, upload) and not any(self._noise(part))
-            self._read = exact or "matched" in found.facts or bool(named_words(self.victim.backbone, upload))
-        self._last = found
-        if (said := refusal(self.victim.backbone, set(upload))) and not (found.words or before.reads):
-            row = replace(before, status="refused", reasons=list(dict.fromkeys([said, found.reason or said])))
-            return replace(audit, rows=[*audit.rows[:at], row, *audit.rows[at + 1 :]])
-        reads = score(audit.names[span], truth, found)
-        reads = self._picked(part, upload, truth, labels, span.start, reads)
-        took = time.monotonic() - begun
-        why = [found.reason] if found.reason and not all(read.whole for read in reads) else []
-        row = replace(
-            before,
-            status="done",
-            reads=[*before.reads, *reads],
-            facts=[*before.facts, dict(found.facts)],
-            reasons=[*before.reasons, *why],
-            partial=before.partial or found.partial,
-            seconds=None if twin or before.seconds is None else before.seconds + took,
-        )
-        ids = {word for sentence in (*truth, *found.sentences) for word in sentence} - {UNNAMED}
-        shown = dict(zip(sorted(ids), self.victim.shown(sorted(ids)), strict=True))
-        return replace(audit, rows=[*audit.rows[:at], row, *audit.rows[at + 1 :]], shown={**audit.shown, **shown})
+    def planned(self) -> Iterator[TextFinding]:
+        return (finding_of(row.label, len(self.sentences)) for row in self.rows)
 
-    def _picked(
-        self,
-        part: _Part,
-        upload: Gradients,
-        truth: Sequence[Sentence],
-        labels: Sequence[int],
-        first: int,
-        reads: Sequence[Read],
-    ) -> list[Read]:
-        """What was not found whole, with whether one who has candidates picks it. Of MJP nobody knows what is drawn."""
-        if self.victim.method is not None:
-            return list(reads)
-        open_ = [number for number, read in enumerate(reads) if not read.whole]
-        silent = {name: 0.0 for name in ("sigma", "multiplier") if hasattr(part.defence, name)}
-        given = {"labels": labels, "bound": replace(part.defence, **silent), "seed": self.config.seed + first}
-        sure = pick(self.victim, upload, truth, open_, deadline=self.deadline, **given)
-        return [read._replace(picked=sure.get(number)) for number, read in enumerate(reads)]
+    def trials(self) -> Sequence[_Trial]:
+        """Of each row; in one without the words' gradient behind the same row with it."""
+        for row in self.rows:
+            twin = None if row.sent else self._trials[-1]
+            self._trials.append(_Trial(self, row, twin, tells=not is_tied(self.victim.backbone)))
+        return self._trials
 
-    def _find(self, part: _Part, upload: Gradients) -> Found:
-        hidden = self.victim.tokeniser.mask_token_id if self.victim.task == "masked words" else None
-        unknown = self.victim.unknown if part.aware else None
-        noise, steps = self._noise(part)
-        given = {"noise": noise, "steps": steps, "hidden": hidden, "unknown": unknown, "deadline": self.deadline}
-        return find_sentences(self.victim.backbone, upload, self.config.batch, **given)
+    def report(self, findings: Mapping[Hashable, Finding], stopped: str | None) -> TextAudit:
+        known: Mapping[Hashable, Any] = findings
+        rows = [known[NAME, row.label] for row in self.rows]
+        return replace(self.start, findings=rows, stopped=stopped, shown=dict(self.shown))
 
-    def _noise(self, part: _Part) -> tuple[float, bool]:
-        """The deviation of the noise, and whether numbers come in even steps."""
-        step = part.defence.step(Step(self.config.batch, dtype=DTYPES[self.config.precision]))
-        return part.defence.noise_level(step.batch), step.dtype == torch.int8
+    def bounds(self, report: TextAudit, deadline: Deadline) -> Sequence[Finding]:  # noqa: ARG002
+        """None: a search passes no gate, whatever stands beside it."""
+        return ()
 
-    def _upload(self, part: _Part, truth: Sequence[Sentence], labels: Sequence[int], first: int) -> Gradients:
+    def turns(self, trial: _Trial) -> int:
+        """Batches that are still to be attacked, this one among them: where a row is the same as another, it takes no
+        time."""
+        slow = [each for each in self._trials if each.twin is None or each.twin.tells]
+        here = sum(self._trials.index(each) >= self._trials.index(trial) for each in slow)
+        return max(here + (trial.total - trial.at - 1) * len(slow), 1)
+
+    def labels(self, span: slice) -> list[int]:
+        """A class for each sentence of a batch, where classes are learned."""
+        classes = int(getattr(self.victim.backbone.model.config, "num_labels", 0))
+        return [number % max(classes, 1) for number in range(span.start, span.stop)]
+
+    def upload(self, row: Row, span: slice) -> Gradients:
         """What is sent; made once for both rows of a defence."""
-        key = (part.defence, first)
-        if self._held is None or self._held[0] != key:
-            self._held = None  # before the next is made: whole gradients fill any memory
+        key = (row.defence, span.start)
+        if self._sent is None or self._sent[0] != key:
+            self._sent = None  # before the next is made: whole gradients fill any memory
             sent = text_gradients(
                 self.victim,
-                truth,
-                labels=labels,
-                defence=part.defence,
+                self.sentences[span],
+                labels=self.labels(span),
+                defence=row.defence,
                 dtype=DTYPES[self.config.precision],
-                seed=self.config.seed + first,
+                seed=self.config.seed + span.start,
             )
-            self._held = (key, sent)
-        sent = self._held[1]
+            self._sent = (key, sent)
+        sent = self._sent[1]
         withheld = word_weight(self.victim.backbone)
-        return sent if part.sent else {name: g for name, g in sent.items() if name != withheld}
+        return sent if row.sent else {name: g for name, g in sent.items() if name != withheld}
 
-    def _classes(self) -> int:
-        return int(getattr(self.victim.backbone.model.config, "num_labels", 0))
+
+@dataclass
+class _Trial:
+    """The attack on one row, batch by batch. twin: the same row with the words' gradient, where it is not sent here.
+
+    tells: whether that gradient told something in the last batch that others do not. cut: how far the attack came in
+    the first batch in which it was stopped.
+    """
+
+    texts: Texts
+    row: Row
+    twin: _Trial | None
+    tells: bool
+    at: int = 0
+    ended: bool = False
+    cut: str | None = None
+    found: Found = field(default_factory=Found)
+    reads: list[Read] = field(default_factory=list)
+    facts: list[Mapping[str, Fact]] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
+    seconds: float | None = 0.0
+
+    @property
+    def total(self) -> int:
+        return len(self.texts.sentences) // self.texts.config.batch
+
+    def turn(self, deadline: Deadline, left: int) -> Iterator[TextFinding]:  # noqa: ARG002
+        deadline.begin(self.texts.turns(self))
+        texts, batch = self.texts, self.texts.config.batch
+        span = slice(self.at * batch, (self.at + 1) * batch)
+        names, truth = texts.start.names[span], texts.sentences[span]
+        deadline.say(f"{self.row.label}: gradients of {names[0]} and the batch behind it")
+        upload, begun = texts.upload(self.row, span), time.monotonic()
+        if self.twin is None or self.twin.tells:
+            self.found = self._attack(upload, deadline)
+        else:  # the same attack on the same numbers
+            self.found, self.seconds = self.twin.found, None
+        self.at += 1
+        refused = refusal(texts.victim.backbone, set(upload))
+        if refused and not (self.found.words or self.reads):
+            remarks = [Remark("refused", each) for each in dict.fromkeys([refused, self.found.reason or refused])]
+            yield finding_of(self.row.label, len(texts.sentences), "refused", remarks=remarks)
+            return
+        reads = self._picked(upload, span, score(names, truth, self.found), deadline)
+        if self.found.reason and not all(read.whole for read in reads):
+            self.gaps.append(self.found.reason)
+        self.reads += reads
+        self.facts.append(dict(self.found.facts))
+        self.cut = self.cut or self.found.partial
+        self.seconds = None if self.seconds is None else self.seconds + time.monotonic() - begun
+        ids = sorted({word for sentence in (*truth, *self.found.sentences) for word in sentence} - {UNNAMED})
+        texts.shown |= dict(zip(ids, texts.victim.shown(ids), strict=True))
+        yield self._finding()
+
+    def _finding(self) -> TextFinding:
+        """What came of all batches until now."""
+        asked, remarks = len(self.texts.sentences), [Remark("gap", reason) for reason in dict.fromkeys(self.gaps)]
+        done = f"{len(self.reads)} of {counted(asked, 'sentences')}" if self.at < self.total else None
+        if stopped := self.cut or done:
+            remarks.append(Remark("stopped", stopped))
+        status = "stopped" if stopped else "done"
+        return finding_of(self.row.label, asked, status, [*self.reads], remarks, [*self.facts], self.seconds)
+
+    def _attack(self, upload: Gradients, deadline: Deadline) -> Found:
+        victim, (noise, steps) = self.texts.victim, self._noise()
+        found = find_sentences(
+            victim.backbone,
+            upload,
+            self.texts.config.batch,
+            noise=noise,
+            steps=steps,
+            hidden=victim.tokeniser.mask_token_id if victim.task == "masked words" else None,
+            unknown=victim.unknown if self.row.aware else None,
+            deadline=deadline,
+        )
+        exact = reads_embedding(victim.backbone, upload) and not (noise or steps)
+        self.tells = exact or "matched" in found.facts or bool(named_words(victim.backbone, upload))
+        return found
+
+    def _picked(self, upload: Gradients, span: slice, reads: Sequence[Read], deadline: Deadline) -> list[Read]:
+        """What was not found whole, with whether one who has candidates picks it. Of MJP nobody knows what is drawn."""
+        texts = self.texts
+        if texts.victim.method is not None:
+            return list(reads)
+        sure = pick(
+            texts.victim,
+            upload,
+            texts.sentences[span],
+            [number for number, read in enumerate(reads) if not read.whole],
+            labels=texts.labels(span),
+            bound=replace(
+                self.row.defence,
+                **{name: 0.0 for name in ("sigma", "multiplier") if hasattr(self.row.defence, name)},
+            ),
+            seed=texts.config.seed + span.start,
+            deadline=deadline,
+        )
+        return [read._replace(picked=sure.get(number)) for number, read in enumerate(reads)]
+
+    def _noise(self) -> tuple[float, bool]:
+        """The deviation of the noise, and whether numbers come in even steps."""
+        config, defence = self.texts.config, self.row.defence
+        step = defence.step(Step(config.batch, dtype=DTYPES[config.precision]))
+        return defence.noise_level(step.batch), step.dtype == torch.int8

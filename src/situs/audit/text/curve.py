@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from situs.audit.client import StepConfig
 from situs.audit.curve import Axis, Curves, Line, Point, axis_of
 from situs.audit.deadline import Deadline
 from situs.audit.public import NOTHING
-from situs.audit.text.audit import SENT, WITHHELD, TextConfig, audit_texts, label_of
+from situs.audit.text.audit import CLASSES, SENT, WITHHELD, audit_texts, label_of
 from situs.audit.text.result import TextAudit
 from situs.audit.text.victim import open_text_victim, text_gradients
 from situs.errors import SitusError, unknown_name
@@ -52,7 +54,7 @@ def trace_texts(
     defences = list(dict.fromkeys(rung.defence for axis in axes.values() for rung in axis.rungs))
 
     def made(audit: TextAudit) -> Curves:
-        rows = {row.defence: row for row in audit.rows}
+        rows = {finding.defence: finding for finding in audit.findings}
         lines = []
         for name, axis in axes.items():
             for beside in (SENT, WITHHELD):
@@ -62,11 +64,10 @@ def trace_texts(
                     if label not in rows:  # of MJP, the attacker who knows it
                         label = label_of(rung.defence, beside == SENT, True)
                     row = rows[label]
-                    said = "; ".join(
-                        dict.fromkeys(filter(None, (row.partial and f"stopped after {row.partial}", *row.reasons)))
-                    )
+                    stop = row.why("stopped")
+                    said = "; ".join([*([] if stop is None else [f"stopped after {stop}"]), *row.reasons])
                     values = row.shares if row.reads else {}
-                    by, whole = "sentences" if row.reads else "", row.partial is None
+                    by, whole = "sentences" if row.reads else "", stop is None
                     points.append(Point(rung.name, label, by, values, said=said, whole=whole))
                 lines.append(Line(name, beside, axis.label, points))
         more = {"stopped": audit.stopped, "notes": audit.notes, "provenance": audit.provenance}
@@ -84,9 +85,10 @@ def _sendable(axis: Axis) -> Axis:
 
 def _size(model: Any, texts: str | Path, options: Mapping[str, Any]) -> tuple[float, float]:
     """Root mean square and norm of the gradient of the file's first sentence."""
-    config = TextConfig(**{name: value for name, value in options.items() if name in TextConfig.__annotations__})
-    asked = {name: value for name, value in options.items() if name not in TextConfig.__annotations__}
-    victim = open_text_victim(model, classes=config.classes, seed=config.seed, **asked)
+    names = {field.name for field in fields(StepConfig)}
+    config = StepConfig(**{name: value for name, value in options.items() if name in names})
+    asked = {name: value for name, value in options.items() if name not in names}
+    victim = open_text_victim(model, classes=config.classes or CLASSES, seed=config.seed, **asked)
     sent = text_gradients(victim, victim.coded(read_lines(Path(texts), "texts")[:1]), labels=[0], seed=config.seed)
     flat = torch.cat([g.double().flatten() for g in sent.values()])
     return float(flat.square().mean().sqrt()), float(flat.norm())

@@ -69,6 +69,16 @@ class Read(NamedTuple):
     def whole(self) -> bool:
         return self.grouped and self.truth == self.found
 
+    @property
+    def scores(self) -> dict[str, float]:
+        """By the metrics of the gate."""
+        return {
+            "words": sum(self.known) / self.tokens,
+            "tokens": self.right / self.tokens,
+            "sentences": float(self.whole),
+            "picked": float(self.whole or bool(self.picked)),
+        }
+
 
 def score(names: Sequence[str], truth: Sequence[Sentence], found: Found) -> list[Read]:
     """Each true sentence with the one that was found of it: the pairing that has most tokens right."""

@@ -1,47 +1,39 @@
-"""What a text audit came to: a row for each defence, its sentence, its tables, and what a gate says of it."""
+"""What a text audit came to: a finding for each defence, its sentence, its tables and its JSON."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from situs.audit.text.attack import NAME
 from situs.audit.text.found import Read
-from situs.errors import SitusError, counted, unknown_name, verb
-from situs.findings import Fact, Status
-from situs.gate import Judgement, Limit, Ruling, Worst
-from situs.results import Cell, Result, Summary, Table, Tone, percent
+from situs.errors import counted
+from situs.findings import Exposure, Fact, Finding, Metric, Remark, Status
+from situs.gate import Report
+from situs.results import Cell, Summary, Table, Tone, percent
 
-SCHEMA = "situs-audit-texts/1"
+SCHEMA = "situs-audit-texts/2"
 """The form of texts.json."""
 
-METRICS = {
-    "words": "the share of a sentence's tokens whose word is known to be in the batch, of the worst sentence",
-    "tokens": "the share of a sentence's tokens that are known with their place in it, of the worst sentence",
+MEANING = {
+    "words": "the share of a sentence's tokens whose word is known to be in the batch, of the most exposed sentence",
+    "tokens": "the share of a sentence's tokens that are known with their place in it, of the most exposed sentence",
     "sentences": "the share of the sentences that are known whole",
     "picked": "the share of the sentences that are known whole, or that one who has candidates with one word changed "
     "is sure of",
 }
+METRICS = {name: Metric(name) for name in MEANING}
 """What a gate may limit; each rises with the leak."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One defence. reads: the sentences that were attacked. facts: of each upload. reasons: why not all was found.
+class TextFinding(Finding):
+    """What came of the attack on one defence. reads: the sentences that were attacked. facts: of each upload. seconds:
+    for all its uploads; of one that is the same attack on the same numbers as another, None."""
 
-    partial: how far it came where it was stopped. seconds: for all its uploads; of a row that is the same attack on the
-    same numbers as another, None.
-    """
-
-    defence: str
-    status: Status = "not_run"
-    reads: Sequence[Read] = ()
-    facts: Sequence[Mapping[str, Fact]] = ()
-    reasons: Sequence[str] = ()
-    partial: str | None = None
-    seconds: float | None = 0.0
+    reads: Sequence[Read] = field(default=(), kw_only=True)
+    seconds: float | None = field(default=0.0, kw_only=True)
 
     @property
     def tokens(self) -> int:
@@ -54,38 +46,68 @@ class Row:
     @property
     def picked(self) -> int:
         """Sentences that are known whole, or that one who has candidates is sure of."""
-        return sum(read.whole or bool(read.picked) for read in self.reads)
+        return sum(read.scores["picked"] > 0 for read in self.reads)
 
     @property
     def shares(self) -> dict[str, float]:
         """Over all its tokens and sentences."""
-        tokens = max(self.tokens, 1)
+        tokens, count = max(self.tokens, 1), max(len(self.reads), 1)
         return {
             "words": sum(sum(read.known) for read in self.reads) / tokens,
             "tokens": sum(read.right for read in self.reads) / tokens,
-            "sentences": self.whole / max(len(self.reads), 1),
-            "picked": self.picked / max(len(self.reads), 1),
+            "sentences": self.whole / count,
+            "picked": self.picked / count,
         }
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why nothing, or not all, was found."""
+        return list(dict.fromkeys(remark.text for remark in self.remarks if remark.kind in ("refused", "gap")))
+
+
+def finding_of(
+    defence: str,
+    asked: int,
+    status: Status = "not_run",
+    reads: Sequence[Read] = (),
+    remarks: Sequence[Remark] = (),
+    facts: Sequence[Mapping[str, Fact]] = (),
+    seconds: float | None = 0.0,
+) -> TextFinding:
+    """What came of the attack on a defence, as a gate reads it. asked: how many sentences there are.
+
+    It is a search: it can fail a gate, and what it does not find proves nothing.
+    """
+    made = TextFinding(NAME, defence, status, asked=asked, remarks=remarks, facts=facts, reads=reads, seconds=seconds)
+    if not reads:
+        return made
+    scores = {name: [read.scores[name] for read in reads] for name in METRICS}
+    samples, exposures = [read.name for read in reads], list[Exposure]()
+    for name, values in scores.items():
+        if name in ("words", "tokens"):
+            exposures += [Exposure(each, METRICS[name], value) for each, value in zip(samples, values, strict=True)]
+        else:  # of which a gate limits the share
+            most = samples[values.index(max(values))]
+            exposures.append(Exposure(most, METRICS[name], made.shares[name]))
+    if (more := made.picked - made.whole) > 0:
+        said = f"{counted(more, 'sentences')} not found can be told from candidates for sure"
+        remarks = [*remarks, Remark("doubt", said)]
+    return replace(made, samples=samples, scores=scores, exposures=exposures, remarks=remarks)
 
 
 @dataclass(frozen=True)
-class TextAudit(Result):
-    """What gradients give away of sentences. about: what each defence is. names: of all sentences. shown: each word's
-    id as the tokeniser writes it, empty where the sentences are not to be shown. stopped: by what, None where it is
-    whole. notes: what is special about the model, by name.
-    """
+class TextAudit(Report):
+    """What gradients give away of sentences. names: of all sentences. shown: each word's id as the tokeniser writes it,
+    empty where the sentences are not to be shown."""
 
     file: ClassVar[str] = "texts"
+    metrics: ClassVar[Mapping[str, Metric]] = METRICS
 
+    findings: Sequence[TextFinding]
     model: str
-    rows: Sequence[Row]
-    about: Mapping[str, str]
     names: Sequence[str]
     batch: int
-    shown: Mapping[int, str]
-    limit: Limit | None = field(default=None, kw_only=True)
-    stopped: str | None = field(default=None, kw_only=True)
-    notes: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    shown: Mapping[int, str] = field(default_factory=dict, kw_only=True)
 
     @property
     def private(self) -> bool:
@@ -95,40 +117,28 @@ class TextAudit(Result):
         """The same without the sentences: its page is then for everyone."""
         return replace(self, shown={})
 
-    def judge(self, **limit: float) -> Ruling:
-        """Whether no sentence came back beyond a limit on one metric, as `judge(tokens=0.2)`."""
-        if len(limit) != 1:
-            raise SitusError(field="limit", value=limit, allowed="one metric with its bound, as tokens=0.2")
-        [(metric, bound)] = limit.items()
-        return judge_texts(self, parse_text_limit(f"{metric}={bound}"))
-
-    @property
-    def ruling(self) -> Ruling | None:
-        """What the gate says; None without one."""
-        return None if self.limit is None else judge_texts(self, self.limit)
-
     @property
     def tone(self) -> Tone:
         """Bad where a word of the batch is known, whatever the gate allows; never good, for the attack is a search."""
-        if any(any(row.shares.values()) for row in self.rows):
+        if any(any(finding.shares.values()) for finding in self.findings):
             return "bad"
         return "unsure" if self.ruling is None else self.ruling.tone
 
     def lines(self, defence: str) -> list[str]:
         """For the attack on a defence what it got, by the gate's metric."""
         metric = "tokens" if self.limit is None else self.limit.metric
-        rows = [row for row in self.rows if row.defence == defence]
         return [
-            f"{NAME}: {metric} {row.shares[metric]:.4g} over {counted(len(row.reads), 'sentences')}"
-            if row.reads
-            else f"{NAME}: not attacked: {'; '.join(row.reasons) or 'not run before the stop'}"
-            for row in rows
+            f"{NAME}: {metric} {finding.shares[metric]:.4g} over {counted(finding.count, 'sentences')}"
+            if finding.attacked
+            else f"{NAME}: not attacked: {'; '.join(finding.reasons) or 'not run before the stop'}"
+            for finding in self.findings
+            if finding.defence == defence
         ]
 
     def summary(self) -> Summary:
         """The verdict and a row for each defence; below them what the gate says."""
         title = f"{self.model}, {counted(len(self.names), 'sentences')} in batches of {self.batch}"
-        tables = [Table(title, HEADER, [cells(row) for row in self.rows])]
+        tables = [Table(title, HEADER, [cells(finding) for finding in self.findings])]
         if said := reasons(self):
             tables.append(Table("What was not found, and why", ("defence", "reason"), said))
         ruling = self.ruling
@@ -139,124 +149,75 @@ class TextAudit(Result):
         return {
             "schema": SCHEMA,
             "attack": NAME,
+            "threat": self.threat.name,
             "verdict": verdict(self),
             "batch": self.batch,
             "stopped": self.stopped,
             "gate": None if self.ruling is None else self.ruling.to_json(),
-            "defences": [_numbers(row) for row in self.rows],
+            "defences": [_numbers(finding) for finding in self.findings],
         }
 
 
 HEADER = ("defence", "tokens", "words known", "tokens right", "whole sentences", "told from candidates", "seconds")
 
 
-def cells(row: Row) -> list[Cell]:
+def cells(finding: TextFinding) -> list[Cell]:
     """A row of the table."""
-    if not row.reads:
-        return [row.defence, None, None, None, "not attacked", None, None]
-    shares, counts = row.shares, [f"{number} of {len(row.reads)}" for number in (row.whole, row.picked)]
-    seconds = None if row.seconds is None else f"{row.seconds:.1f}"
-    return [row.defence, row.tokens, *(_found(shares[name]) for name in ("words", "tokens")), *counts, seconds]
+    if not finding.attacked:
+        return [finding.defence, None, None, None, "not attacked", None, None]
+    counts = [f"{number} of {finding.count}" for number in (finding.whole, finding.picked)]
+    shares = [_share(finding.shares[name]) for name in ("words", "tokens")]
+    return [
+        finding.defence,
+        finding.tokens,
+        *shares,
+        *counts,
+        None if finding.seconds is None else f"{finding.seconds:.1f}",
+    ]
 
 
-def _found(share: float, none: str = "none found") -> str:
+def _share(share: float, none: str = "none found") -> str:
     """A share; of nothing, that nothing was found, for 0 % would read as if all were safe."""
     return percent(share) if share else none
 
 
 def reasons(audit: TextAudit) -> list[tuple[str, str]]:
     """(defence, why not all was found), each once."""
-    found = [(row.defence, said) for row in audit.rows for said in dict.fromkeys(row.reasons)]
-    return found + [(row.defence, f"stopped after {row.partial}") for row in audit.rows if row.partial is not None]
+    rows = [(finding.defence, reason) for finding in audit.findings for reason in finding.reasons]
+    stops = [(finding.defence, finding.why("stopped")) for finding in audit.findings]
+    return rows + [(defence, f"stopped after {reason}") for defence, reason in stops if reason is not None]
 
 
 def verdict(audit: TextAudit) -> str:
     """What a manager can read: what came back under each defence, and what that does not say."""
     said = [] if audit.stopped is None else [f"A partial result: stopped by {audit.stopped}."]
-    for row in audit.rows:
-        if not row.reads:
-            said.append(f"{row.defence}: not attacked, which does not mean private.")
+    for finding in audit.findings:
+        if not finding.attacked:
+            said.append(f"{finding.defence}: not attacked, which does not mean private.")
             continue
-        shares = row.shares
+        shares = finding.shares
         said.append(
-            f"{row.defence}: {row.whole} of {counted(len(row.reads), 'sentences')} recovered word for word from one "
-            f"step on {audit.batch}, {_found(shares['tokens'], 'none')} of the tokens in their place, "
-            f"{_found(shares['words'], 'none')} of them known as words."
+            f"{finding.defence}: {finding.whole} of {counted(finding.count, 'sentences')} recovered word for word from "
+            f"one step on {audit.batch}, {_share(shares['tokens'], 'none')} of the tokens in their place, "
+            f"{_share(shares['words'], 'none')} of them known as words."
         )
-        if row.picked > row.whole:
-            more = f"{row.picked - row.whole} of the others"
+        if finding.picked > finding.whole:
+            more = f"{finding.picked - finding.whole} of the others"
             said.append(f"One who has candidates with one word changed is sure of {more}: this is not hidden.")
-    if any(row.reads and row.whole < len(row.reads) for row in audit.rows):
+    if any(finding.whole < finding.count for finding in audit.findings):
         said.append("What was not recovered was not found by this attack; that is no proof that it is private.")
     return " ".join(said)
 
 
-# --- the gate -------------------------------------------------------------------------------------------------------
-
-
-def parse_text_limit(text: str) -> Limit:
-    """ "tokens=0.2" as a limit."""
-    name, _, number = text.partition("=")
-    if name not in METRICS:
-        raise unknown_name("metric of a gate for texts", name, METRICS, field="fail_above")
-    try:
-        bound = float(number)
-    except ValueError:
-        bound = math.nan
-    if not 0 <= bound < 1:
-        raise SitusError(field="fail_above", value=text, allowed="METRIC=SHARE, a share in [0, 1), as tokens=0.2")
-    return Limit(name, bound)
-
-
-def judge_texts(audit: TextAudit, limit: Limit) -> Ruling:
-    """Every defence against the limit. It is a search: it can fail a gate, and what it does not find proves nothing."""
-    return Ruling(limit, [_judge(audit, row, limit) for row in audit.rows])
-
-
-def _judge(audit: TextAudit, row: Row, limit: Limit) -> Judgement:
-    worst, shown = None, ""
-    if row.reads:
-        value, name = max(((_value(read, limit.metric), read.name) for read in row.reads), key=lambda one: one[0])
-        if limit.metric in ("sentences", "picked"):
-            value = row.shares[limit.metric]
-        worst = Worst(NAME, name, value, limit.metric, limit.bound)
-        shown = f"the worst, {name}, has {limit.metric} {value:.4g}"
-        if value > limit.bound:
-            return Judgement(row.defence, "above", f"{shown}, above {limit.bound:g}", worst)
-    if row.status == "refused" or not (row.reads or row.partial or row.status == "not_run"):
-        return Judgement(row.defence, "nothing_applied", "; ".join(row.reasons) or "nothing was attacked", worst)
-    gaps = [f"{NAME} was stopped after {row.partial}"] if row.partial is not None else []
-    if row.status == "not_run" or len(row.reads) < len(audit.names):
-        told = verb(len(row.reads), "were")
-        gaps.append(f"{len(row.reads)} of {counted(len(audit.names), 'sentences')} {told} attacked")
-    if row.picked > row.whole:
-        gaps.append(f"{counted(row.picked - row.whole, 'sentences')} not found can be told from candidates for sure")
-    gaps += [*dict.fromkeys(row.reasons), f"what {NAME} does not find may still be there"]
-    return Judgement(row.defence, "incomplete", "; ".join([*gaps, *([shown] if shown else [])]), worst)
-
-
-def _value(read: Read, metric: str) -> float:
-    values = {
-        "words": sum(read.known) / read.tokens,
-        "tokens": read.right / read.tokens,
-        "sentences": float(read.whole),
-        "picked": float(read.whole or bool(read.picked)),
-    }
-    return values[metric]
-
-
-def _numbers(row: Row) -> dict[str, Any]:
+def _numbers(finding: TextFinding) -> dict[str, Any]:
     return {
-        "defence": row.defence,
-        "status": row.status,
-        "tokens": row.tokens,
-        "shares": row.shares,
-        "whole": row.whole,
-        "picked": row.picked,
-        "reasons": list(dict.fromkeys(row.reasons)),
-        "partial": row.partial,
-        "seconds": row.seconds,
-        "uploads": [dict(fact) for fact in row.facts],
+        **finding.to_json(),
+        "tokens": finding.tokens,
+        "shares": finding.shares,
+        "whole": finding.whole,
+        "picked": finding.picked,
+        "seconds": finding.seconds,
+        "uploads": [dict(fact) for fact in finding.facts],
         "sentences_read": [
             {
                 "name": read.name,
@@ -266,6 +227,6 @@ def _numbers(row: Row) -> dict[str, Any]:
                 "whole": read.whole,
                 "picked": read.picked,
             }
-            for read in row.reads
+            for read in finding.reads
         ],
     }

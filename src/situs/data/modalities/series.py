@@ -28,11 +28,11 @@ from situs.data.modalities.base import Measured, Scale
 from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.audio import AUDIO_SUFFIXES
-from situs.data.sources.base import SPLITS, Source, Wanted, choose_split, list_shards, split_of, splits_of
+from situs.data.sources.base import SPLITS, EncodedSource, Source, Wanted, list_shards, split_of, splits_of
 from situs.data.sources.folder import FolderSource, split_folders
 from situs.data.sources.images import IMAGE_SUFFIXES, check_bytes, read_npy, read_npy_header
 from situs.data.sources.labels import LABEL_COLUMNS, class_names, classes_of, is_list, is_missing
-from situs.data.sources.parquet import open_parquet, reading
+from situs.data.sources.parquet import ParquetSource, open_parquet, reading
 from situs.data.sources.subset import Subset
 from situs.errors import BrokenSampleError, DataError, SitusError
 from situs.limits import Count
@@ -73,7 +73,7 @@ class SeriesConfig(Checked):
     """Channels normalised by the mean and deviation of the training split, or each window by its own."""
 
 
-class Recordings(Source):
+class Recordings(EncodedSource):
     """Recordings by number: `read` gives "series" [C, T] float32, and "label" where there is one."""
 
     things = "recordings"
@@ -81,10 +81,6 @@ class Recordings(Source):
 
     def arrays(self, index: int, *, whole: bool) -> list[Any]:
         """The arrays of a recording as they lie there: one, or one for each channel. whole: all of it is needed."""
-        raise NotImplementedError
-
-    def where(self, index: int) -> str:
-        """What an error calls a recording."""
         raise NotImplementedError
 
     def read(self, index: int) -> dict[str, Any]:
@@ -96,7 +92,7 @@ class Recordings(Source):
         with np.errstate(over="ignore"):
             values = np.array(part, np.float32, order="C")
         if not np.isfinite(values).all():
-            raise BrokenSampleError(f"{self.where(index)}: holds values that are no numbers")
+            raise BrokenSampleError(f"{self.entry(index)}: holds values that are no numbers")
         sample, label = {"series": torch.from_numpy(values)}, self.label(index)
         return sample if label is None else sample | {"label": label}
 
@@ -111,14 +107,14 @@ class Recordings(Source):
             parts = [part if isinstance(part, np.ndarray) else np.asarray(part, np.float64) for part in parts]
             values = parts[0] if len(parts) == 1 else np.stack(parts)
         except (ValueError, TypeError) as error:
-            raise BrokenSampleError(f"{self.where(index)}: its channels differ in length, or are no numbers") from error
+            raise BrokenSampleError(f"{self.entry(index)}: its channels differ in length, or are no numbers") from error
         if values.dtype.kind not in "buif":
-            raise BrokenSampleError(f"{self.where(index)}: holds {values.dtype}, and a recording is of real numbers")
+            raise BrokenSampleError(f"{self.entry(index)}: holds {values.dtype}, and a recording is of real numbers")
         values = values[0] if values.ndim == 3 and len(values) == 1 else values
         flipped = self.series.time_first and len(parts) == 1
         values = values[None] if values.ndim == 1 else values.T if flipped else values
         if values.ndim != 2 or not values.size:
-            raise BrokenSampleError(f"{self.where(index)}: is {list(values.shape)}, and a recording is [T] or [C, T]")
+            raise BrokenSampleError(f"{self.entry(index)}: is {list(values.shape)}, and a recording is [T] or [C, T]")
         return values
 
 
@@ -130,9 +126,6 @@ class SeriesFiles(Recordings, FolderSource):
     def __init__(self, path: Path, wanted: Wanted, series: SeriesConfig) -> None:
         self.series = series
         super().__init__(path, wanted)
-
-    def where(self, index: int) -> str:
-        return self.entry(index)
 
     def arrays(self, index: int, *, whole: bool) -> list[Any]:
         packed = self._files[index].lower().endswith(".npz")
@@ -164,93 +157,71 @@ def _mapped(file: Path) -> np.ndarray:
         return np.memmap(stream, dtype, "r", stream.tell(), shape, "F" if fortran else "C")
 
 
-class SeriesRows(Recordings):
-    """Rows of parquet files, in memory."""
+class SeriesRows(Recordings, ParquetSource):
+    """Rows of parquet files."""
 
     def __init__(self, path: Path, wanted: Wanted, series: SeriesConfig) -> None:
-        import pyarrow as pa
-
-        shards, self.series = list_shards(path, ".parquet"), series
-        splits = set[str]() if path.is_file() else splits_of(shards)
-        chosen = None if path.is_file() else choose_split(splits, wanted.split, str(path))
-        self._files = [file for file in shards if chosen is None or split_of(file) == chosen]
-        names, label = _columns(self._files[0], series)
-        label = label if wanted.labels else None
-        parts = _read(self._files, [*names, *([label] if label else [])])
-        table = pa.concat_tables(parts)
-        if not len(table):
-            raise DataError(f"{path}: its parquet files hold no rows")
-        self._ends = np.cumsum([len(part) for part in parts])
-        self._parts, self._labels, self._number, classes = [table[name] for name in names], None, {}, None
+        self.series = series
+        super().__init__(path, wanted)
+        label = _label_column(self._files[0], series) if wanted.labels else None
+        self._values, self._number = None, {}
         if label is not None:
-            if pa.types.is_nested(kind := table[label].type):
-                said = f"column {label!r} is {str(kind)[:80]}, and a label is one number or name"
-                raise SitusError(f"{self._files[0]}: {said}", field="series.label")
-            home = next((name for name in SPLITS["train"] if name in splits), chosen)
-            training = [file for file in shards if split_of(file) == home] if home != chosen else self._files
-            known = [each for part in _read(training, [label]) for each in part[label].to_pylist()]
+            shards, own = list_shards(path, ".parquet"), split_of(self._files[0])
+            home = next((name for name in SPLITS["train"] if not path.is_file() and name in splits_of(shards)), own)
+            training = [file for file in shards if split_of(file) == home] if home != own else self._files
             named = class_names(training[0], open_parquet(training[0]).schema_arrow, label)
-            classes, self._number = classes_of(known, named, f"{path}, column {label!r}")
-            self._labels = table[label].to_pylist() if classes else None
-        super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, None, wanted.strict)
+            known = _label_values(training, label)
+            self.classes, self._number = classes_of(known, named, f"{path}, column {label!r}")
+            self._values = _label_values(self._files, label) if self.classes else None
 
-    def __len__(self) -> int:
-        return len(self._parts[0])
-
-    def _place(self, index: int) -> tuple[Path, int]:
-        """The file of a row, and its number there."""
-        at = int(np.searchsorted(self._ends, index, "right"))
-        return self._files[at], index - int(self._ends[at - 1]) * (at > 0)
-
-    def where(self, index: int) -> str:
-        file, row = self._place(index)
-        return f"{file}, row {row}"
-
-    def key(self, index: int) -> str:
-        file, row = self._place(index)
-        return f"{file.name}/{row}"
+    def find_columns(self, file: Path, schema: Any, wanted: Wanted) -> tuple[tuple[str, ...], tuple[str, ...]]:  # noqa: ARG002
+        """A channel each."""
+        lists = [each.name for each in schema if _holds_lists(each.type)]
+        names = self.series.columns or tuple(name for name in COLUMNS if name in lists) or tuple(lists)
+        if missing := [name for name in names if name not in lists]:
+            told = f"column {missing[0]!r} holds no lists of numbers, only {', '.join(lists) or 'no column'} does"
+            raise SitusError(f"{file}: {told}", field="series.columns")
+        if not names:
+            raise SitusError(f"{file}: has no column of lists of numbers", field="series.columns")
+        return names, ()
 
     def arrays(self, index: int, *, whole: bool) -> list[Any]:  # noqa: ARG002
-        return [part[index].as_py() for part in self._parts]
+        group, row = self._place(index)
+        return [values[row].as_py() for values in self._load(group)[0]]
 
     def label(self, index: int) -> int | None:
-        if self._labels is None:
+        if self._values is None:
             return None
-        value = self._labels[index]
+        value = self._values[index]
         if value not in self._number:
             has = "no label, others have one" if is_missing(value) else f"the label {value!r}, which training has not"
-            raise BrokenSampleError(f"{self.where(index)}: the row has {has}")
+            raise BrokenSampleError(f"{self.entry(index)}: the row has {has}")
         return self._number[value]
 
 
-def _read(files: list[Path], columns: list[str]) -> list[Any]:
-    """The columns of each file, of the types of the first."""
-    parts = []
+def _label_column(file: Path, series: SeriesConfig) -> str | None:
+    names = open_parquet(file).schema_arrow.names
+    if series.label is not None and series.label not in names:
+        told = f"has no column {series.label!r}, only {', '.join(names)[:200]}"
+        raise SitusError(f"{file}: {told}", field="series.label")
+    return series.label or next((name for name in LABEL_COLUMNS if name in names), None)
+
+
+def _label_values(files: list[Path], label: str) -> list[Any]:
+    """The labels of all rows of some files."""
+    import pyarrow as pa
+
+    values = []
     for file in files:
         with reading(file):
-            part = open_parquet(file).read(columns=columns)
-        if missing := [name for name in columns if name not in part.schema.names]:
-            raise DataError(f"{file}: has no column {missing[0]!r}, other files have")
-        with reading(file, f"a column of other types than in {files[0].name}"):
-            parts.append(part.select(columns).cast(parts[0].schema if parts else part.select(columns).schema))
-    return parts
-
-
-def _columns(file: Path, series: SeriesConfig) -> tuple[list[str], str | None]:
-    """The columns of the channels, and of the labels."""
-    with reading(file):
-        schema = open_parquet(file).schema_arrow
-    lists = [each.name for each in schema if _holds_lists(each.type)]
-    names = list(series.columns) or [name for name in COLUMNS if name in lists] or lists
-    if missing := [name for name in names if name not in lists]:
-        said = f"column {missing[0]!r} holds no lists of numbers, only {', '.join(lists) or 'no column'} does"
-        raise SitusError(f"{file}: {said}", field="series.columns")
-    if not names:
-        raise SitusError(f"{file}: has no column of lists of numbers", field="series.columns")
-    if series.label is not None and series.label not in schema.names:
-        said = f"has no column {series.label!r}, only {', '.join(schema.names)[:200]}"
-        raise SitusError(f"{file}: {said}", field="series.label")
-    return names, series.label or next((name for name in LABEL_COLUMNS if name in schema.names), None)
+            part = open_parquet(file).read(columns=[label])
+        if label not in part.schema.names:
+            raise DataError(f"{file}: has no column {label!r}, other files have")
+        if pa.types.is_nested(kind := part[label].type):
+            told = f"column {label!r} is {str(kind)[:80]}, and a label is one number or name"
+            raise SitusError(f"{file}: {told}", field="series.label")
+        values += part[label].to_pylist()
+    return values
 
 
 def _holds_lists(kind: Any) -> bool:
@@ -389,10 +360,14 @@ class SeriesPipeline(Pipeline):
 
 
 def _is_series(file: Path) -> bool:
-    """Whether a file of arrays is no image: several arrays, or one of one side."""
+    """Whether a file of arrays is no image: several arrays, one of one side, or one of numbers that are no pixels."""
     try:
-        return file.suffix.lower() == ".npz" or _mapped(file).ndim == 1
-    except (ValueError, OSError, EOFError):
+        array = _mapped(file) if file.suffix.lower() == ".npy" else np.zeros(1)
+        if array.ndim != 2 or not array.size:
+            return array.ndim == 1
+        deep = array.dtype.kind in "iu" and array.dtype.itemsize > 2
+        return bool(deep or array.min() < 0 or (array.dtype.kind == "f" and array.max() > 1))
+    except (ValueError, TypeError, OSError, EOFError):
         return False
 
 

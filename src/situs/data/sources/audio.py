@@ -140,10 +140,12 @@ class ClipFiles(ClipReader, FolderSource):
 class ClipRows(ClipReader, ParquetSource):
     """Rows of parquet files with a column `audio: {bytes, path}`."""
 
+    kind = "audio"
+
     def __init__(self, path: Path, wanted: Wanted, clip: AudioConfig = AUDIO) -> None:
         need_soundfile()
         self.clip = clip
-        super().__init__(path, wanted._replace(kind="audio"))
+        super().__init__(path, wanted)
 
 
 def open_clips(path: Path, wanted: Wanted, audio: AudioConfig = AUDIO) -> Source:

@@ -41,8 +41,6 @@ class Wanted(NamedTuple):
     channels: int | None = None
     strict: bool = False
     multi_label: bool = False
-    kind: str = "image"
-    target: str = "class"
     settings: Any = None
 
 

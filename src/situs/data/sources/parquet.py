@@ -6,7 +6,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +44,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "image": ("image", "img", "jpg", "png", "webp"),
     "audio": ("audio", "wav", "flac", "ogg", "opus"),
 }
-_MASK_COLUMNS = ("mask", "masks", "annotation", "annotations", "segmentation", "segmentation_mask", *LABEL_COLUMNS)
 # Sets up to this size are held in memory, encoded. Of a larger one a row group is read where one of its images is asked
 # for. In training the order is one in which each is read once and held until it is released (`situs.data.blocks`).
 _HELD_BYTES = 4 << 30
@@ -54,19 +53,24 @@ _FOOTERS_AT_ONCE = 16
 
 
 class ParquetSource(EncodedSource):
-    """The rows of one split's parquet files, in the order of file names and rows."""
+    """The rows of one split's parquet files, in the order of file names and rows.
+
+    kind: what a row holds, for `COLUMNS`. A source of another kind says by `find_columns` which columns it reads.
+    """
+
+    kind = "image"
 
     def __init__(self, path: Path, wanted: Wanted = ANY, *, held_bytes: int = _HELD_BYTES) -> None:
         self._files = find_shards(path, ".parquet", wanted.split)
         self._states = [(state.st_size, state.st_mtime_ns) for state in (file.stat() for file in self._files)]
-        footers = _read_footers(self._files, wanted)
-        self._image, self._labels, classes = _layout(self._files, footers)
+        with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+            footers = list(pool.map(lambda file: _read_footer(file, self.find_columns, wanted), self._files))
+        self._columns, self._labels = _same_columns(self._files, footers)
         if wanted.multi_label:
-            self._labels = footers[0].labels
             classes = _multi_label_classes(path, self._files[0], self._labels)
-        if wanted.target == "mask":
-            self._labels = footers[0].labels
-        self._numbers = not wanted.multi_label and wanted.target != "mask"  # one class number a row
+        else:
+            classes = _classes(self._files[0], self._labels, max(footer.most for footer in footers))
+            self._labels = self._labels if classes else ()  # the hub marks a withheld label with -1
         rows = np.concatenate([footer.rows for footer in footers])
         self._ends = array("q", np.cumsum(rows).tobytes())  # of the row groups
         self._first = array("q", np.cumsum([0, *(len(footer.rows) for footer in footers)], dtype=np.int64).tobytes())
@@ -75,7 +79,7 @@ class ParquetSource(EncodedSource):
         self._bytes = sum(footer.bytes for footer in footers)
         self._fetched = is_kept(self._files[0])
         self._lock = threading.Lock()
-        self._held: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
+        self._held: OrderedDict[int, tuple[list[Any], Any]] = OrderedDict()
         self._footers: OrderedDict[int, Any] = OrderedDict()
         self._small = self._bytes <= held_bytes
         fitting = _KEPT_BYTES * len(self._ends) // max(1, self._bytes)
@@ -88,7 +92,7 @@ class ParquetSource(EncodedSource):
             # All at once and before any worker is forked, so that the workers share these pages.
             labels = [self._load(group)[1] for group in range(len(self._ends))]
             self._footers.clear()
-        if chosen in (None, *SPLITS["train"]) and self._numbers and is_numbered(classes):
+        if chosen in (None, *SPLITS["train"]) and not wanted.multi_label and is_numbered(classes):
             there = np.concatenate([each.drop_null().to_numpy() for each in labels]) if labels else None
             least = max(0, min(footer.least for footer in footers))
             self.notes += note_unseen(self.name, classes, None if there is None else np.unique(there), least)
@@ -123,7 +127,7 @@ class ParquetSource(EncodedSource):
                 for each in span:
                     self._held.pop(each, None)
 
-    def _load(self, group: int) -> tuple[Any, Any]:
+    def _load(self, group: int) -> tuple[list[Any], Any]:
         with self._lock:
             if group in self._held:
                 self._held.move_to_end(group)
@@ -131,41 +135,53 @@ class ParquetSource(EncodedSource):
         file, number = self._file(group)
         rows = self._ends[group] - (self._ends[group - 1] if group else 0)
         with reading(self._files[file], f"row group {number}"):
-            images, labels = self._read_group(file, number)
-            if len(images) != rows:
-                raise ValueError(f"{len(images)} rows and not {rows}")
-            known = labels.drop_null().to_numpy() if labels is not None and self._numbers else np.empty(0)
+            values, labels = self._read_group(file, number)
+            if len(values[0]) != rows:
+                raise ValueError(f"{len(values[0])} rows and not {rows}")
+            known = np.empty(0) if labels is None or self.multi_label else labels.drop_null().to_numpy()
             if len(known) and self.classes is not None and known.max() >= len(self.classes):
                 raise ValueError(f"the label {known.max()}, of {len(self.classes)} classes that the footers tell of")
         with self._lock:
-            self._held[group] = (images, labels)
+            self._held[group] = (values, labels)
             while len(self._held) > self._keep:
                 self._held.popitem(last=False)
-        return images, labels
+        return values, labels
 
-    def _read_group(self, file: int, number: int) -> tuple[Any, Any]:
+    def find_columns(self, file: Path, schema: Any, wanted: Wanted) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names of the columns of samples, and of labels, their types checked."""
+        usual = COLUMNS[self.kind]
+        name = next((name for name in usual if name in schema.names), None)
+        if name is None:
+            columns = f"one of {', '.join(usual)}, only {', '.join(schema.names)[:200]}"
+            raise DataError(f"{file}: has no {self.kind} column, {columns}")
+        check_bytes_column(file, schema, name, self.things)
+        return (name,), _label_columns(file, schema, wanted)
+
+    def _read_group(self, file: int, number: int) -> tuple[list[Any], Any]:
+        """Of each column its values, and the labels, where there are some."""
+        import pyarrow as pa
+
         opened = open_parquet(self._files[file], self._footer(file))
         check_state(self._files[file], self._files[file].stat(), self._states[file])
-        encoded = [self._image, *(() if self._numbers or self.multi_label else self._labels)]
-        fields = {name: opened.schema_arrow.field(name).type.num_fields for name in encoded}
-        columns = [f"{name}.bytes" if fields.get(name) else name for name in dict.fromkeys([*encoded, *self._labels])]
-        table = opened.read_row_group(number, columns=columns, use_threads=False)
+        kinds = {name: opened.schema_arrow.field(name).type for name in self._columns}
+        structs = {name for name, kind in kinds.items() if pa.types.is_struct(kind)}
+        columns = [f"{name}.bytes" if name in structs else name for name in self._columns]
+        table = opened.read_row_group(number, columns=[*columns, *self._labels], use_threads=False)
         # Nothing else checks what a damaged page unpacks to, and offsets gone wrong would read anywhere.
         table.validate(full=True)
-        held = [table[name].combine_chunks() for name in encoded]
-        images, *masks = [each.field("bytes") if each.type.num_fields else each for each in held]
-        named = fields[self._image] and opened.schema_arrow.field(self._image).type.get_field_index("path") >= 0
-        if named and images.null_count == len(images):  # the files lie elsewhere
-            beside = opened.read_row_group(number, columns=[f"{self._image}.path"], use_threads=False)
-            beside.validate(full=True)
-            images = beside[self._image].combine_chunks().field("path")
-        if masks:
-            return images, masks[0]
+        whole = {name: table[name].combine_chunks() for name in self._columns}
+        values = [column.field("bytes") if name in structs else column for name, column in whole.items()]
+        first = self._columns[0]
+        if first in structs and kinds[first].get_field_index("path") >= 0 and values[0].null_count == len(values[0]):
+            beside = opened.read_row_group(number, columns=[f"{first}.path"], use_threads=False)
+            beside.validate(full=True)  # the files lie elsewhere
+            values[0] = beside[first].combine_chunks().field("path")
         if self.multi_label:
             assert self.classes is not None
             where = f"{self._files[file]}, row group {number}"
-            return images, multi_label_rows([table[name] for name in self._labels], self._labels, self.classes, where)
-        return images, table[self._labels[0]].combine_chunks() if self._labels else None
+            labels = [table[name] for name in self._labels]
+            return values, multi_label_rows(labels, self._labels, self.classes, where)
+        return values, table[self._labels[0]].combine_chunks() if self._labels else None
 
     def _footer(self, file: int) -> Any:
         """A file's footer, parsed; those of the files that were read last are kept."""
@@ -191,7 +207,7 @@ class ParquetSource(EncodedSource):
 
     def payload(self, index: int) -> bytes:
         group, row = self._place(index)
-        data = self._load(group)[0][row].as_py()
+        data = self._load(group)[0][0][row].as_py()
         if isinstance(data, bytes):
             return data
         # Else a file's name, from the root on or from the parquet file's folder.
@@ -253,13 +269,13 @@ def open_parquet(file: Path, footer: Any = None) -> Any:
 
 
 class _Footer(NamedTuple):
-    """image, labels: the columns. rows: [g] of each row group. bytes: of these columns, unpacked.
+    """columns, labels: their names. rows: [g] of each row group. bytes: of these columns, unpacked.
 
     least, most: the smallest and the largest label of all rows, -1 where there is none; of a column of one class an
     image.
     """
 
-    image: str
+    columns: tuple[str, ...]
     labels: tuple[str, ...]
     rows: np.ndarray
     bytes: int
@@ -267,52 +283,55 @@ class _Footer(NamedTuple):
     most: int
 
 
-def _read_footers(files: list[Path], wanted: Wanted) -> list[_Footer]:
-    """What is needed of each file's footer; the footers themselves are large."""
-    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-        return list(pool.map(lambda file: _read_footer(file, wanted), files))
-
-
-def _read_footer(file: Path, wanted: Wanted) -> _Footer:
+def _read_footer(file: Path, find_columns: Callable[..., Any], wanted: Wanted) -> _Footer:
+    """What is needed of a file's footer, which itself is large."""
     opened = open_parquet(file)
     with reading(file):
         schema, footer = opened.schema_arrow, opened.metadata
-    image, labels = _columns(file, schema, wanted)
-    label = labels[0] if labels and not wanted.multi_label and wanted.target != "mask" else None
+    columns, labels = find_columns(file, schema, wanted)
+    label = labels[0] if labels and not wanted.multi_label else None
     with reading(file):
         paths = [footer.schema.column(number).path for number in range(footer.num_columns)]
-        read = (image, f"{image}.bytes", *labels)
-        numbers = [number for number, path in enumerate(paths) if path in read or path.partition(".")[0] in labels]
+        first, others = columns[0], (*columns[1:], *labels)
+        heads = (f"{first}.bytes", f"{first}.list.")
+        read = [path == first or path.startswith(heads) or path.partition(".")[0] in others for path in paths]
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         rows = np.array([group.num_rows for group in groups], np.int64)
         if (rows < 0).any():
             raise ValueError("a row group of less than no rows")
-        size = sum(group.column(number).total_uncompressed_size for group in groups for number in numbers)
-        told = [group.column(paths.index(label)).statistics for group in groups] if label is not None else []
-        ends = [(each.min, each.max) for each in told if each is not None and each.has_min_max]
-    if len(ends) < len(told):
-        ends = _label_ends(file, opened, str(label))
+        size = sum(group.column(at).total_uncompressed_size for group in groups for at in np.flatnonzero(read).tolist())
+        known = [group.column(paths.index(label)).statistics for group in groups] if label is not None else []
+        ends = [(each.min, each.max) for each in known if each is not None and each.has_min_max]
+    if len(ends) < len(known):  # all rows are looked at, for shards may be sorted by class
+        with reading(file, f"column {label!r}"):
+            column = opened.read(columns=[label])[label]
+            column.validate(full=True)
+            values = column.drop_null().to_numpy()
+        ends = [(values.min(), values.max())] if len(values) else []
     least, most = min((each for each, _ in ends), default=-1), max((each for _, each in ends), default=-1)
-    return _Footer(image, labels, rows, size, int(least), int(most))
+    return _Footer(columns, labels, rows, size, int(least), int(most))
 
 
-def _layout(files: list[Path], footers: list[_Footer]) -> tuple[str, tuple[str, ...], tuple[str, ...] | None]:
-    """Image column, label columns and class names: those of the first file, or the numbers up to the largest of all."""
-    image, labels = footers[0].image, footers[0].labels
+def _same_columns(files: list[Path], footers: list[_Footer]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The columns of samples and of labels, which must be the same in every file."""
+    first = footers[0].columns + footers[0].labels
     for file, footer in zip(files, footers, strict=True):
-        if (footer.image, footer.labels) != (image, labels):
-            pairs = ((footer.image, *footer.labels), (image, *labels))
-            said, wanted = (", ".join(map(repr, pair)) for pair in pairs)
-            raise DataError(f"{file}: its columns are {said}, in {files[0].name} {wanted}")
-    most = max(footer.most for footer in footers)
+        if (columns := footer.columns + footer.labels) != first:
+            here, there = (", ".join(map(repr, names)) for names in (columns, first))
+            raise DataError(f"{file}: its columns are {here}, in {files[0].name} {there}")
+    return footers[0].columns, footers[0].labels
+
+
+def _classes(file: Path, labels: tuple[str, ...], most: int) -> tuple[str, ...] | None:
+    """Those that a file names, or the numbers up to the largest of all; None without a label."""
     if most < 0:
-        return image, (), None  # the hub marks a withheld label with -1
-    names = class_names(files[0], open_parquet(files[0]).schema_arrow, labels[0])
+        return None
+    names = class_names(file, open_parquet(file).schema_arrow, labels[0])
     if not names:
-        return image, labels, number_names(most, f"{files[0]}, column {labels[0]!r}")
+        return number_names(most, f"{file}, column {labels[0]!r}")
     if most >= len(names):
-        raise DataError(f"{files[0]}: names {counted(len(names), 'classes')}, its column {labels[0]!r} has {most}")
-    return image, labels, names
+        raise DataError(f"{file}: names {counted(len(names), 'classes')}, its column {labels[0]!r} has {most}")
+    return names
 
 
 def _multi_label_classes(path: Path, file: Path, labels: tuple[str, ...]) -> tuple[str, ...]:
@@ -322,48 +341,36 @@ def _multi_label_classes(path: Path, file: Path, labels: tuple[str, ...]) -> tup
         return labels
     if names := class_names(file, schema, labels[0]):
         return names
-    found: set[Any] = set()
+    known: set[Any] = set()
     for shard in list_shards(path, ".parquet"):
         with reading(shard, f"column {labels[0]!r}"):
             column = open_parquet(shard).read(columns=[labels[0]])[labels[0]]
-            found |= {each for part in column.chunks for each in part.flatten().unique().to_pylist()} - {None}
-    if any(isinstance(each, int) for each in found):
-        return number_names(max(found), f"{path}, column {labels[0]!r}")
-    return tuple(sorted(found))
+            known |= {each for part in column.chunks for each in part.flatten().unique().to_pylist()} - {None}
+    if any(isinstance(each, int) for each in known):
+        return number_names(max(known), f"{path}, column {labels[0]!r}")
+    return tuple(sorted(known))
 
 
-def _columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, tuple[str, ...]]:
-    """The names of the image column and of the label columns, their types checked."""
+def _label_columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, ...]:
+    """The column of class numbers, where there is one; of a multi-label set all of its columns."""
     import pyarrow as pa
 
-    usual = COLUMNS[wanted.kind]
-    image = next((name for name in usual if name in schema.names), None)
-    if image is None:
-        said = f"one of {', '.join(usual)}, only {', '.join(schema.names)[:200]}"
-        raise DataError(f"{file}: has no {wanted.kind} column, {said}")
-    _check_bytes_column(file, schema, image, "images" if wanted.kind == "image" else "clips")
-    if wanted.target == "mask":
-        mask = next((name for name in _MASK_COLUMNS if name in schema.names), None)
-        if mask is None:
-            listed, columns = ", ".join(_MASK_COLUMNS[:6]), ", ".join(schema.names)[:200]
-            raise DataError(f"{file}: has no column of masks, one of {listed}, only {columns}")
-        _check_bytes_column(file, schema, mask, "masks")
-        return image, (mask,)
     if wanted.multi_label:
         with reading(file):
-            return image, multi_label_columns(file, schema)
+            return multi_label_columns(file, schema)
     label = next((name for name in LABEL_COLUMNS if name in schema.names), None) if wanted.labels else None
     if label is None:
-        return image, ()
+        return ()
     with reading(file):
         kind = schema.field(label).type
     if not pa.types.is_integer(kind):
         more = "; several an image are multi-label" if pa.types.is_nested(kind) else ""
         raise DataError(f"{file}: column {label!r} is {str(kind)[:80]}, labels must be integers{more}")
-    return image, (label,)
+    return (label,)
 
 
-def _check_bytes_column(file: Path, schema: Any, name: str, what: str) -> None:
+def check_bytes_column(file: Path, schema: Any, name: str, what: str) -> None:
+    """Refuses a column that holds no files; clips may be named instead."""
     import pyarrow as pa
 
     with reading(file):
@@ -372,14 +379,4 @@ def _check_bytes_column(file: Path, schema: Any, name: str, what: str) -> None:
         kind = kind.field(place).type
     named = what == "clips" and pa.types.is_string(kind)
     if not (named or any(own(kind) for own in (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view))):
-        said = f"{file}: column {name!r} is {str(kind)[:80]}, {what} must be bytes or {{bytes, path}}"
-        raise DataError(said)
-
-
-def _label_ends(file: Path, opened: Any, label: str) -> list[tuple[int, int]]:
-    """The smallest and the largest label of all rows, for shards may be sorted by class. None where there are none."""
-    with reading(file, f"column {label!r}"):
-        column = opened.read(columns=[label])[label]
-        column.validate(full=True)
-        values = column.drop_null().to_numpy()
-    return [(int(values.min()), int(values.max()))] if len(values) else []
+        raise DataError(f"{file}: column {name!r} is {str(kind)[:80]}, {what} must be bytes or {{bytes, path}}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,13 @@ from situs.backbones.layout import Group
 from situs.config import Checked
 from situs.data.open import addressed
 from situs.data.text import Columns
-from situs.errors import SitusError, unknown_name
+from situs.errors import SitusError, counted, unknown_name
 from situs.limits import Count, NotNegative
 from situs.locks.attacks.adapter import AdapterConfig, Labelled, accuracy_of, recover_with_labels
 from situs.locks.attacks.columns import recover_with_activations
 from situs.locks.attacks.images import recover_with_samples
 from situs.locks.attacks.match import State
 from situs.locks.attacks.recovery import (
-    ATTACKERS,
-    NEEDS,
-    SEED_BITS,
     KeyRecovery,
     Score,
     check_finite,
@@ -37,9 +34,6 @@ from situs.locks.attacks.recovery import (
     recover_blind,
     recover_with_base,
     scored,
-    strength_bits,
-    untried,
-    verdict,
 )
 from situs.locks.attacks.samples import Samples, read_samples
 from situs.locks.groups import residual_only, within
@@ -85,6 +79,207 @@ class LockAuditConfig(Checked):
 
     text: Columns = field(default_factory=Columns)
     """Columns of labelled sentences, where they are not those that the model remembers."""
+
+
+SEED_BITS = 256
+"""Length of the seed that every key is made of: no lock is stronger, however many permutations there are."""
+
+
+class LockAttack(NamedTuple):
+    """One attacker. about: who that is. needs: what it takes. given: a key of `GIVEN`, what must be given for it.
+
+    run: what it got, once or once for each drift. scored: whether the accuracy after it is measured here.
+    """
+
+    about: str
+    needs: str
+    given: str
+    run: Callable[[Target, LockAuditConfig], list[KeyRecovery]]
+    scored: bool = True
+
+
+GIVEN = {
+    "base": ("the model that the attacker has", ("base",)),
+    "data": ("labelled samples", ("data",)),
+    "samples": ("unlabelled images or texts", ("images", "texts")),
+}
+"""What an attacker may need -> in words, and the arguments of `audit_lock` that give it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is attacked, and what the auditor knows beside it. samples, test: labelled; seen: without labels.
+
+    backbone: on the device; state, base, truth: on the CPU. score: the accuracy of other weights on `test`; owner: of
+    the model with its key.
+    """
+
+    backbone: Backbone
+    groups: tuple[Group, ...]
+    state: dict[str, Tensor]
+    base: dict[str, Tensor] | None
+    truth: dict[str, Tensor] | None
+    samples: Labelled | None
+    test: Labelled | None
+    seen: Samples | None
+    idle: dict[str, str]
+    kept: str
+    score: Score | None
+    owner: float | None
+
+
+def _no_base(target: Target, config: LockAuditConfig) -> list[KeyRecovery]:  # noqa: ARG001
+    had = target.samples
+    inputs, of = (None, None) if had is None else (had.unpadded(), None if had.mask is None else len(had.inputs))
+    return [recover_blind(target.backbone, target.groups, truth=target.truth, inputs=inputs, of=of)]
+
+
+def _images(target: Target, config: LockAuditConfig) -> list[KeyRecovery]:
+    seen, known = target.seen, {"truth": target.truth, "seed": config.seed}
+    assert seen is not None
+    doubt = seen.doubt(target.backbone, target.groups)
+    if (stages := len(residual_only(target.groups))) > 1:
+        doubt = doubt or f"of the keys of {stages} stages this attacker seeks the first alone"
+    got = recover_with_samples(target.backbone, target.groups, seen.batches, had=seen.had, **known)
+    return [replace(got, doubt=doubt)]
+
+
+def _activations(target: Target, config: LockAuditConfig) -> list[KeyRecovery]:  # noqa: ARG001
+    assert target.seen is not None
+    return [recover_with_activations(target.backbone, target.groups, target.seen.each, truth=target.truth)]
+
+
+def _public_base(target: Target, config: LockAuditConfig) -> list[KeyRecovery]:  # noqa: ARG001
+    assert target.base is not None
+    return [_with_base(target, target.base, "public-base")]
+
+
+def _drifted_base(target: Target, config: LockAuditConfig) -> list[KeyRecovery]:
+    assert target.base is not None
+    relatives = ((amount, drift(target.base, amount, config.seed)) for amount in config.drift)
+    return [_with_base(target, base, f"drifted-base, {amount:g} ×") for amount, base in relatives]
+
+
+def _with_base(target: Target, base: State, label: str) -> KeyRecovery:
+    got = recover_with_base(target.state, base, target.groups, truth=target.truth, attacker=label)
+    return replace(got, doubt=WRONG_BASE) if "images" in target.idle else got
+
+
+def _labels(target: Target, config: LockAuditConfig) -> list[KeyRecovery]:
+    assert target.samples is not None
+    assert target.test is not None
+    how, known = AdapterConfig(steps=config.steps, seed=config.seed), {"truth": target.truth, "owner": target.owner}
+    return [recover_with_labels(target.backbone, target.groups, target.samples, target.test, how, **known)]
+
+
+ATTACKS: dict[str, LockAttack] = {
+    "no-base": LockAttack(
+        "has the locked file, and compares its clear parts with its locked ones", "the locked file alone", "", _no_base
+    ),
+    "images": LockAttack(
+        "has the locked file and unlabelled samples, and compares how channels go together on its two sides",
+        "a few unlabelled images or texts",
+        "samples",
+        _images,
+    ),
+    "activations": LockAttack(
+        "runs the locked blocks, sees what enters them, and has the clear embedding and samples of its own",
+        "what passes through the blocks",
+        "samples",
+        _activations,
+    ),
+    "public-base": LockAttack(
+        "has the very model that was locked, and matches its channels with the locked ones",
+        "the model that it was made from",
+        "base",
+        _public_base,
+    ),
+    "drifted-base": LockAttack(
+        "has a fine-tuned relative of it: the same, with noise on every weight",
+        "a relative of that model",
+        "base",
+        _drifted_base,
+    ),
+    "labels": LockAttack(
+        "has some labelled samples, and trains a linear map before and behind the frozen locked blocks",
+        "labelled samples",
+        "data",
+        _labels,
+        scored=False,
+    ),
+}
+"""attacker -> who that is, what it needs and what it does."""
+
+
+def attack(name: str, target: Target, config: LockAuditConfig) -> list[KeyRecovery]:
+    """The results of one attacker, with the accuracy after it where there is data."""
+    chosen = ATTACKS[name]
+    results = chosen.run(target, config)
+    if target.score is None or target.test is None or not chosen.scored:
+        return results
+    more = (target.score, target.owner, len(target.test.labels))
+    return [scored(result, target.state, target.groups, *more) for result in results]
+
+
+def strength_bits(results: Sequence[KeyRecovery], lacking: Collection[str] = ()) -> float | None:
+    """min(256, the best attack that was judged): the strength of a lock in bits, the only figure ever printed as such.
+
+    None where no attack was run, where none could be compared with the true key, and where attackers that decide were
+    not run (`lacking`) or had too little (`KeyRecovery.doubt`), unless an attack got far anyway: what nobody tried
+    proves nothing. It is an upper bound, for better attacks may exist.
+    """
+    known = [bits for result in results if (bits := result.bits) is not None]
+    untested = bool(lacking) or any(result.doubt for result in results)
+    if not known or (untested and not any(result.got_far for result in results)):
+        return None
+    return min(float(SEED_BITS), *known)
+
+
+def untried(results: Sequence[KeyRecovery]) -> list[str]:
+    """The attackers that were not run."""
+    ran = {result.attacker.partition(",")[0] for result in results}
+    return [name for name in ATTACKS if name not in ran]
+
+
+def verdict(results: Sequence[KeyRecovery], lacking: Collection[str] = (), idle: Collection[str] = ()) -> str:
+    """The strength in a line or two, by whom, and who was not tried; bits only where those who decide did and were
+    judged. idle: attackers that have nothing to start from, which others say."""
+    strength, said = strength_bits(results, lacking), list[str]()
+    elsewhere = {*idle, *(lacking if strength is None else ())}
+    left = "; ".join(f"{name} ({ATTACKS[name].needs})" for name in untried(results) if name not in elsewhere)
+    not_tried = [f"Attackers not tried: {left}."] if left else []
+    if not results:
+        return " ".join(["Not attacked: no strength can be given.", *not_tried])
+    if strength is not None:
+        tried = "; ".join(result.attacker for result in results if result.bits is not None)
+        said.append(f"Strength at most, by the attackers tried ({tried}): min(256, best attack) = {strength:.0f} bits.")
+        if strength == 0:
+            said.append("The lock is open to them: it hides a model only from those who lack what they had.")
+        else:
+            said.append("An upper bound: a better attack may exist. A lock is obfuscation, not encryption.")
+    if unjudged := ", ".join(result.attacker for result in results if result.right is None and result.bits is None):
+        said.append(f"Not judged, because the true key was not given: {unjudged}.")
+    said += [f"Inconclusive, {each.attacker}: {each.doubt}." for each in results if each.doubt and not each.got_far]
+    said += [
+        f"With more it may get further, {each.attacker}: {each.doubt}."
+        for each in results
+        if each.doubt and each.got_far and each.bits
+    ]
+    based = [each for each in results if each.attacker.startswith(("public-base", "drifted-base"))]
+    if based and strength is not None and not any(each.got_far or each.doubt for each in based):
+        said.append("The base that was tried gave nothing away: this says nothing of another one.")
+    if blurred := [each for each in results if each.tested and each.owner is not None and not each.told]:
+        owner, locked = (percent(value or 0.0) for value in (blurred[0].owner, blurred[0].before))
+        few = counted(blurred[0].tested or 0, "samples")
+        said.append(f"Accuracy is {owner} with the key and {locked} without it: {few} cannot tell the two apart, so")
+        said.append("that only the channels were judged.")
+    if lacking and strength is None:
+        named = ", ".join(f"{name} ({ATTACKS[name].needs})" for name in sorted(lacking))
+        why = "a strength without it says nothing" if "public-base" in lacking else "anybody could"
+        said.append(f"Not run, though {why}: {named}.")
+    if strength is None:
+        said.insert(0, "No strength can be given. That is inconclusive, and no pass.")
+    return " ".join([*said, *not_tried])
 
 
 @dataclass(frozen=True)
@@ -144,7 +339,7 @@ class LockAudit(Result):
         sure = self.strength is not None
         rows = [_row(each, self.judged, sure or each.got_far) for each in self.attacks]
         for name in self.untried:
-            why = "has nothing to start from" if name in self.idle else f"needs {NEEDS[name]}"
+            why = "has nothing to start from" if name in self.idle else f"needs {ATTACKS[name].needs}"
             rows.append([name, "not tried", *[None] * (len(header) - 3), why])
         return Summary(self.verdict, (Table(title, header, rows),))
 
@@ -154,7 +349,10 @@ class LockAudit(Result):
         fields = (*told, "before", "after", "owner", "control", "tested", "doubt")
         held = [{name: getattr(result, name) for name in fields} for result in self.attacks]
         said = {"model": self.model, "strength_bits": self.strength, "verdict": self.verdict, "attacks": held}
-        return said | {"not_tried": {name: NEEDS[name] for name in self.untried}, "public_weights": self.published}
+        return said | {
+            "not_tried": {name: ATTACKS[name].needs for name in self.untried},
+            "public_weights": self.published,
+        }
 
 
 def _row(result: KeyRecovery, judged: bool, sure: bool) -> list[str | None]:
@@ -186,7 +384,7 @@ def audit_lock(
     base: the model that the attacker has; weights: of a base that is a timm name. key: the owner's, to judge the
     attacks by; not needed where `base` is the very model that was locked. images, texts: unlabelled samples. data:
     labelled samples, for the attacker `labels` and to measure accuracy before and after each attack. attacker: names of
-    `ATTACKERS`; by default no-base, images where there are images or texts, and public-base where there is a base.
+    `ATTACKS`; by default no-base, images where there are images or texts, and public-base where there is a base.
     device: cpu, cuda or cuda:N; None: a GPU where there is one.
 
     >>> print(situs.audit_lock("locked", base="exported", key="owner.key"))
@@ -201,7 +399,7 @@ def audit_lock(
     labelled, where = None if data is None else str(addressed(data)), distributed.start(device).device
     target = _target(Path(locked), base, weights, key, samples, labelled, config, where)
     able = [name for name in names if name not in target.idle]
-    results = [result for name in tracked(able, "attackers") for result in _attack(name, target, config)]
+    results = [result for name in tracked(able, "attackers") for result in attack(name, target, config)]
     deciding = {"images"}
     if "images" in target.idle:  # what is clear says next to nothing of the key: who has a base decides
         deciding = {"no-base"} if {"public-base", "drifted-base"} & {*names} else {"no-base", "public-base"}
@@ -223,17 +421,15 @@ def _chosen(
     config: LockAuditConfig, given: Sequence[str], base: bool, data: bool, samples: Mapping[str, Path]
 ) -> list[str]:
     """The attackers asked for, each once, in order; what one of them lacks is said before anything is loaded."""
+    there = {"base": base, "data": data, "samples": bool(samples)}
     usual = {"no-base": True, "images": bool(samples), "public-base": base}
     names = list(dict.fromkeys(given)) or [name for name, able in usual.items() if able]
     for name in names:
-        if name not in ATTACKERS:
-            raise unknown_name("attacker", name, ATTACKERS, field="attacker")
-        if name in ("public-base", "drifted-base") and not base:
-            raise SitusError(f"attacker={name}: needs the model that the attacker has", field="base")
-        if name == "labels" and not data:
-            raise SitusError("attacker=labels: needs labelled samples", field="data")
-        if name in ("images", "activations") and not samples:
-            raise SitusError(f"attacker={name}: needs unlabelled images or texts", field=("images", "texts"))
+        if name not in ATTACKS:
+            raise unknown_name("attacker", name, ATTACKS, field="attacker")
+        if (needed := ATTACKS[name].given) and not there[needed]:
+            said, fields = GIVEN[needed]
+            raise SitusError(f"attacker={name}: needs {said}", field=fields)
     for flag, name in (("drift", "drifted-base"), ("steps", "labels")):
         if (value := getattr(config, flag)) != getattr(LockAuditConfig, flag) and name not in names:
             raise SitusError(f"{flag}={value}: is for the attacker {name}, who is not asked", field=(flag, "attacker"))
@@ -241,28 +437,6 @@ def _chosen(
         said = ", ".join(f"{name}={path}" for name, path in samples.items())
         raise SitusError(f"{said}: a model takes one or the other", field=tuple(samples))
     return names
-
-
-@dataclass(frozen=True)
-class _Target:
-    """What is attacked, and what the auditor knows beside it. samples, test: labelled; seen: without labels.
-
-    backbone: on the device; state, base, truth: on the CPU. score: the accuracy of other weights on `test`; owner: of
-    the model with its key.
-    """
-
-    backbone: Backbone
-    groups: tuple[Group, ...]
-    state: dict[str, Tensor]
-    base: dict[str, Tensor] | None
-    truth: dict[str, Tensor] | None
-    samples: Labelled | None
-    test: Labelled | None
-    seen: Samples | None
-    idle: dict[str, str]
-    kept: str
-    score: Score | None
-    owner: float | None
 
 
 def _target(
@@ -274,7 +448,7 @@ def _target(
     data: str | None,
     config: LockAuditConfig,
     device: torch.device,
-) -> _Target:
+) -> Target:
     manifest = read_manifest(locked, key)
     try:
         theirs = None if base is None else open_model(base, weights=weights).backbone.model.state_dict()
@@ -309,7 +483,7 @@ def _target(
     backbone.to(device)  # weights are compared on the CPU, as `state`; what is run or trained is run there
     score = None if test is None else partial(_score, copy.deepcopy(backbone), test)
     owner = None if score is None or truth is None else score(opened(state, groups, truth))
-    return _Target(backbone, groups, state, theirs, truth, learned, test, seen, idle, kept, score, owner)
+    return Target(backbone, groups, state, theirs, truth, learned, test, seen, idle, kept, score, owner)
 
 
 def _labelled(
@@ -341,44 +515,6 @@ def _joined(batches: list[Batch]) -> Labelled:
         if batch.mask is not None
     ]
     return Labelled(torch.cat([ids for ids, _ in rows]), labels, torch.cat([mask for _, mask in rows]))
-
-
-def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[KeyRecovery]:
-    """The results of one attacker: one, or one for each drift."""
-    truth, score, owner = target.truth, target.score, target.owner
-    if name == "labels":
-        assert target.samples is not None
-        assert target.test is not None
-        settings = AdapterConfig(steps=config.steps, seed=config.seed)
-        sets = (target.samples, target.test)
-        return [recover_with_labels(target.backbone, target.groups, *sets, settings, truth=truth, owner=owner)]
-    if name == "no-base":
-        had = target.samples
-        inputs, of = (None, None) if had is None else (had.unpadded(), None if had.mask is None else len(had.inputs))
-        found = [recover_blind(target.backbone, target.groups, truth=truth, inputs=inputs, of=of)]
-    elif name == "images":
-        assert target.seen is not None
-        seen, known = target.seen, {"truth": truth, "seed": config.seed}
-        doubt = seen.doubt(target.backbone, target.groups)
-        if (stages := len(residual_only(target.groups))) > 1:
-            doubt = doubt or f"of the keys of {stages} stages this attacker seeks the first alone"
-        got = recover_with_samples(target.backbone, target.groups, seen.batches, had=seen.had, **known)
-        found = [replace(got, doubt=doubt)]
-    elif name == "activations":
-        assert target.seen is not None
-        found = [recover_with_activations(target.backbone, target.groups, target.seen.each, truth=truth)]
-    else:
-        assert target.base is not None
-        found = []
-        for amount in config.drift if name == "drifted-base" else (None,):
-            base = target.base if amount is None else drift(target.base, amount, config.seed)
-            label = name if amount is None else f"{name}, {amount:g} ×"
-            got = recover_with_base(target.state, base, target.groups, truth=truth, attacker=label)
-            found.append(replace(got, doubt=WRONG_BASE) if "images" in target.idle else got)
-    if score is None or target.test is None:
-        return found
-    more = (score, owner, len(target.test.labels))
-    return [scored(each, target.state, target.groups, *more) for each in found]
 
 
 def _score(trial: Backbone, test: Labelled, state: State) -> float:

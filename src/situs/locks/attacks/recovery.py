@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,33 +27,9 @@ from situs.limits import check_value
 from situs.locks.attacks.blind import match_blind
 from situs.locks.attacks.match import Keys, State, match_keys
 from situs.locks.groups import invert_keys, permute_state, residual_only
-from situs.results import percent
-
-SEED_BITS = 256
-"""Length of the seed that every key is made of: no lock is stronger, however many permutations there are."""
 
 BROKEN = 0.99
 """An attack that gives back this share of what the key is worth has made the key unnecessary."""
-
-ATTACKERS: dict[str, str] = {
-    "no-base": "has the locked file, and compares its clear parts with its locked ones",
-    "images": "has the locked file and unlabelled samples, and compares how channels go together on its two sides",
-    "activations": "runs the locked blocks, sees what enters them, and has the clear embedding and samples of its own",
-    "public-base": "has the very model that was locked, and matches its channels with the locked ones",
-    "drifted-base": "has a fine-tuned relative of it: the same, with noise on every weight",
-    "labels": "has some labelled samples, and trains a linear map before and behind the frozen locked blocks",
-}
-"""attacker -> who that is."""
-
-NEEDS: dict[str, str] = {
-    "no-base": "the locked file alone",
-    "images": "a few unlabelled images or texts",
-    "activations": "what passes through the blocks",
-    "public-base": "the model that it was made from",
-    "drifted-base": "a relative of that model",
-    "labels": "labelled samples",
-}
-"""attacker -> what it needs."""
 
 Score = Callable[[State], float]
 """The accuracy in [0, 1] of the model with these weights."""
@@ -136,67 +112,6 @@ def bits_left(size: int, right: int) -> float:
     if 2 * right <= size or wrong < 2:
         return orders
     return min(orders, math.log2(wrong * (wrong - 1) ** 2 / 2))
-
-
-def strength_bits(results: Sequence[KeyRecovery], lacking: Collection[str] = ()) -> float | None:
-    """min(256, the best attack that was judged): the strength of a lock in bits, the only figure ever printed as such.
-
-    None where no attack was run, where none could be compared with the true key, and where attackers that decide were
-    not run (`lacking`) or had too little (`KeyRecovery.doubt`), unless an attack got far anyway: what nobody tried
-    proves nothing. It is an upper bound, for better attacks may exist.
-    """
-    known = [bits for result in results if (bits := result.bits) is not None]
-    untested = bool(lacking) or any(result.doubt for result in results)
-    if not known or (untested and not any(result.got_far for result in results)):
-        return None
-    return min(float(SEED_BITS), *known)
-
-
-def untried(results: Sequence[KeyRecovery]) -> list[str]:
-    """The attackers that were not run."""
-    ran = {result.attacker.partition(",")[0] for result in results}
-    return [name for name in ATTACKERS if name not in ran]
-
-
-def verdict(results: Sequence[KeyRecovery], lacking: Collection[str] = (), idle: Collection[str] = ()) -> str:
-    """The strength in a line or two, by whom, and who was not tried; bits only where those who decide did and were
-    judged. idle: attackers that have nothing to start from, which others say."""
-    strength, said = strength_bits(results, lacking), list[str]()
-    elsewhere = {*idle, *(lacking if strength is None else ())}
-    left = "; ".join(f"{name} ({NEEDS[name]})" for name in untried(results) if name not in elsewhere)
-    not_tried = [f"Attackers not tried: {left}."] if left else []
-    if not results:
-        return " ".join(["Not attacked: no strength can be given.", *not_tried])
-    if strength is not None:
-        tried = "; ".join(result.attacker for result in results if result.bits is not None)
-        said.append(f"Strength at most, by the attackers tried ({tried}): min(256, best attack) = {strength:.0f} bits.")
-        if strength == 0:
-            said.append("The lock is open to them: it hides a model only from those who lack what they had.")
-        else:
-            said.append("An upper bound: a better attack may exist. A lock is obfuscation, not encryption.")
-    if unjudged := ", ".join(result.attacker for result in results if result.right is None and result.bits is None):
-        said.append(f"Not judged, because the true key was not given: {unjudged}.")
-    said += [f"Inconclusive, {each.attacker}: {each.doubt}." for each in results if each.doubt and not each.got_far]
-    said += [
-        f"With more it may get further, {each.attacker}: {each.doubt}."
-        for each in results
-        if each.doubt and each.got_far and each.bits
-    ]
-    based = [each for each in results if each.attacker.startswith(("public-base", "drifted-base"))]
-    if based and strength is not None and not any(each.got_far or each.doubt for each in based):
-        said.append("The base that was tried gave nothing away: this says nothing of another one.")
-    if blurred := [each for each in results if each.tested and each.owner is not None and not each.told]:
-        owner, locked = (percent(value or 0.0) for value in (blurred[0].owner, blurred[0].before))
-        few = counted(blurred[0].tested or 0, "samples")
-        said.append(f"Accuracy is {owner} with the key and {locked} without it: {few} cannot tell the two apart, so")
-        said.append("that only the channels were judged.")
-    if lacking and strength is None:
-        named = ", ".join(f"{name} ({NEEDS[name]})" for name in sorted(lacking))
-        why = "a strength without it says nothing" if "public-base" in lacking else "anybody could"
-        said.append(f"Not run, though {why}: {named}.")
-    if strength is None:
-        said.insert(0, "No strength can be given. That is inconclusive, and no pass.")
-    return " ".join([*said, *not_tried])
 
 
 def judged(

@@ -7,7 +7,7 @@ the place of a simpler one where it is better by more than one standard error of
 test images are looked at once, at the end, with what was chosen and with the frozen start beside it.
 """
 
-from situs.measure.adapt.result import Adapted
 from situs.measure.adapt.run import adapt_model
+from situs.measure.adapt.ways import Adapted
 
 __all__ = ["Adapted", "adapt_model"]

@@ -15,7 +15,7 @@ from situs.measure.position.readers import OWN, REMOVED, SHUFFLED, PlaceReading,
 from situs.measure.position.vectors import Look, grasp, look_at, tables_of, to_json
 from situs.methods.base import Method
 from situs.progress import task
-from situs.results import Cell, Result, Summary, Table, percent
+from situs.results import Cell, Figure, Result, Summary, Table, percent
 
 RATIOS = (0.15, 0.5, 0.9)
 """γ of the shuffles: MJP's Table 1, half, nearly all."""
@@ -23,6 +23,28 @@ SURE, UNSURE = 0.2, 0.9
 """Below the first share of a blind reader's error a place is known well, above the second not at all."""
 ROUNDING = 1e-5
 """A share of a vector's length that float32 loses on its way through a model."""
+
+CONDITIONS = {
+    OWN: "as it is",
+    REMOVED: "positions removed: what contents tell",
+    SHUFFLED: "patches shuffled: what positions tell",
+}
+MEANING = """
+Linear readers are fitted on the patch features of half of the images and read the others, at every depth: a ridge
+regression to row and column, and a linear discriminant over all places. Unlike the regression on the places' vectors,
+they have seen every place before, in other images. With the positions removed only what the patches show is left; with
+the patches shuffled under their positions, only the positions are. A linear reader gives a lower bound: what it cannot
+read, another may. Few images give it little to learn from; with more of them it reads no worse.
+
+Shuffled patches: a share γ of the patches, in a block mask, is shuffled. Diff.Norm is how far the vector that the head
+reads moves, as a mean over the images. Not told: every place keeps its position and holds a wrong patch. Told: the
+masked places are forgotten. `situs evaluate consistency` shows more.
+
+The law: permute the tokens that enter the blocks, their rotation with them, and the same tokens must come out permuted,
+forward and in the gradients of every weight.
+"""
+FEATURES = "Where a patch is, read off its features"
+VECTORS, SHARE = "The vectors of the places", "share of the variance, %"
 
 KINDS = {
     "table": "a vector added to each token",
@@ -38,6 +60,7 @@ class PositionAudit(Result):
     """
 
     file: ClassVar[str] = "positions-audit"
+    meaning: ClassVar[str] = MEANING
 
     name: str
     grid: tuple[int, ...]
@@ -58,7 +81,62 @@ class PositionAudit(Result):
 
     def summary(self) -> Summary:
         """The verdict, and the figures that it speaks of."""
-        return Summary(verdict(self), (Table(self.name, (), list(at_a_glance(self).items())),))
+        first, last = self.probed.readings[OWN][0], self.probed.readings[OWN][-1]
+        numbers = (
+            (percent(first.right, 0), "of tokens that enter the blocks tell their place"),
+            (percent(last.right, 0), f"after the last norm (chance {percent(last.blind_right)})"),
+        )
+        return Summary(verdict(self), (Table(self.name, ["", ""], list(at_a_glance(self).items())),), numbers=numbers)
+
+    @property
+    def title(self) -> str:
+        """Of the page."""
+        return f"What {self.name} knows of position"
+
+    def figures(self) -> list[Figure]:
+        """What is read at every depth under each condition; the vectors of the places and their spectrum."""
+        names = [each.depth.replace("embedding", "embed") for each in self.probed.readings[OWN]]
+        last, figures = self.probed.readings[OWN][-1], []
+        for name, label, scale, values, blind, caption in (
+            ("named", "patches whose place is named, %", 100, "right", last.blind_right,
+             "How often the very place is named, of all there are; high: it is known."),
+            ("error", "mean error, patches", 1, "error", last.blind_error,
+             "How far off a patch's row and column are read, mean of both; low: it is known."),
+        ):  # fmt: skip
+            series = {
+                CONDITIONS[condition]: (range(len(names)), [scale * getattr(each, values) for each in readings])
+                for condition, readings in self.probed.readings.items()
+            }
+            options = {"x_names": names, "level": ("blind", scale * blind)}
+            figures.append(Figure(name, caption, "figures.curves", (series, "after block", label), options, FEATURES))
+        for number, look in enumerate(self.looks, start=1):
+            own = "" if number == 1 else f"-{number}"
+            guesses = look.decoded.guesses[:, ::-1]
+            panels = [
+                ("principal components", look.components.points[:, :2], look.axes[:2]),
+                ("read off by regression", guesses, ("guessed column", "guessed row"), "row", True),
+            ]
+            caption = (
+                f"{look.table.kind.capitalize()} of {look.shape}: the places with neighbours joined; lines along a row "
+                "share a colour. `situs evaluate position` (vectors) shows more."
+            )
+            if look.table.kind == "learned table":
+                caption += (
+                    " A learned table has a gradient of its own, from which the pixels of a training step can be "
+                    "solved for: `situs audit gradients` measures it."
+                )
+            values = (panels, look.table.grid)
+            figures.append(Figure(f"vectors{own}", caption, "places.sheets", values, section=VECTORS))
+            shares = [100 * share for share in look.spectrum.explained[:20]]
+            values = ({look.table.kind: (range(1, len(shares) + 1), shares)}, "principal component", SHARE)
+            caption = "The spectrum: how much each principal component holds."
+            figures.append(Figure(f"spectrum{own}", caption, "figures.curves", values, section=VECTORS))
+        return figures
+
+    def details(self) -> list[Table]:
+        """Every depth, what shuffled patches do, and the law."""
+        vectors = [] if self.looks else [Table(VECTORS, ["vectors", "why"], [["none", self.no_vectors]])]
+        return [_read_table(self), *vectors, _shuffled_table(self), _law_table(self)]
 
     def numbers(self) -> dict[str, Any]:
         """Every number."""
@@ -234,3 +312,53 @@ def at_a_glance(audit: PositionAudit) -> dict[str, Cell]:
     if audit.rows is not None:
         found["blocks(P s) = P blocks(s)"] = "holds" if audit.rows["status"] == "holds" else "refused"
     return found
+
+
+# --- tables of the page --------------------------------------------------------------------------------------------
+
+
+def _read_table(audit: PositionAudit) -> Table:
+    short, rows = {OWN: "own:", REMOVED: "removed:", SHUFFLED: "shuffled:"}, []
+    header = ["after"]
+    for condition in audit.probed.readings:
+        header += [f"{short[condition]} error", *["R²"] * (condition == OWN), "named"]
+    for depth in zip(*audit.probed.readings.values(), strict=True):
+        row: list[Cell] = [depth[0].depth]
+        for condition, each in zip(audit.probed.readings, depth, strict=True):
+            row += [f"{each.error:.2f}", *[f"{each.r2:.3f}"] * (condition == OWN), percent(each.right)]
+        rows.append(row)
+    caption = "Error in patches, mean of row and column; R² of both; named: the very place, of all."
+    if audit.hierarchical:
+        caption += " This model gives its blocks no row of their own, and its end has a coarser grid than its start."
+    return Table(FEATURES, header, rows, caption)
+
+
+def _shuffled_table(audit: PositionAudit) -> Table:
+    answers = any(row.consistency is not None for row in audit.shuffled)
+    header = ["γ", "mask", "patches", "Diff.Norm", "of its length"] + ["answers that stay"] * answers
+    rows: list[list[Cell]] = []
+    for row in audit.shuffled:
+        share = percent(row.diff_norm / row.clean_norm) if row.clean_norm else None
+        cells: list[Cell] = [f"{row.ratio:g}", "told" if row.told else "not told", row.masked, f"{row.diff_norm:.3g}"]
+        stay = [None if row.consistency is None else percent(row.consistency)] if answers else []
+        rows.append([*cells, share, *stay])
+    caption = "" if answers else "It has no trained classifier, so there are no answers to compare."
+    return Table("What shuffled patches do", header, rows, caption)
+
+
+def _law_table(audit: PositionAudit) -> Table:
+    title, law, caption = "Whether the blocks mind the order: blocks(P s) = P blocks(s)", audit.rows, ""
+    if law is None:
+        return Table(title, ["law", ""], [["not measured", None]])
+    errors = [(f"error in float64, {check}", f"{error:.1e}") for check, error in law["errors"].items()]
+    rows: list[Sequence[Cell]] = [["verdict", law["status"]], *errors]
+    if law["reason"]:
+        rows.append(["reason" if law["status"] == "refused" else "but", law["reason"]])
+    first = audit.probed.readings[OWN][0]
+    if law["status"] == "holds" and first.right > 10 * first.blind_right:
+        caption = (
+            "Permuting the tokens (split learning) hides their order from the blocks and not from who runs them: with "
+            f"{audit.probed.fitted} images of one's own and this embedding, a linear reader names the place of "
+            f"{percent(first.right, 0)} of the tokens that are sent."
+        )
+    return Table(title, ["law", ""], rows, caption)

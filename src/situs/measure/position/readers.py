@@ -27,7 +27,7 @@ from situs.core.random import uniform
 from situs.core.tokens import take
 from situs.data.batch import Batch
 from situs.errors import SitusError
-from situs.measure.layers import Layer, patch_layers
+from situs.measure.features import Layer, patch_layers
 
 OWN, REMOVED, SHUFFLED = "as it is", "positions removed", "patches shuffled"
 

@@ -28,7 +28,7 @@ from situs.core.position import Positions, coordinates, sincos
 from situs.errors import SitusError, missing_extra
 from situs.limits import check_value
 from situs.models.data import AnyModel, open_several
-from situs.results import Cell, Provenance, Result, Summary, Table, percent
+from situs.results import Cell, Figure, Provenance, Result, Summary, Table, percent
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,6 +38,30 @@ NEIGHBOURS = 15
 """UMAP's own default; fewer where there are fewer places."""
 FEWEST = 10
 """Below so many places UMAP's graph has nothing to lay out."""
+MEANING = """
+Neighbours are joined. Where the vectors know the grid, the lines of rows and of columns form a sheet, however bent;
+where they do not, a tangle. How alike two places are is the cosine of the angle between their vectors, the mean vector
+taken off.
+
+Few directions: the table holds little but the grid. Many: it holds more than that, or noise. Only a table that can also
+be read is informative.
+
+Reading a place: the places are dealt out at random in parts. For each part a linear map is fitted on the vectors of the
+others and guesses the places of this one. 1-D: the index in reading order. 2-D: row and column, the mean of both
+errors. The paper's Table 8 is in the same units. It does not say so, but a linear fit makes the error of the index w
+times the row's plus the column's, w the places in a row, and its 1-D figures are 10 to 14 times its 2-D figures on a
+grid of 14: raw indices, mean of both axes. Scaled to [0, 1] they would be 180 times.
+"""
+TABLE_6 = (
+    ["MJP's paper: DeiT-S", "54.61", "68.55", "77.95", "85.54", "90.74"],
+    ["MJP's paper: DeiT-S + MJP", "46.74", "58.36", "69.10", "78.13", "84.55"],
+)
+TABLE_8 = (
+    ("DeiT-S", ".945\u202f±\u202f.031", ".076\u202f±\u202f.004"),
+    ("DeiT-S + MJP (DAL-LN)", ".566\u202f±\u202f.013", ".042\u202f±\u202f.002"),
+    ("DeiT-S + MJP (DAL-NLN)", "1.301\u202f±\u202f.035", ".134\u202f±\u202f.003"),
+)
+"""MJP's, on 14 × 14 places of 384 channels."""
 SHOWN = (3, 4, 5, 6, 7)
 """The dimensions of MJP's Table 6."""
 TAUGHT, ROUGH = 0.15, 0.6
@@ -58,7 +82,32 @@ class Look:
     @property
     def title(self) -> str:
         """The model and which of its positions this is."""
-        return f"{self.name}, {self.table.kind}"
+        return self.name if self.table.kind == "reference" else f"{self.name}, {self.table.kind}"
+
+    def sheets(self, points: Any, labels: tuple[str, ...], *, as_image: bool = False) -> tuple[Any, ...]:
+        """What draws points [N, 2] or [N, 3] of the places twice, lines along each row and along each column."""
+        panels = [(f"lines along each {along}", points, labels, along, as_image) for along in ("row", "column")]
+        return panels, self.table.grid
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The principal components, with the share of the variance that each holds."""
+        shares = zip(("1st", "2nd", "3rd"), self.components.shares, strict=False)
+        return tuple(f"{nth} component ({percent(share, 0)})" for nth, share in shares)
+
+    @property
+    def few_places(self) -> str:
+        """What to know of a fit on hardly more places than channels, or nothing."""
+        count, channels = self.decoded.fitted, self.table.rows.shape[1]
+        said = f"`{self.name}`: {count} places to fit {channels} channels"
+        if count <= channels:
+            return f"{said}: many maps fit them without error, and the one of least norm was taken."
+        if count < 2 * channels:
+            return (
+                f"{said}: hardly enough, so that the map makes the most of every accident; a table that knows nothing "
+                "is read worse than blindly."
+            )
+        return ""
 
     @property
     def shape(self) -> str:
@@ -67,11 +116,16 @@ class Look:
         return f"{h} × {w} places, {dim} channels"
 
 
+SHEETS, SPECTRUM = "The places in two and three dimensions", "How many directions they fill"
+READ = "Reading a place off its vector"
+
+
 @dataclass(frozen=True)
 class PositionTables(Result):
     """The position vectors of several models side by side, and tables whose answers are known. seed: of UMAP too."""
 
     file: ClassVar[str] = "positions"
+    meaning: ClassVar[str] = MEANING
     looks: Sequence[Look]
     references: Sequence[Look]
     seed: int = 0
@@ -83,7 +137,7 @@ class PositionTables(Result):
             found = look.decoded
             rows.append(
                 [
-                    look.title if look in self.looks else look.name,
+                    look.title,
                     f"{look.table.grid[0]}×{look.table.grid[1]} × {look.table.rows.shape[1]}",
                     percent(look.spectrum.explained_by(3)),
                     look.spectrum.components_for(0.9),
@@ -93,7 +147,89 @@ class PositionTables(Result):
             )
         header = ["table", "grid × channels", "3-PCA", "for 90 %", "2-D error, patches", "blind"]
         said = "\n\n".join(map(in_words, self.looks))
-        return Summary(said, (Table("Position vectors", header, rows),))
+        notes = (
+            () if has_umap() else ("UMAP is not installed, so its picture is missing: `pip install 'situs[umap]'`.",)
+        )
+        numbers = tuple(
+            (f"{look.decoded.two.mean:.2f} patches",
+             f"error of a linear reader of {look.name} (blind {look.decoded.chance_two:.2f})")
+            for look in self.looks[:3]
+        )  # fmt: skip
+        return Summary(said, (Table("Position vectors", header, rows),), notes, numbers)
+
+    @property
+    def title(self) -> str:
+        """Of the page."""
+        return f"Positions of {', '.join(dict.fromkeys(look.name for look in self.looks))}"
+
+    def figures(self) -> list[Figure]:
+        """Of each model the places in their principal components and by UMAP, and how alike they are; all spectra."""
+        figures = [figure for number, look in enumerate(self.looks, start=1) for figure in self._looked(look, number)]
+        shown = max(look.spectrum.components_for(0.99) for look in self.looks) + 1
+        series = {}
+        for look in (*self.looks, *self.references):
+            energy = 100 * np.asarray(look.spectrum.energy[:shown])
+            series[look.title] = (np.arange(1, len(energy) + 1), energy)
+        caption = "Share of Σσ² that the n largest singular values hold (MJP's Figure 4)."
+        values = (series, "number n of singular values", "accumulated energy, %")
+        return [*figures, Figure("energy", caption, "figures.curves", values, section=SPECTRUM)]
+
+    def _looked(self, look: Look, number: int) -> list[Figure]:
+        def figure(name: str, said: str, draw: str, values: tuple[Any, ...], section: str, **options: Any) -> Figure:
+            return Figure(
+                name if number == 1 else f"{name}-{number}", f"{look.title}: {said}", draw, values, options, section
+            )
+
+        drawn, sheets, (h, w) = [], "places.sheets", look.table.grid
+        for dims, what in ((2, "plane of the two"), (3, "space of the three")):
+            said = f"the {what} largest principal components, with the share of the variance that each holds."
+            values = look.sheets(look.components.points[:, :dims], look.axes[:dims])
+            drawn.append(figure(f"pca-{dims}d", said, sheets, values, SHEETS))
+        if has_umap() and len(look.table.rows) >= FEWEST:
+            points = umap_points(look.table.rows, seed=self.seed)
+            said = f"UMAP with {min(NEIGHBOURS, len(points) - 1)} neighbours. Distances between far places mean little."
+            drawn.append(figure("umap", said, sheets, look.sheets(points, ("UMAP, 1st", "UMAP, 2nd")), SHEETS))
+        rows, columns, chosen = spread_places((h, w))
+        maps = similarities(look.table.rows, chosen).reshape(len(rows), len(columns), h, w)
+        some = "" if len(chosen) == h * w else f"; {len(chosen)} places at equal distances are shown"
+        said = f"each map shows how alike all {h} × {w} places are to the one that is ringed{some}."
+        values = ({look.title: maps}, rows, columns, "cosine similarity")
+        drawn.append(figure("cosine", said, "places.mosaics", values, "How alike the places are", limits=(-1, 1)))
+        values = look.sheets(look.decoded.guesses[:, ::-1], ("guessed column", "guessed row"), as_image=True)
+        said = "where each place is read to be, when the map was fitted without it."
+        return [*drawn, figure("guesses", said, sheets, values, READ)]
+
+    def details(self) -> list[Table]:
+        """MJP's Tables 6 and 8, the paper's own rows last."""
+        looks = (*self.looks, *self.references)
+        shares = [
+            [look.title, *(f"{100 * look.spectrum.explained_by(count):.2f}" for count in SHOWN)] for look in looks
+        ]
+        errors: list[list[Cell]] = []
+        for look in looks:
+            found = look.decoded
+            both = [f"{each.mean:.3f}\u202f±\u202f{each.std:.3f}" for each in (found.one, found.two)]
+            blind = [f"{found.chance_one:.2f}", f"{found.chance_two:.2f}", percent(found.exact, 0)]
+            errors.append([look.title, *both, f"{found.rows:.3f}", f"{found.columns:.3f}", *blind])
+        errors += [[f"MJP's paper: {name}", one, two, *[None] * 5] for name, one, two in TABLE_8]
+        header = ["mean absolute error", "1-D", "2-D", "row", "column", "blind, 1-D", "blind, 2-D", "right place"]
+        return [
+            Table(
+                SPECTRUM,
+                ["explained variance, %", *(f"k = {count}" for count in SHOWN)],
+                [*shares, *TABLE_6],
+                "By the k largest components of the centred table, prefix tokens left out (MJP's Table 6; its models "
+                "have 14 × 14 places, 384 channels).",
+            ),
+            Table(
+                READ,
+                header,
+                errors,
+                f"In {self.looks[0].decoded.folds} folds. 1-D in places, 2-D, row and column in patches; ± the "
+                "deviation between folds; blind: the mean of the places fitted on; right place: share of guesses that "
+                f"round to the place itself. {' '.join(filter(None, (look.few_places for look in self.looks)))}",
+            ),
+        ]
 
     def numbers(self) -> dict[str, Any]:
         """Every number of every table."""

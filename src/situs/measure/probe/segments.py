@@ -28,9 +28,16 @@ from situs.measure.probe.linear import (
     choose_decay,
     minimise,
 )
-from situs.measure.segments.measure import MEANING, by_class, class_details, class_figures, measure, seeing
-from situs.measure.segments.scores import SegmentScores
-from situs.measure.segments.windows import Inference
+from situs.measure.segments import (
+    MEANING,
+    Inference,
+    SegmentScores,
+    by_class,
+    class_details,
+    class_figures,
+    measure,
+    seeing,
+)
 from situs.methods.base import Batch
 from situs.methods.upernet import resize
 from situs.models.inference import evaluating

@@ -50,6 +50,8 @@ class AdaptiveConfig(Effort):
 class AdaptiveMJP(Attack):
     """The mask, the shown patches, the hidden ones, and their order."""
 
+    knows: ClassVar[str] = "MJP with its weights (E_unk, DAL), a model that orders patches where one is given"
+    difference: ClassVar[str] = "answers MJP's Table 5 (Ren et al., CVPR 2023), whose attacker does not know MJP"
     name: ClassVar[str] = "adaptive-mjp"
     about: ClassVar[str] = (
         "knows MJP: the mask from rows without gradient, all patches from the patch embedding's gradient and the row "

@@ -293,6 +293,7 @@ def _caveat(backbone: Backbone, stem: Stem, known: Knowledge) -> str | None:
 class PatchEmbedding(Attack):
     """∂l/∂W_patch = G^T X, solved for X."""
 
+    difference: ClassVar[str] = "needs no attention equation: the table's gradient is the embedding's"
     name: ClassVar[str] = "patchembed"
     about: ClassVar[str] = "one linear solve with the gradients of the patch embedding and of the position table"
     closed_form: ClassVar[bool] = True

@@ -129,6 +129,7 @@ TURN = 2.0
 class TokenSpans(Attack):
     """The tokens of the first block, from the row spaces of its gradients."""
 
+    difference: ClassVar[str] = "reads the row spaces of the first block's gradients, without any gradient of positions"
     name: ClassVar[str] = "tokens"
     about: ClassVar[str] = (
         "pixels from the row spaces of the first block's gradients: no gradient of positions is needed, and it does "

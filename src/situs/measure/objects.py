@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Unpack
+from typing import Any, ClassVar, Literal, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -15,14 +15,12 @@ from torch import Tensor
 
 from situs.data.loader import Loader
 from situs.data.sampler import sample_of
-from situs.data.sources.coco import CocoSource, Rle, Truth, decode_rles
+from situs.data.sources.coco import CocoSource, Rle, Truth, decode_rles, encode_masks, mask_api
 from situs.errors import SitusError, counted
 from situs.files import write_text
 from situs.limits import check_value
 from situs.measure.by_class import mixed_pairs
-from situs.measure.objects.found import Found, coco_results, in_the_file
-from situs.measure.objects.scores import OVERLAP, SURE, Answers, ApScores, average_precision, count_objects
-from situs.measure.segments.measure import BARS, CROSSED, LISTED, WORST, worst_figures
+from situs.measure.segments import BARS, CROSSED, LISTED, WORST, worst_figures
 from situs.methods.base import Batch
 from situs.methods.detection import Detection
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
@@ -32,6 +30,11 @@ from situs.results import Cell, Figure, Result, Summary, Table, percent
 from situs.train import distributed
 from situs.train.export import PARTS
 from situs.train.step import autocast
+
+SURE = 0.5
+"""From this score on what was found counts as said, where it is compared one by one."""
+OVERLAP = 0.5
+"""From this intersection over union on two masks are of one object."""
 
 MEANING = f"""
 Average precision (AP) as COCO means it, in hundredths: what was found is sorted by its score, each is right where it
@@ -45,6 +48,8 @@ twice the number found under their class over those that are there and those tha
 PICTURES = 8
 """How many of the worst are kept to be looked at."""
 
+_AT_ONCE = 1 << 25  # pixels of masks that are drawn at a time
+_SURE = 0.5  # from which share on a pixel of a drawn mask is of the object
 NAMES = {"ap": "AP", "ap50": "AP50", "ap75": "AP75", "small": "small", "medium": "medium", "large": "large"}
 
 
@@ -220,9 +225,9 @@ def evaluate_objects(
     order = np.argsort([answers.f1 for answers in each], kind="stable")[:pictures].tolist()
     worst = [_shown(loader, measured.found[place], measured.truths[place], each[place].f1) for place in order]
     answers = Answers(torch.stack([answers.table for answers in each]).sum(0))
-    made = made_with(model, loader, seed, precision)
     if save_detections is not None:
         _save(Path(save_detections), loader, measured)
+    made = made_with(model, loader, seed, precision)
     saved = "" if save_detections is None else Path(save_detections).name
     own = (measured.boxes, measured.masks, answers, model.classes or (), len(each), worst, saved)
     return Detections(*own, provenance=made)
@@ -307,3 +312,202 @@ def _drawn(boxes: Tensor, classes: Tensor, rles: list[Rle], sides: tuple[int, in
 def _points(value: float) -> Cell:
     """In hundredths, as COCO's scores are told."""
     return None if math.isnan(value) else f"{100 * value:.2f}"
+
+
+_ALL, _SMALL, _MEDIUM, _LARGE = range(4)
+
+
+@dataclass(frozen=True)
+class ApScores:
+    """Average precision as COCO means it: over overlaps from .5 to .95, at .5, at .75, and of objects by their size,
+    below 32² pixels, below 96², and above. classes: of each class, [K]. NaN where there is no such object."""
+
+    ap: float
+    ap50: float
+    ap75: float
+    small: float
+    medium: float
+    large: float
+    classes: Sequence[float]
+
+    def means(self) -> dict[str, float]:
+        """All but the classes, by name."""
+        return {name: getattr(self, name) for name in ("ap", "ap50", "ap75", "small", "medium", "large")}
+
+
+def average_precision(
+    truths: Sequence[Truth], found: Sequence[Found], classes: int, kind: Literal["bbox", "segm"]
+) -> ApScores:
+    """The average precision of what was found in images, of which the truths are told in the same order."""
+    from faster_coco_eval import COCO, COCOeval_faster
+
+    images = [{"id": number, "height": each.sides[0], "width": each.sides[1]} for number, each in enumerate(truths)]
+    kinds = [{"id": number, "name": str(number)} for number in range(classes)]
+    told = {"images": images, "categories": kinds}
+    there = [_rows(number, each, each.crowd, each.areas) for number, each in enumerate(truths)]
+    said = [_rows(number, each, None, _areas(each, kind), each.scores) for number, each in enumerate(found)]
+    truth, answers = (COCO(told | {"annotations": _numbered(rows)}) for rows in (there, said))
+    judge = COCOeval_faster(truth, answers, kind, print_function=_silent, extra_calc=False)
+    judge.params.imgIds, judge.params.catIds = [*range(len(images))], [*range(classes)]
+    judge.evaluate()
+    judge.accumulate()
+    # [overlap, recall, class, size, most an image], -1 where there is no such object
+    precision = np.asarray(judge.eval["precision"], dtype=np.float64)[..., -1].reshape(10, 101, classes, 4)
+
+    def mean(part: np.ndarray) -> float:
+        known = part[part > -1]
+        return float(known.mean()) if known.size else math.nan
+
+    sizes = (mean(precision[..., size]) for size in (_ALL, _SMALL, _MEDIUM, _LARGE))
+    ap, small, medium, large = sizes
+    each = [mean(precision[:, :, number, _ALL]) for number in range(classes)]
+    return ApScores(ap, mean(precision[0, ..., _ALL]), mean(precision[5, ..., _ALL]), small, medium, large, each)
+
+
+class Answers(NamedTuple):
+    """Objects of one image or of many by (true, said) class, [K + 1, K + 1]: the last row is of what is said and is not
+    there, the last column of what is there and is missed."""
+
+    table: Tensor
+
+    @property
+    def f1(self) -> float:
+        """Objects that are found under their class, twice, over those that are there and those that are said."""
+        right, rows, columns = self.table.diagonal()[:-1].sum(), self.table[:-1].sum(), self.table[:, :-1].sum()
+        return float(2 * right / (rows + columns)) if rows + columns else 1.0
+
+
+def count_objects(truth: Truth, found: Found, classes: int) -> Answers:
+    """What was found with some certainty, each given to the object that its mask overlaps most, the surest first.
+
+    What lies in a crowd counts neither as right nor as wrong.
+    """
+    table = torch.zeros(classes + 1, classes + 1, dtype=torch.int64)
+    crowd, sure = truth.crowd.tolist(), (found.scores >= SURE).nonzero()[:, 0].tolist()
+    free = {number for number, many in enumerate(crowd) if not many}
+    overlaps = np.zeros((len(sure), len(crowd)))
+    if sure and crowd:
+        overlaps = np.asarray(mask_api().iou([found.rles[each] for each in sure], truth.rles, [*map(int, crowd)]))
+    for row, each in enumerate(sure):
+        said = int(found.classes[each])
+        best = max(free, key=lambda number: overlaps[row, number], default=None)
+        if best is not None and overlaps[row, best] >= OVERLAP:
+            table[int(truth.classes[best]), said] += 1
+            free.discard(best)
+        elif not any(many and overlaps[row, number] >= OVERLAP for number, many in enumerate(crowd)):
+            table[classes, said] += 1
+    for number in free:
+        table[int(truth.classes[number]), classes] += 1
+    return Answers(table)
+
+
+def _rows(
+    image: int, each: Truth | Found, crowd: Tensor | None, areas: Sequence[float] | Tensor, scores: Tensor | None = None
+) -> list[dict[str, Any]]:
+    """COCO's annotations of one image."""
+    left, top, right, bottom = each.boxes.double().unbind(1)
+    boxes = torch.stack([left, top, right - left, bottom - top], dim=1).tolist()
+    count = len(boxes)
+    columns: dict[str, Any] = {
+        "image_id": [image] * count,
+        "category_id": each.classes.tolist(),
+        "bbox": boxes,
+        "area": [float(area) for area in areas],
+        "segmentation": each.rles,
+        "iscrowd": [0] * count if crowd is None else crowd.int().tolist(),
+    } | ({} if scores is None else {"score": scores.tolist()})
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _areas(found: Found, kind: str) -> Sequence[float]:
+    """What COCO's sizes go by: the area of the box, or of the mask, that is judged."""
+    if kind == "bbox":
+        return ((found.boxes[:, 2] - found.boxes[:, 0]) * (found.boxes[:, 3] - found.boxes[:, 1])).tolist()
+    return [float(mask_api().area(rle)) for rle in found.rles]
+
+
+def _numbered(parts: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    rows = [row for part in parts for row in part]
+    return [row | {"id": number} for number, row in enumerate(rows, start=1)]
+
+
+def _silent(*_: Any) -> None:
+    pass
+
+
+class Found(NamedTuple):
+    """What was found in one image, the surest first. row: its number in its set.
+
+    boxes: [n, 4] left, top, right, bottom in pixels of the file. classes: [n] from 0 on. scores: [n]. rles: n masks.
+    """
+
+    row: int
+    boxes: Tensor
+    classes: Tensor
+    scores: Tensor
+    rles: list[Rle]
+
+    def to_line(self) -> str:
+        """As one line of text, from which `from_line` makes the same again."""
+        masks = [each["counts"].decode("ascii") for each in self.rles]
+        sides = self.rles[0]["size"] if self.rles else []
+        return json.dumps([self.row, *(each.tolist() for each in self[1:4]), sides, masks])
+
+    @staticmethod
+    def from_line(line: str) -> Found:
+        """What `to_line` wrote."""
+        row, boxes, classes, scores, sides, masks = json.loads(line)
+        rles = [{"size": sides, "counts": each.encode("ascii")} for each in masks]
+        own = torch.tensor(boxes, dtype=torch.float64).view(-1, 4), torch.tensor(classes, dtype=torch.int64)
+        return Found(row, *own, torch.tensor(scores, dtype=torch.float64), rles)
+
+
+def in_the_file(row: int, said: Mapping[str, Tensor], sides: Sequence[int], whole: Sequence[int]) -> Found:
+    """What a model says of an image, in the pixels of its file.
+
+    said: "boxes" [n, 4] in pixels of the model's input, "labels" and "scores" [n], "masks" [n, m, m] within the boxes.
+    sides: height and width of what is image in the input; whole: those of the file.
+    """
+    by = torch.tensor([whole[1] / sides[1], whole[0] / sides[0]] * 2, device=said["boxes"].device)
+    boxes, (high, wide) = said["boxes"].float() * by, whole
+    some = max(1, _AT_ONCE // (high * wide))
+    rles = []
+    for first in range(0, len(boxes), some):
+        drawn = draw_masks(said["masks"][first : first + some].float(), boxes[first : first + some], (high, wide))
+        rles += encode_masks(drawn)
+    own = boxes.double().cpu(), said["labels"].long().cpu(), said["scores"].double().cpu()
+    return Found(row, *own, rles)
+
+
+def draw_masks(masks: Tensor, boxes: Tensor, sides: tuple[int, int]) -> Tensor:
+    """How sure masks [n, m, m] are within their boxes [n, 4], as masks [n, H, W] bool: each pixel by what lies in its
+    middle. torchvision's own first widens the boxes to whole pixels."""
+    left, top, right, bottom = boxes.unbind(1)
+    rows = _shares(top, bottom, masks.shape[1], sides[0])
+    columns = _shares(left, right, masks.shape[2], sides[1])
+    return rows @ masks @ columns.transpose(1, 2) > _SURE
+
+
+def _shares(first: Tensor, last: Tensor, cells: int, pixels: int) -> Tensor:
+    """[n, pixels, cells]: how much of each cell between first and last [n] the middle of a pixel sees, bilinearly."""
+    places = torch.arange(pixels, device=first.device) + 0.5
+    at = (places - first[:, None]) / (last - first)[:, None] * cells - 0.5
+    return (1 - (at[..., None] - torch.arange(cells, device=first.device)).abs()).clamp(min=0)
+
+
+def coco_results(
+    found: Iterable[Found], truths: Iterable[Truth], categories: Sequence[Any]
+) -> tuple[list[dict[str, Any]], int]:
+    """COCO's list of results, with the ids of images and categories that the data has; and how many have no category
+    there."""
+    rows, strange = [], 0
+    for each, truth in zip(found, truths, strict=True):
+        for box, kind, score, rle in zip(*(part.tolist() for part in each[1:4]), each.rles, strict=True):
+            if categories[kind] is None:
+                strange += 1
+                continue
+            left, top, right, bottom = box
+            mask = {"size": list(rle["size"]), "counts": rle["counts"].decode("ascii")}
+            rows.append({"image_id": truth.number, "category_id": categories[kind], "score": score,
+                         "bbox": [left, top, right - left, bottom - top], "segmentation": mask})  # fmt: skip
+    return rows, strange

@@ -1,13 +1,19 @@
-"""mIoU over a split: as a slow loop finds it, at the masks' own size, with the worst first; and who is refused."""
+"""mIoU over a split: the table of answers, windows, and a model that says the truth."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from builders import small_method, small_vit
+from hypothesis import given
+from hypothesis import strategies as st
 from masked import write_ade
+from sklearn.metrics import confusion_matrix, jaccard_score
+from torch import Tensor
 from torch.nn import functional as F
 
 from situs.data.batch import VOID
@@ -16,7 +22,16 @@ from situs.data.masks import MaskConfig
 from situs.data.open import open_source
 from situs.data.resize import centre_fit
 from situs.errors import SitusError
-from situs.measure.segments.measure import always_most, evaluate_segments
+from situs.measure.segments import (
+    Inference,
+    SegmentScores,
+    always_most,
+    class_iou,
+    count_answers,
+    evaluate_segments,
+    segment,
+    starts,
+)
 from situs.models import Model
 
 MASKS = MaskConfig(1, (0,), ("ground", "disc"))
@@ -111,3 +126,93 @@ def test_where_no_image_can_be_read_it_says_why(model: Model, tmp_path: Path) ->
     (other / "annotations/validation/ADE_00000001.png").write_bytes(b"")
     with pytest.raises(SitusError, match=r"none of its 2 images can be read; the first: .*00000000\.png: has no mask"):
         evaluate_segments(model, other)
+
+
+def test_a_case_by_hand() -> None:
+    truth = torch.tensor([[0, 0, 1], [1, VOID, 1]])
+    said = torch.tensor([[0, 1, 1], [1, 0, 0]])
+    scores = SegmentScores(count_answers(truth, said, 4))
+    assert scores.answers.tolist() == [[1, 1, 0, 0], [1, 2, 0, 0], [0] * 4, [0] * 4]
+    assert scores.iou[:2].tolist() == [1 / 3, 2 / 4] and scores.iou[2:].isnan().all()
+    assert math.isclose(scores.miou, (1 / 3 + 1 / 2) / 2)
+    assert math.isclose(scores.accuracy, 3 / 5, rel_tol=1e-6)
+    assert math.isclose(scores.class_accuracy, (1 / 2 + 2 / 3) / 2, rel_tol=1e-6)
+
+
+def answers() -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    truth, other = (torch.randint(low, high, (3, 20, 30), generator=draw) for low, high in ((VOID, 5), (0, 7)))
+    return truth, torch.where(torch.rand(3, 20, 30, generator=draw) < 0.4, truth.clamp(min=0), other)
+
+
+def test_it_is_scikit_learns() -> None:
+    truth, said = answers()
+    scores = SegmentScores(count_answers(truth, said, 8))  # class 7 is neither there nor said
+    known = truth != VOID
+    assert scores.answers.tolist() == confusion_matrix(truth[known], said[known], labels=range(8)).tolist()
+    assert math.isclose(scores.miou, jaccard_score(truth[known], said[known], average="macro"), rel_tol=1e-9)
+    each = torch.stack([count_answers(a, b, 8) for a, b in zip(truth, said, strict=True)])
+    torch.testing.assert_close(class_iou(each)[1], class_iou(each[1]), equal_nan=True)
+
+
+@pytest.mark.slow  # for the import
+def test_it_is_torchmetrics() -> None:
+    metrics = pytest.importorskip("torchmetrics.classification")
+    truth, said = answers()
+    scores = SegmentScores(count_answers(truth, said, 8))
+    theirs = metrics.MulticlassJaccardIndex(8, average="none", ignore_index=VOID)(said, truth).double()
+    torch.testing.assert_close(scores.iou[:7], theirs[:7], rtol=1e-6, atol=0)
+    mean = metrics.MulticlassJaccardIndex(8, average="macro", ignore_index=VOID)(said, truth)
+    assert math.isclose(scores.miou, float(mean), rel_tol=1e-6)
+
+
+@given(st.integers(1, 200), st.integers(1, 60), st.floats(0, 0.9))
+def test_windows_cover_a_side_and_overlap_enough(spare: int, window: int, overlap: float) -> None:
+    found = starts(window + spare, window, overlap)
+    assert found[0] == 0 and found[-1] == spare and found == sorted(set(found))
+    step = max(1, int(window * (1 - overlap)))
+    assert all(b - a <= step + 0.5 for a, b in itertools.pairwise(found))
+    assert starts(window, window, overlap) == [0]
+
+
+def local(inputs: Tensor) -> Tensor:
+    """A model that looks at each point alone: what it says of one does not depend on what else it sees."""
+    return torch.stack([inputs[:, 0] * 2, inputs[:, 1] - inputs[:, 2]], dim=1)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 1 / 3, 0.8])
+def test_a_model_of_single_points_sees_the_same_in_windows_and_in_the_whole(overlap: float) -> None:
+    picture = torch.randn(3, 28, 36, generator=torch.Generator().manual_seed(0))
+    whole = segment(local, picture, (12, 16), (4, 4), Inference("whole"))
+    slid = segment(local, picture, (12, 16), (4, 4), Inference("slide", overlap, at_once=3))
+    torch.testing.assert_close(slid, whole, rtol=0, atol=1e-5)
+
+
+def test_a_window_that_sees_the_whole_picture_is_the_whole() -> None:
+    torch.manual_seed(0)
+    method = small_method("segmentation", small_vit((16, 24)), 3, width=16, auxiliary_width=16).eval()
+    picture = torch.randn(3, 16, 24)
+    with torch.no_grad():
+        slid, whole = (
+            segment(method.logits, picture, (16, 24), (4, 4), Inference(mode)) for mode in ("slide", "whole")
+        )
+        assert torch.equal(slid, whole)
+        # In a larger picture a window's own part is what the model says of that part alone.
+        large = torch.randn(3, 16, 40)
+        slid = segment(method.logits, large, (16, 24), (4, 4), Inference("slide", 1 / 3))
+        left, right = (method.logits(large[None, :, :, at : at + 24])[0] for at in (0, 16))
+        torch.testing.assert_close(slid[..., :16], left[..., :16], rtol=0, atol=1e-5)
+        torch.testing.assert_close(slid[..., 24:], right[..., 8:], rtol=0, atol=1e-5)
+        torch.testing.assert_close(slid[..., 16:24], (left[..., 16:] + right[..., :8]) / 2, rtol=0, atol=1e-5)
+
+
+def test_the_whole_is_brought_to_whole_patches() -> None:
+    seen = []
+
+    def look(inputs: Tensor) -> Tensor:
+        seen.append(tuple(inputs.shape[2:]))
+        return local(inputs)
+
+    picture = torch.ones(3, 17, 22)
+    assert segment(look, picture, (16, 16), (4, 4), Inference("whole")).shape == (2, 17, 22)
+    assert seen == [(16, 24)]

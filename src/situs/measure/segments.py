@@ -6,22 +6,21 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Unpack
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from situs.config import Checked
 from situs.data.batch import VOID
 from situs.data.loader import Loader
 from situs.data.masks import names_beside
 from situs.data.sampler import sample_of
 from situs.data.sources.remote import is_remote
 from situs.errors import SitusError, counted
-from situs.limits import check_value
+from situs.limits import Count, Within, check_value
 from situs.measure.by_class import mixed_pairs
-from situs.measure.segments.scores import SegmentScores, class_iou, count_answers
-from situs.measure.segments.windows import Inference, Predict, segment
 from situs.methods.base import Batch
 from situs.methods.segmentation import Segmentation
 from situs.methods.upernet import resize
@@ -45,6 +44,25 @@ FIRST = 2
 """Of the worst images so many open the page."""
 PICTURES = 8
 """How many of the worst are kept to be looked at."""
+
+
+Predict = Callable[[Tensor], Tensor]
+"""Inputs [B, C, H, W] -> logits [B, K, H, W]."""
+
+
+@dataclass(frozen=True)
+class Inference(Checked):
+    """How a picture that is larger than the model's inputs is seen."""
+
+    mode: Literal["slide", "whole"] = "slide"
+    """slide: windows of the model's own size, their logits averaged where they overlap. whole: at once, with positions
+    resampled to its grid, where the model can."""
+
+    overlap: Annotated[float, Within("[0, 1)")] = 1 / 3
+    """slide: the least share of a window that the next one sees too."""
+
+    at_once: Count = 32
+    """slide: windows at a time."""
 
 
 class Segmented(NamedTuple):
@@ -299,3 +317,84 @@ def _shown(see: See, loader: Loader, rows: Sequence[int], ious: Sequence[float])
         [(_, logits, truth)] = see(batch)
         said = logits.argmax(dim=0).to(truth.dtype).cpu()
         yield Shown(loader.source.key(row), iou, loader.shown(batch.inputs)[0].cpu(), truth.cpu(), said)
+
+
+@dataclass(frozen=True)
+class SegmentScores:
+    """answers: [K, K] int64, pixels by (true, said), void ones left out. loss: their mean cross entropy."""
+
+    answers: Tensor
+    loss: float = float("nan")
+
+    @property
+    def iou(self) -> Tensor:
+        """Intersection over union of each class, [K]; NaN where it is neither there nor said."""
+        return class_iou(self.answers)
+
+    @property
+    def miou(self) -> float:
+        """Its mean over the classes that are there or said."""
+        return float(self.iou.nanmean())
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the pixels whose class is right."""
+        return float(self.answers.diagonal().sum() / self.answers.sum())
+
+    @property
+    def class_accuracy(self) -> float:
+        """The mean over the classes that are there of the share of their pixels that are right."""
+        return float((self.answers.diagonal() / self.answers.sum(dim=1)).nanmean())
+
+
+def class_iou(answers: Tensor) -> Tensor:
+    """answers [..., K, K] -> intersection over union [..., K], NaN where both are empty."""
+    right = answers.diagonal(dim1=-2, dim2=-1).double()
+    return right / (answers.sum(-1) + answers.sum(-2) - right)
+
+
+def count_answers(truth: Tensor, said: Tensor, classes: int) -> Tensor:
+    """Pixels by (true, said), [K, K] int64; those without a class are left out. truth, said: any one shape."""
+    truth, said = truth.flatten().long(), said.flatten().long()
+    pairs = torch.where(truth == VOID, classes * classes, truth * classes + said)
+    return torch.bincount(pairs, minlength=classes * classes + 1)[:-1].view(classes, classes)
+
+
+def starts(length: int, window: int, overlap: float) -> list[int]:
+    """Where windows begin along a side: as few as overlap enough, the first and the last at its ends."""
+    spare = length - window
+    count = 0 if spare <= 0 else -(-spare // max(1, int(window * (1 - overlap))))
+    return [round(spare * number / max(1, count)) for number in range(count + 1)]
+
+
+def segment(
+    predict: Predict, picture: Tensor, window: tuple[int, int], patch: tuple[int, int], how: Inference
+) -> Tensor:
+    """The logits [K, H, W] of a picture [C, H, W] that is at least as large as a window.
+
+    patch: sides that a picture is a multiple of to be seen whole; another is brought to the next.
+    """
+    if how.mode == "slide":
+        return _slide(predict, picture, window, how)
+    high, wide = (max(1, round(side / own)) * own for side, own in zip(picture.shape[1:], patch, strict=True))
+    return resize(predict(resize(picture[None], (high, wide))).float(), picture.shape[1:])[0]
+
+
+def _slide(predict: Predict, picture: Tensor, window: tuple[int, int], how: Inference) -> Tensor:
+    (height, width), (high, wide) = picture.shape[1:], window
+    places = [(top, left) for top in starts(height, high, how.overlap) for left in starts(width, wide, how.overlap)]
+    total, seen = None, torch.zeros(height, width, device=picture.device)
+    for first in range(0, len(places), how.at_once):
+        some = places[first : first + how.at_once]
+        parts = predict(_windows(picture, some, window)).float()
+        for (top, left), part in zip(some, parts, strict=True):
+            total = part.new_zeros(len(part), height, width) if total is None else total
+            total[:, top : top + high, left : left + wide] += part
+            seen[top : top + high, left : left + wide] += 1
+    assert total is not None
+    return total / seen
+
+
+def _windows(picture: Tensor, places: list[tuple[int, int]], window: tuple[int, int]) -> Tensor:
+    high, wide = window
+    return torch.stack([picture[:, top : top + high, left : left + wide] for top, left in places])

@@ -1,0 +1,64 @@
+"""Attacks, defences and scenarios of other packages and of a user's own files, by name beside ours.
+
+Another package declares them under an entry point, as `[project.entry-points."situs.attacks"] mine = "package:Mine"`;
+a script adds a class itself (`ATTACKS.add(Mine)`), and a command names it as file.py:Class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from situs.errors import SitusError
+from situs.files import load_code, names_code
+
+T = TypeVar("T")
+
+
+class Plugins(Mapping[str, T]):
+    """name -> class. Another package's is imported when it is asked for, so a broken one harms nobody else."""
+
+    def __init__(self, classes: Mapping[str, T], group: str, needs: tuple[str, ...]) -> None:
+        """needs: names that every class must have."""
+        self.group, self.needs, self._classes = group, needs, dict(classes)
+        self._points: dict[str, EntryPoint] | None = None
+
+    def add(self, kind: T) -> T:
+        """Knows a class by its `name` from now on."""
+        lacking = [name for name in self.needs if not hasattr(kind, name)]
+        if lacking:
+            raise SitusError(f"{getattr(kind, '__name__', kind)}: has no {' and no '.join(lacking)} ({self.group})")
+        self._classes[str(getattr(kind, "name"))] = kind  # noqa: B009  (a T is known by what it has)
+        return kind
+
+    def __getitem__(self, name: str) -> T:
+        if name in self._classes:
+            return self._classes[name]
+        kind: Any = load_code(name) if names_code(name) else _load(self._declared()[name], self.group)
+        self._classes[name] = self.add(kind)
+        return kind
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._classes or name in self._declared() or (isinstance(name, str) and names_code(name))
+
+    def __iter__(self) -> Iterator[str]:
+        yield from sorted({*self._classes, *self._declared()})
+
+    def __len__(self) -> int:
+        return len({*self._classes, *self._declared()})
+
+    def _declared(self) -> dict[str, EntryPoint]:
+        if self._points is None:  # once: it reads the files of every package that is installed
+            self._points = {point.name: point for point in entry_points(group=self.group)}
+        return self._points
+
+
+def _load(point: EntryPoint, group: str) -> Any:
+    try:
+        return point.load()
+    except Exception as error:  # whatever another package's import may raise
+        place = f"{point.value} of {point.dist.name if point.dist else 'another package'}"
+        raise SitusError(
+            f"{group}, {point.name!r} ({place}) cannot be imported: {type(error).__name__}: {error}"
+        ) from error

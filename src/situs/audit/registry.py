@@ -1,0 +1,80 @@
+"""Every attack of every scenario in one table: what the attacker knows, what it proves, and the paper it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from situs.audit.engine import Images
+from situs.audit.plugins import Plugins
+from situs.audit.run import Card
+from situs.audit.split.attackers import ATTACKS as SPLIT
+from situs.audit.text.attack import NAME as SENTENCES
+from situs.findings import HONEST, ThreatModel
+from situs.locks.attacks.recovery import ATTACKERS, NEEDS
+from situs.results import Cell, Table
+
+FINDS = "nothing: what it does not find may still be there"
+
+
+class Texts:
+    """Gradients of sentences."""
+
+    name: ClassVar[str] = "texts"
+    threat: ClassVar[ThreatModel] = HONEST
+
+    @staticmethod
+    def cards() -> Iterator[Card]:
+        knows = "the weights before the step, the tokeniser, the size of the batch, the noise"
+        paper = "DAGER (Petrov et al., 2024)"
+        apart = (
+            "words are also named by the rows of the tables; sentences are held against the second block's gradients"
+        )
+        yield Card(SENTENCES, "texts", knows, FINDS, paper, apart)
+
+
+class Split:
+    """Features that a client of split learning sends."""
+
+    name: ClassVar[str] = "split"
+    threat: ClassVar[ThreatModel] = HONEST
+
+    @staticmethod
+    def cards() -> Iterator[Card]:
+        paper = "Permutation equivariance of transformers (Xu et al., 2023)"
+        for name, (_, knows) in SPLIT.items():
+            plain = name == "decoder"
+            apart = "a regression first, then a small transformer" if plain else "knows of permutations and undoes them"
+            yield Card(name, "split", f"{knows}; public images", FINDS, paper if plain else "ours", apart)
+
+
+class Lock:
+    """Weights whose channels a key permutes."""
+
+    name: ClassVar[str] = "lock"
+    threat: ClassVar[ThreatModel] = HONEST
+
+    @staticmethod
+    def cards() -> Iterator[Card]:
+        proves = "the share of the key that is right, where the auditor has the true one; else nothing"
+        for name, about in ATTACKERS.items():
+            yield Card(name, "lock", NEEDS[name], proves, "ours", about)
+
+
+SCENARIOS: Plugins[type[Images | Texts | Split | Lock]] = Plugins(
+    {"images": Images, "texts": Texts, "split": Split, "lock": Lock}, "situs.scenarios", ("name", "threat", "cards")
+)
+"""Every scenario by name."""
+
+
+def cards() -> list[Card]:
+    """Every attack of every scenario."""
+    return [card for scenario in SCENARIOS.values() for card in scenario.cards()]
+
+
+def attacks_table() -> Table:
+    """A row for each attack."""
+    rows: list[list[Cell]] = [list(card) for card in cards()]
+    return Table(
+        "Attacks", ("attack", "scenario", "the attacker knows", "it proves", "paper", "how ours differs"), rows
+    )

@@ -1,1 +1,0 @@
-"""Detection: which objects are found where, beside those that are there."""

@@ -1,1 +1,0 @@
-"""Segmentation: the class of every pixel, whole images by windows or at once, and how right it is."""

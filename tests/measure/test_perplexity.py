@@ -1,0 +1,34 @@
+"""The scores of a language model whose answers are known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from situs.data.batch import VOID
+from situs.errors import SitusError
+from situs.measure.perplexity import measure_perplexity
+from situs.methods.base import Batch
+
+
+def repeating(words: Tensor, mask: Tensor | None) -> Tensor:
+    """Says of every word that it comes again, and of the other three that they are equally likely."""
+    return 4.0 * torch.nn.functional.one_hot(words.clamp(min=0), 4).double()
+
+
+def test_words_that_are_guessed_are_counted_and_padding_is_not() -> None:
+    words = torch.tensor([[0, 0, 1, 1], [2, 2, 2, VOID]])  # of five words that follow another, four are the same
+    found = measure_perplexity(repeating, [Batch(words, torch.arange(2), {"words": words})])
+    assert (found.accuracy, found.words) == (4 / 5, 5)
+    likely = math.exp(4) / (math.exp(4) + 3)
+    assert found.loss == pytest.approx(-(4 * math.log(likely) + math.log((1 - likely) / 3)) / 5)
+    assert found.perplexity == pytest.approx(math.exp(found.loss))
+
+
+def test_blocks_of_one_word_have_nothing_to_guess() -> None:
+    words = torch.tensor([[0], [1]])
+    with pytest.raises(SitusError, match="no word to guess"):
+        measure_perplexity(repeating, [Batch(words, torch.arange(2), {"words": words})])
