@@ -37,7 +37,7 @@ from situs.files import write_text
 from situs.measure.adapt.bench import DECAYS, Bench, neighbours
 from situs.measure.adapt.run import EPOCHS as PASSES
 from situs.measure.adapt.run import UPDATES
-from situs.measure.adapt.ways import PARTS, WAYS, Origin, Tried, choose, folds_of
+from situs.measure.adapt.ways import PARTS, WAYS, Initial, TriedWay, choose, folds_of
 from situs.measure.by_class import wilson
 from situs.measure.finetune import FinetuneConfig
 from situs.measure.knn import knn_accuracy
@@ -136,10 +136,10 @@ class Study:
         """What a job has measured."""
         return json.loads((self.out / "rows" / f"{job.name}.json").read_text())
 
-    def origin(self, job: Job) -> Origin:
+    def origin(self, job: Job) -> Initial:
         """The weights that a job begins with."""
         if job.start == DINO:
-            return Origin("", f"{MODEL}={self.weights}")
+            return Initial("", f"{MODEL}={self.weights}")
         backbone = open_model(MODEL, weights="random", img_size=SIDES[job.set]).backbone
         blind = False
         if job.start != SCRATCH:
@@ -148,7 +148,7 @@ class Study:
             blind = not METHODS[job.start].uses_positions(METHODS[job.start].Config())
         source = addressed_model(backbone)
         assert source is not None
-        return Origin(job.start, source, "learned" if blind else None, "none" if blind else None)
+        return Initial(job.start, source, "learned" if blind else None, "none" if blind else None)
 
     def bench(self, job: Job) -> Bench:
         """Labels drawn by the job's seed, so many of each class."""
@@ -190,7 +190,7 @@ class Study:
         optim = {rate: {} if rate is None else {"lr": rate, "layer_decay": 1.0} for rate in rates}
         if job.labels == 1:
             rate = rates[0]
-            tried = Tried(way, origin, torch.full((len(labels),), torch.nan), 0.0, total, total)
+            tried = TriedWay(way, origin, torch.full((len(labels),), torch.nan), 0.0, total, total)
         else:
             settings: Any = (way, origin, features, decay, folds, FOLDS[job.set, job.labels], total)
             every = {rate: bench.trained(*settings, **optim[rate]) for rate in rates}
@@ -213,13 +213,13 @@ class Study:
         return {"updates": total}
 
     def _frozen(
-        self, job: Job, bench: Bench, origin: Origin, backbone: Any, features: Tensor, folds: Tensor
+        self, job: Job, bench: Bench, origin: Initial, backbone: Any, features: Tensor, folds: Tensor
     ) -> dict[str, Any]:
         one = job.labels == 1
         untested = torch.full((len(folds),), torch.nan)
         rows = bench.frozen(origin, features, folds) if not one else [
-            Tried("kNN", origin, untested, 1), Tried("class means", origin, untested, 20.0),
-            Tried("linear probe", origin, untested, DECAYS[-2])]  # fmt: skip
+            TriedWay("kNN", origin, untested, 1), TriedWay("class means", origin, untested, 20.0),
+            TriedWay("linear probe", origin, untested, DECAYS[-2])]  # fmt: skip
         test, truth, _ = bench.features(backbone, test=True)
         k = neighbours(len(folds), len(bench.classes))
         near = knn_accuracy(features, bench.labels.to(features.device), test, truth, k)
@@ -343,8 +343,10 @@ def _adapted(out: Path, labels_of: Any) -> Iterator[dict[str, Any]]:
                     if not own or len({row["start"] for row in own}) < len(starts):
                         continue
                     tried = [
-                        Tried(
-                            row["way"], Origin("" if row["start"] == DINO else row["start"], ""), numbers(row["right"])
+                        TriedWay(
+                            row["way"],
+                            Initial("" if row["start"] == DINO else row["start"], ""),
+                            numbers(row["right"]),
                         )
                         for row in own
                     ]

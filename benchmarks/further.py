@@ -26,7 +26,7 @@ from situs.backbones.lora import add_lora, low_rank_names
 from situs.data.loader import make_loader
 from situs.data.sources.base import TensorSource
 from situs.measure.adapt.bench import Bench, updates
-from situs.measure.adapt.ways import Origin
+from situs.measure.adapt.ways import Initial
 from situs.measure.finetune import finetune_config
 from situs.measure.knn import knn_accuracy
 from situs.measure.probe.linear import fit_linear
@@ -65,7 +65,7 @@ def look(bench: Bench, learner: Method, blind: bool) -> dict[str, float]:
     """Neighbours and a probe on the learner's frozen features."""
     source = addressed_model(copy.deepcopy(learner.backbone))
     assert source is not None
-    backbone = bench.make(Origin("", source, None, "none" if blind else None), "class means")[1].backbone
+    backbone = bench.make(Initial("", source, None, "none" if blind else None), "class means")[1].backbone
     features, labels, _ = bench.features(backbone)
     test, truth, _ = bench.features(backbone, test=True)
     probe = fit_linear(features, labels, len(bench.classes), 1e-2)

@@ -43,20 +43,17 @@ from situs.locks.equivariance import Finding, Verification
 from situs.locks.veil import Veil
 from situs.measure.accuracy import Accuracy, ClassAccuracy
 from situs.measure.adapt import Adapted
-from situs.measure.adapt.ways import Origin as Start
-from situs.measure.adapt.ways import Tried as Way
-from situs.measure.attention import Attention, Shown, Survey
+from situs.measure.adapt.ways import Initial, TriedWay
+from situs.measure.attention import Attention, AttentionMaps, Survey
 from situs.measure.consistency import Consistency, ConsistencyCurve
 from situs.measure.correlation import Correlation, Correlations
 from situs.measure.ensemble import Ensemble
 from situs.measure.knn import LayerAccuracy, LayerKnn
 from situs.measure.multi_label import LabelAccuracy, label_scores
-from situs.measure.objects import Answers, ApScores, Detections
-from situs.measure.objects import Drawn as DrawnObjects
-from situs.measure.objects import Shown as ShownObjects
+from situs.measure.objects import Answers, ApScores, Detections, DrawnObjects, ShownObjects
 from situs.measure.perplexity import Perplexity, WordScores
 from situs.measure.position.dropped import PositionProbe, PositionProbes
-from situs.measure.position.head import Cell, PositionCurve, PositionGrid
+from situs.measure.position.head import GridCell, PositionCurve, PositionGrid
 from situs.measure.position.knowledge import PositionAudit
 from situs.measure.position.readers import OWN, PlaceReading, Probed
 from situs.measure.position.vectors import PositionTable, PositionTables, look_at
@@ -66,8 +63,7 @@ from situs.measure.probe.segments import SegmentProbe, SegmentProbes
 from situs.measure.reconstruct import Puzzle, PuzzleRatios, PuzzleScores, Reconstruction
 from situs.measure.robustness.measures import Robustness
 from situs.measure.runs import Run, Runs
-from situs.measure.segments import Inference, Segments, SegmentScores
-from situs.measure.segments import Shown as Segmented
+from situs.measure.segments import Inference, Segments, SegmentScores, ShownMask
 from situs.results import Origin, Provenance, Result
 from situs.studies.form import Study as StudyForm
 from situs.studies.result import Cell as StudyCell
@@ -94,7 +90,7 @@ def _score(classes: int) -> Score:
 def _attention() -> Attention:
     layers = torch.full((2, 2), 0.5, dtype=torch.float64)
     found = Survey((2, 2), 3, 5, layers, torch.rand(2, 2, 3, 3), layers, layers)
-    return Attention(found, Shown(torch.rand(2, 3, 8, 8), torch.full((2, 2, 2, 2), 0.25), 1, cls=True))
+    return Attention(found, AttentionMaps(torch.rand(2, 3, 8, 8), torch.full((2, 2, 2, 2), 0.25), 1, cls=True))
 
 
 def _positions() -> PositionTables:
@@ -137,7 +133,7 @@ def _probes(kind: str) -> Result:
 
 def _segments() -> Segments:
     mask = torch.tensor([[0, 1, -1], [1, 1, 0]], dtype=torch.int16)
-    worst = [Segmented(NAME, 0.25, torch.rand(3, 4, 6), mask, mask.flip(1).clamp(min=0))]
+    worst = [ShownMask(NAME, 0.25, torch.rand(3, 4, 6), mask, mask.flip(1).clamp(min=0))]
     return Segments(SegmentScores(torch.tensor([[3, 1], [0, 2]]), 0.5), (NAME, "b"), 1, worst, Inference())
 
 
@@ -250,7 +246,10 @@ def _text_audit() -> TextAudit:
 
 def _adapted() -> Adapted:
     labels, right = torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 0.0, 1.0, torch.nan]).double()
-    ways = [Way("class means", Start("", ""), right), Way("LoRA", Start("mp3", ""), 0 * right, 0.0, 3, 8)]
+    ways = [
+        TriedWay("class means", Initial("", ""), right),
+        TriedWay("LoRA", Initial("mp3", ""), 0 * right, 0.0, 3, 8),
+    ]
     return Adapted(Path("run"), tuple(ways), ways[0], labels, (NAME, "b"), SCORE, SCORE, ANSWERS, (NAME,))
 
 
@@ -289,7 +288,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Packed": (_packed, set()),
     "PositionAudit": (_position_audit, {"error", "named", "vectors", "spectrum"}),
     "PositionCurve": (lambda: PositionCurve({0.0: 0.5, 0.5: 0.25}, 4, 16, 0.5), {"curve"}),
-    "PositionGrid": (lambda: PositionGrid((Cell(0.5, 0.5, 8, 4, 0.25),), 4, 16, (0.5, 0.5)), {"grid"}),
+    "PositionGrid": (lambda: PositionGrid((GridCell(0.5, 0.5, 8, 4, 0.25),), 4, 16, (0.5, 0.5)), {"grid"}),
     "PositionProbes": (lambda: _probes("position"), {"accuracy", "places"}),
     "PositionTables": (_positions, {"pca-2d", "pca-3d", "cosine", "energy", "guesses"}),
     "Reconstruction": (_reconstruction, {"one", "placed"}),

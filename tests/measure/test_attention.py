@@ -19,7 +19,7 @@ from situs.errors import SitusError
 from situs.measure import attention
 from situs.measure.attention import (
     Attention,
-    Shown,
+    AttentionMaps,
     check_layer,
     image_maps,
     offset_counts,
@@ -189,7 +189,7 @@ def test_no_images_is_one_sentence() -> None:
 def page_of(name: str) -> tuple[str, dict[str, Any], dict[str, bytes]]:
     backbone = make(name)
     images = batches()[0].inputs
-    shown = Shown(images.clamp(0, 1), image_maps(backbone, images, 1), 1, cls="reg4" not in name)
+    shown = AttentionMaps(images.clamp(0, 1), image_maps(backbone, images, 1), 1, cls="reg4" not in name)
     found = survey(backbone, batches())
     result = Attention(found, shown, provenance=Provenance({"seed": 0}))
     assert [row[0] for row in result.summary().tables[0].rows] == ["1", "2"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from situs.measure.attention import Attention, Shown, Survey
+from situs.measure.attention import Attention, AttentionMaps, Survey
 from situs.pages import make_page as page
 
 CLS, MEAN = "What the CLS token takes from each patch, in layer 2", "The model has no CLS token, so this is the mean"
@@ -17,6 +17,6 @@ WITHOUT = "The model was trained without positions and is run without them here.
 def test_it_says_whose_attention_it_is_and_whether_positions_took_part(cls: bool, positions: bool) -> None:
     layers = torch.full((2, 2), 0.5, dtype=torch.float64)
     survey = Survey((2, 2), 3, 5, layers, torch.rand(2, 2, 3, 3), layers, layers)
-    shown = Shown(torch.rand(2, 3, 8, 8), torch.full((2, 2, 2, 2), 0.25), 1, cls=cls, positions=positions)
+    shown = AttentionMaps(torch.rand(2, 3, 8, 8), torch.full((2, 2, 2, 2), 0.25), 1, cls=cls, positions=positions)
     text = page(Attention(survey, shown)).render()
     assert (CLS in text, MEAN in text, WITHOUT in text) == (cls, not cls, not positions)

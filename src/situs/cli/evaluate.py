@@ -23,7 +23,6 @@ from situs.cli.result import (
 )
 from situs.cli.shell import answer
 from situs.errors import SitusError, counted
-from situs.progress import task
 
 if TYPE_CHECKING:
     from situs.models import Model
@@ -347,10 +346,7 @@ class Robustness(MeasureArgs):
 
         told = asked(self)
         sets = PublishedSets(**{each.name: told.pop(each.name) for each in fields(PublishedSets)})
-        model = open_from(self)
-        with task() as own:
-            found = evaluate_robustness(model, **told, sets=sets, progress=own.count)
-        present(found, self.out)
+        present(evaluate_robustness(open_from(self), **told, sets=sets), self.out)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,7 @@ class Survey:
 
 
 @dataclass(frozen=True)
-class Shown:
+class AttentionMaps:
     """What is laid over images [n, C, H, W] in [0, 1]: maps [n, H, h, w] of `layer`, counted from 0.
 
     cls: whether they are those of CLS. positions: whether the model was given its positions.
@@ -87,7 +87,7 @@ class Attention(Result):
     file: ClassVar[str] = "attention"
     meaning: ClassVar[str] = MEANING
     survey: Survey
-    shown: Shown
+    shown: AttentionMaps
 
     def summary(self) -> Summary:
         """The brightest tenth, the sharpest and the widest head, how many are local; a row a layer."""
@@ -269,7 +269,7 @@ def analyze_attention(
     first = next(iter(loader)).inputs[:show]
     maps = image_maps(backbone, first, depth, positions=positions)
     pictures = loader.shown(first).cpu()
-    shown = Shown(pictures, maps, depth, has_cls(backbone), positions)
+    shown = AttentionMaps(pictures, maps, depth, has_cls(backbone), positions)
     return Attention(found, shown, provenance=made_with(model, loader, seed))
 
 

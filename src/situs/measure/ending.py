@@ -23,7 +23,7 @@ from situs.errors import SitusError
 from situs.measure.accuracy import Accuracy, hard, labels_of
 from situs.measure.by_class import wilson
 from situs.measure.features import Pool, encoded, pool_features
-from situs.measure.knn import knn_accuracy
+from situs.measure.knn import POOLS, knn_accuracy
 from situs.measure.probe.head import SMALL
 from situs.measure.probe.linear import fit_probe, score
 from situs.methods.base import Method
@@ -64,14 +64,14 @@ class Frozen:
         tried: list[Baseline] = []
         for pool, features in bank.items():
             near = knn_accuracy(features, labels, test[pool], truth, k)
-            tried.append(Baseline(f"nearest neighbours on its {_POOLS[pool]}", near, self.command("knn", k=k)))
+            tried.append(Baseline(f"nearest neighbours on its {POOLS[pool]}", near, self.command("knn", k=k)))
             try:
                 linear = fit_probe(features, labels, classes).linear
             except SitusError:  # too few samples to choose a weight decay by
                 continue
             share = score(linear, [(test[pool], truth)], classes).accuracy
             command = self.command("probe", kind="class", pool=pool, train_count=len(labels))
-            tried.append(Baseline(f"a linear classifier on its {_POOLS[pool]}", share, command))
+            tried.append(Baseline(f"a linear classifier on its {POOLS[pool]}", share, command))
         return max(tried, key=lambda each: each.top1)
 
     def _features(self, backbone: Backbone, batches: Loader, precision: str) -> tuple[dict[Pool, Tensor], Tensor]:
@@ -102,9 +102,6 @@ class Frozen:
             asked["held_out"] = f"{config.data.held_out:g}"
         flags = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         return shlex.join(["situs", "evaluate", verb, model, *flags])
-
-
-_POOLS = {"cls": "CLS token", "mean": "mean of the patches"}
 
 
 def frozen_start(config: RunConfig, train: Loader, val: Loader) -> Frozen | None:

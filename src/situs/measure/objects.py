@@ -53,7 +53,7 @@ _SURE = 0.5  # from which share on a pixel of a drawn mask is of the object
 NAMES = {"ap": "AP", "ap50": "AP50", "ap75": "AP75", "small": "small", "medium": "medium", "large": "large"}
 
 
-class Drawn(NamedTuple):
+class DrawnObjects(NamedTuple):
     """Objects to look at. boxes: [n, 4] in pixels of the file. classes: [n]. masks: [n, h, w] bool. scores: of what
     was found."""
 
@@ -63,18 +63,18 @@ class Drawn(NamedTuple):
     scores: Tensor | None = None
 
 
-class Shown(NamedTuple):
+class ShownObjects(NamedTuple):
     """One image to look at. picture: [C, H, W] in [0, 1]. sides: of the file. f1: see `Answers`."""
 
     name: str
     f1: float
     picture: Tensor
     sides: tuple[int, int]
-    truth: Drawn
-    said: Drawn
+    truth: DrawnObjects
+    said: DrawnObjects
 
 
-class Measured(NamedTuple):
+class MeasuredObjects(NamedTuple):
     """What was found in each image, beside the truths in the same order."""
 
     boxes: ApScores
@@ -96,7 +96,7 @@ class Detections(Result):
     answers: Answers
     classes: Sequence[str]
     count: int
-    worst: Sequence[Shown]
+    worst: Sequence[ShownObjects]
     saved: str = ""
 
     def summary(self) -> Summary:
@@ -252,7 +252,7 @@ def detection_of(model: Model) -> Detection:
     return model.method
 
 
-def measure(method: Detection, loader: Loader, batches: Iterable[Batch], precision: str = "fp32") -> Measured:
+def measure(method: Detection, loader: Loader, batches: Iterable[Batch], precision: str = "fp32") -> MeasuredObjects:
     """The scores over all batches of all ranks; each brings its own part of the images."""
     lines = [each.to_line() for batch in batches for each in find(method, batch, precision)]
     text = bytearray("".join(f"{line}\n" for line in lines) or "\n", "ascii")
@@ -263,7 +263,7 @@ def measure(method: Detection, loader: Loader, batches: Iterable[Batch], precisi
         raise SitusError(f"{loader.source.name}: there are no images to evaluate on", field="data")
     truths = [truth_of(loader, each.row) for each in found]
     boxes, masks = (average_precision(truths, found, method.classes, kind) for kind in ("bbox", "segm"))
-    return Measured(boxes, masks, found, truths)
+    return MeasuredObjects(boxes, masks, found, truths)
 
 
 def find(method: Detection, batch: Batch, precision: str = "fp32") -> list[Found]:
@@ -282,7 +282,7 @@ def truth_of(loader: Loader, row: int) -> Truth:
     return source.truth(number)
 
 
-def _save(file: Path, loader: Loader, measured: Measured) -> None:
+def _save(file: Path, loader: Loader, measured: MeasuredObjects) -> None:
     source, _ = loader.source.origin(0)
     assert isinstance(source, CocoSource)
     rows, strange = coco_results(measured.found, measured.truths, source.categories)
@@ -293,7 +293,7 @@ def _save(file: Path, loader: Loader, measured: Measured) -> None:
         write_text(file, json.dumps(rows) + "\n")
 
 
-def _shown(loader: Loader, found: Found, truth: Truth, f1: float) -> Shown:
+def _shown(loader: Loader, found: Found, truth: Truth, f1: float) -> ShownObjects:
     pipeline, row = loader.pipeline, found.row
     values = pipeline.collate(0, [row], [pipeline.fetch(row, 0, row)])
     batch = pipeline.finish(pipeline.move(values, loader.device), torch.tensor([row], device=loader.device), {})
@@ -302,11 +302,13 @@ def _shown(loader: Loader, found: Found, truth: Truth, f1: float) -> Shown:
     sure = (found.scores >= SURE).nonzero()[:, 0]
     said = _drawn(found.boxes[sure], found.classes[sure], [found.rles[each] for each in sure], truth.sides)
     there = _drawn(truth.boxes, truth.classes, truth.rles, truth.sides)
-    return Shown(loader.source.key(row), f1, picture, truth.sides, there, said._replace(scores=found.scores[sure]))
+    return ShownObjects(
+        loader.source.key(row), f1, picture, truth.sides, there, said._replace(scores=found.scores[sure])
+    )
 
 
-def _drawn(boxes: Tensor, classes: Tensor, rles: list[Rle], sides: tuple[int, int]) -> Drawn:
-    return Drawn(boxes, classes, decode_rles(rles, sides))
+def _drawn(boxes: Tensor, classes: Tensor, rles: list[Rle], sides: tuple[int, int]) -> DrawnObjects:
+    return DrawnObjects(boxes, classes, decode_rles(rles, sides))
 
 
 def _points(value: float) -> Cell:

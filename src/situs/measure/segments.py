@@ -73,7 +73,7 @@ class Segmented(NamedTuple):
     truth: Tensor
 
 
-class Shown(NamedTuple):
+class ShownMask(NamedTuple):
     """One sample to look at. picture: [C, H, W] in [0, 1]. truth, said: [h, w] classes or VOID. iou: their mean."""
 
     name: str
@@ -83,7 +83,7 @@ class Shown(NamedTuple):
     said: Tensor
 
 
-class Measured(NamedTuple):
+class MeasuredSegments(NamedTuple):
     """rows: [n] the samples' numbers. ious: [n] each sample's mean over the classes there or said."""
 
     scores: SegmentScores
@@ -101,7 +101,7 @@ class Segments(Result):
     scores: SegmentScores
     classes: Sequence[str]
     count: int
-    worst: Sequence[Shown]
+    worst: Sequence[ShownMask]
     how: Inference
 
     def summary(self) -> Summary:
@@ -292,7 +292,7 @@ def seeing(method: Any, predict: Predict, how: Inference, precision: str = "fp32
     return see
 
 
-def measure(see: See, batches: Iterable[Batch], classes: int) -> Measured:
+def measure(see: See, batches: Iterable[Batch], classes: int) -> MeasuredSegments:
     """The scores over all batches, summed over the ranks where there are several; each brings its own part."""
     answers, losses, rows, ious = Total(), Total(), [], []
     for batch in batches:
@@ -305,10 +305,10 @@ def measure(see: See, batches: Iterable[Batch], classes: int) -> Measured:
     table = answers.over_ranks().cpu()
     loss = float(losses.over_ranks()) / int(table.sum())
     numbers, means = (rows_of_ranks(torch.stack(each)).cpu() for each in (rows, ious))
-    return Measured(SegmentScores(table, loss), numbers, means)
+    return MeasuredSegments(SegmentScores(table, loss), numbers, means)
 
 
-def _shown(see: See, loader: Loader, rows: Sequence[int], ious: Sequence[float]) -> Iterator[Shown]:
+def _shown(see: See, loader: Loader, rows: Sequence[int], ious: Sequence[float]) -> Iterator[ShownMask]:
     """The samples of these numbers, seen again."""
     pipeline = loader.pipeline
     for row, iou in zip(rows, ious, strict=True):
@@ -316,7 +316,7 @@ def _shown(see: See, loader: Loader, rows: Sequence[int], ious: Sequence[float])
         batch = pipeline.finish(values, torch.tensor([row], device=loader.device), {})
         [(_, logits, truth)] = see(batch)
         said = logits.argmax(dim=0).to(truth.dtype).cpu()
-        yield Shown(loader.source.key(row), iou, loader.shown(batch.inputs)[0].cpu(), truth.cpu(), said)
+        yield ShownMask(loader.source.key(row), iou, loader.shown(batch.inputs)[0].cpu(), truth.cpu(), said)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from memory_kinds import CLASSES, SIDE, pictures
 from situs.data.config import DataConfig
 from situs.data.sources.base import TensorSource
 from situs.measure.adapt.bench import Bench, rates_of, updates
-from situs.measure.adapt.ways import Origin, Way, folds_of
+from situs.measure.adapt.ways import Initial, Way, folds_of
 from situs.measure.finetune import FinetuneConfig
 from situs.measure.probe.head import head_of
 from situs.models.handed import addressed_model
@@ -21,7 +21,7 @@ from situs.train.optim import peak_rate
 
 
 @pytest.fixture(scope="module")
-def bench() -> tuple[Bench, Origin]:
+def bench() -> tuple[Bench, Initial]:
     """Thirty pictures, and a small ViT in memory."""
     pixels, labels = pictures(30)
     train = TensorSource(torch.tensor(pixels).permute(0, 3, 1, 2), torch.tensor(labels), CLASSES)
@@ -29,12 +29,12 @@ def bench() -> tuple[Bench, Origin]:
     source = addressed_model(small_vit(SIDE, depth=1))
     assert source is not None
     config = FinetuneConfig(data=DataConfig("samples", img_size=SIDE, batch=8))
-    return Bench(config, train, train, torch.tensor(labels), CLASSES, torch.device("cpu"), starting()), Origin(
+    return Bench(config, train, train, torch.tensor(labels), CLASSES, torch.device("cpu"), starting()), Initial(
         "", source
     )
 
 
-def test_features_are_what_the_head_is_fed(bench: tuple[Bench, Origin]) -> None:
+def test_features_are_what_the_head_is_fed(bench: tuple[Bench, Initial]) -> None:
     own, origin = bench
     backbone = own.make(origin, "class means")[1].backbone
     features, labels, rows = own.features(backbone)
@@ -45,7 +45,7 @@ def test_features_are_what_the_head_is_fed(bench: tuple[Bench, Origin]) -> None:
 
 
 @pytest.mark.parametrize("way", ["head", "LoRA", "all layers"])
-def test_a_training_is_stopped_and_repeated_where_it_did_best(way: Any, bench: tuple[Bench, Origin]) -> None:
+def test_a_training_is_stopped_and_repeated_where_it_did_best(way: Any, bench: tuple[Bench, Initial]) -> None:
     own, origin = bench
     features = own.features(own.make(origin, "class means")[1].backbone)[0]
     folds = folds_of(own.labels)
@@ -75,7 +75,7 @@ def test_a_training_is_stopped_and_repeated_where_it_did_best(way: Any, bench: t
     assert all(torch.equal(value, same[name]) for name, value in model.state_dict().items())
 
 
-def test_the_frozen_ways_leave_the_model_as_it_is(bench: tuple[Bench, Origin]) -> None:
+def test_the_frozen_ways_leave_the_model_as_it_is(bench: tuple[Bench, Initial]) -> None:
     own, origin = bench
     start = own.make(origin, "class means")[1]
     features = own.features(start.backbone)[0]
@@ -89,7 +89,7 @@ def test_the_frozen_ways_leave_the_model_as_it_is(bench: tuple[Bench, Origin]) -
         assert accuracy.top1 > 0.6 and int(answers.sum()) == 30  # shades of three classes are easily told
 
 
-def test_rates_grow_with_the_batch(bench: tuple[Bench, Origin]) -> None:
+def test_rates_grow_with_the_batch(bench: tuple[Bench, Initial]) -> None:
     own, origin = bench
     model = own.make(origin, "all layers")[1]
 
@@ -103,7 +103,9 @@ def test_rates_grow_with_the_batch(bench: tuple[Bench, Origin]) -> None:
 
 
 @pytest.mark.parametrize("method", ["droppos", "mp3"])
-def test_pretraining_trains_the_new_head_first_and_the_weights_slowly(method: str, bench: tuple[Bench, Origin]) -> None:
+def test_pretraining_trains_the_new_head_first_and_the_weights_slowly(
+    method: str, bench: tuple[Bench, Initial]
+) -> None:
     own, origin = bench
     start, moved, head = None, list[float](), list[float]()
     for learner in own.pretrained(origin, method, own.train, 6):

@@ -11,13 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from situs.measure.accuracy import Accuracy
-from situs.measure.adapt.ways import Adapted, Origin, Tried, Way, choose, class_means, folds_of, gain, one_label
+from situs.measure.adapt.ways import (
+    Adapted,
+    Initial,
+    TriedWay,
+    Way,
+    choose,
+    class_means,
+    folds_of,
+    gain,
+    one_label,
+)
 from situs.measure.knn import knn_scores
 from situs.measure.probe.head import fold_in
 from situs.measure.probe.linear import fit_linear
 from situs.results import finite
 
-GIVEN, AFTER = Origin("", "m"), Origin("mae", "p")
+GIVEN, AFTER = Initial("", "m"), Initial("mae", "p")
 
 
 def features(classes: int, each: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -69,10 +79,10 @@ def test_folds_are_disjoint_and_stratified(sizes: tuple[int, ...]) -> None:
     assert int(whole.max() - whole.min()) <= 1
 
 
-def tried(way: Way, right: float, origin: Origin = GIVEN, *, count: int = 100, tested: int | None = None) -> Tried:
+def tried(way: Way, right: float, origin: Initial = GIVEN, *, count: int = 100, tested: int | None = None) -> TriedWay:
     hits = (torch.arange(count) < round(right * count)).double()
     hits[tested if tested is not None else count :] = torch.nan
-    return Tried(way, origin, hits)
+    return TriedWay(way, origin, hits)
 
 
 LABELS = torch.zeros(100, dtype=torch.int64)
@@ -95,7 +105,9 @@ LABELS = torch.zeros(100, dtype=torch.int64)
         ([tried("class means", 0.5), tried("all layers", 0.2, tested=20)], ("class means", "")),
     ],
 )  # fmt: skip
-def test_a_later_way_is_taken_where_it_is_better_by_more_than_chance(rows: list[Tried], taken: tuple[str, str]) -> None:
+def test_a_later_way_is_taken_where_it_is_better_by_more_than_chance(
+    rows: list[TriedWay], taken: tuple[str, str]
+) -> None:
     best = choose(rows, LABELS)
     assert (best.way, best.origin.name) == taken
 
@@ -122,9 +134,9 @@ START = "class means (frozen start)"
 TEN = torch.tensor([0] * 8 + [1] * 2)
 
 
-def by_hand(way: str, right: str, origin: str = "", **more: int) -> Tried:
+def by_hand(way: str, right: str, origin: str = "", **more: int) -> TriedWay:
     hits = torch.tensor([torch.nan if letter == "-" else float(letter) for letter in right], dtype=torch.double)
-    return Tried(way, Origin(origin, ""), hits, **more)  # pyright: ignore[reportArgumentType]
+    return TriedWay(way, Initial(origin, ""), hits, **more)  # pyright: ignore[reportArgumentType]
 
 
 def test_the_table_and_the_sentence() -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from situs.measure.position.head import Cell, PositionCurve, PositionGrid
+from situs.measure.position.head import GridCell, PositionCurve, PositionGrid
 from situs.pages import make_page
 
 
 def test_missing_cells_are_said_and_not_counted() -> None:
     reason = "mask_ratio=0.5: must be 0.75 on swin"
     cells = (
-        Cell(0.5, 0.25, None, None, None, reason),
-        Cell(0.75, 0.25, 4, 1, 0.2),
-        Cell(0.75, 0.5, 4, 2, 0.6, top5=0.9),
+        GridCell(0.5, 0.25, None, None, None, reason),
+        GridCell(0.75, 0.25, 4, 1, 0.2),
+        GridCell(0.75, 0.5, 4, 2, 0.6, top5=0.9),
     )
-    grid = PositionGrid((*cells[:1], Cell(0.5, 0.5, None, None, None, reason), *cells[1:]), 10, 16, (0.75, 0.5))
+    grid = PositionGrid((*cells[:1], GridCell(0.5, 0.5, None, None, None, reason), *cells[1:]), 10, 16, (0.75, 0.5))
     assert grid.mean == 0.4
     said = grid.summary()
     assert said.sentence == (

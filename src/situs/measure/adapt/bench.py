@@ -21,7 +21,7 @@ from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.subset import Rows
 from situs.errors import SitusError
 from situs.measure.accuracy import Accuracy, Tally, hard, labels_of, measure_accuracy
-from situs.measure.adapt.ways import FOLDS, PARTS, Origin, Tried, Way, class_means
+from situs.measure.adapt.ways import FOLDS, PARTS, Initial, TriedWay, Way, class_means
 from situs.measure.finetune import finetune_config
 from situs.measure.knn import knn_scores
 from situs.measure.probe.head import fold_in, head_inputs, head_of
@@ -58,7 +58,7 @@ class Bench:
     device: torch.device
     start: Start
 
-    def make(self, origin: Origin, way: Way, **optim: Any) -> tuple[RunConfig, Method]:
+    def make(self, origin: Initial, way: Way, **optim: Any) -> tuple[RunConfig, Method]:
         """The run's config for a way from some weights, and its method with these weights, on the device."""
         kind = origin.positions if way in PARTS else origin.frozen
         config = finetune_config(self.config, origin.source, kind)
@@ -87,7 +87,7 @@ class Bench:
 
     # --- one way on the folds
 
-    def frozen(self, origin: Origin, features: Tensor, folds: Tensor) -> list[Tried]:
+    def frozen(self, origin: Initial, features: Tensor, folds: Tensor) -> list[TriedWay]:
         """Neighbours, class means and the linear probe on the folds."""
         n, classes, labels = len(self.labels), len(self.classes), self.labels.to(features.device)
         k = neighbours(len(labels), classes)
@@ -118,15 +118,15 @@ class Bench:
         spent = time.perf_counter() - began
         scale = SCALES[min(range(len(SCALES)), key=loss.__getitem__)]
         return [
-            Tried("kNN", origin, right(logits["kNN"]), k, seconds=spent),
-            Tried("class means", origin, right(logits["class means"]), scale, seconds=spent),
-            Tried("linear probe", origin, hits[decay], DECAYS[decay], seconds=spent),
+            TriedWay("kNN", origin, right(logits["kNN"]), k, seconds=spent),
+            TriedWay("class means", origin, right(logits["class means"]), scale, seconds=spent),
+            TriedWay("linear probe", origin, hits[decay], DECAYS[decay], seconds=spent),
         ]
 
     def trained(
         self,
         way: Way,
-        origin: Origin,
+        origin: Initial,
         features: Tensor,
         decay: float,
         folds: Tensor,
@@ -134,7 +134,7 @@ class Bench:
         total: int,
         check: Callable[[], None] = lambda: None,
         **optim: Any,
-    ) -> Tried:
+    ) -> TriedWay:
         """A training on the first `count` folds, looked at now and then; the best moment over the folds counts.
 
         features: of these weights, frozen; decay: of the probe on them, whose weights the head begins with.
@@ -156,7 +156,7 @@ class Bench:
                     right[at, rows] = self._answers(method, judge, config)
                     at += 1
         best = int(right.nansum(dim=1).argmax())
-        return Tried(way, origin, right[best], 0.0, looks[best], total, time.perf_counter() - began)
+        return TriedWay(way, origin, right[best], 0.0, looks[best], total, time.perf_counter() - began)
 
     def _begin(self, method: Method, features: Tensor, decay: float, rows: Tensor) -> None:
         """Gives a training's head the weights of the probe on these rows."""
@@ -176,7 +176,7 @@ class Bench:
         method.train()
         return hits
 
-    def refit(self, tried: Tried, features: Tensor, decay: float, **optim: Any) -> tuple[RunConfig, Method]:
+    def refit(self, tried: TriedWay, features: Tensor, decay: float, **optim: Any) -> tuple[RunConfig, Method]:
         """A way on all labelled images, as it did best on the folds. features, decay: as in `trained`."""
         config, method = self.make(tried.origin, tried.way, **optim)
         head, labels = head_of(method.backbone, len(self.classes)), self.labels.to(features.device)
@@ -199,7 +199,7 @@ class Bench:
     # --- pretraining
 
     def pretrained(
-        self, origin: Origin, method: str, source: Source, total: int, head: float = 0.5
+        self, origin: Initial, method: str, source: Source, total: int, head: float = 0.5
     ) -> Iterator[Method]:
         """A method of pretraining on images without labels, yielded after every update.
 

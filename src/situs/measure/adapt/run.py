@@ -23,7 +23,18 @@ from situs.errors import SitusError, counted, verb
 from situs.limits import check_value
 from situs.measure.accuracy import Accuracy
 from situs.measure.adapt.bench import DECAYS, LOOKS, Bench, part_of, updates
-from situs.measure.adapt.ways import FOLDS, PARTS, Adapted, Origin, Tried, balanced, choose, folds_of, gain, one_label
+from situs.measure.adapt.ways import (
+    FOLDS,
+    PARTS,
+    Adapted,
+    Initial,
+    TriedWay,
+    balanced,
+    choose,
+    folds_of,
+    gain,
+    one_label,
+)
 from situs.measure.ending import Frozen
 from situs.measure.finetune import finetune_config
 from situs.methods.base import Method
@@ -77,7 +88,7 @@ def adapt_model(
         torch.set_float32_matmul_precision("high")
     bench, remarks = open_bench(config, source, ranks.device, start)
     pool = None if method == "none" else unlabelled_source(bench.config.data, unlabelled)
-    origin = Origin("", source)
+    origin = Initial("", source)
     looked = time.perf_counter()
     features, labels, rows = bench.features(bench.make(origin, "class means")[1].backbone)
     image = (time.perf_counter() - looked) / len(rows)
@@ -197,19 +208,19 @@ class Search:
 
     def __init__(
         self, bench: Bench, method: str, pool: Source | None, say: Callable[[str], None], began: float, budget: float,
-        banks: dict[Origin, Tensor],
+        banks: dict[Initial, Tensor],
     ) -> None:  # fmt: skip
         self.bench, self.method, self.pool, self.say = bench, method, pool, say
         self.began, self.budget, self.banks = began, budget, banks
         self.folds = folds_of(bench.labels, seed=bench.config.train.seed)
-        self.tried: list[Tried] = []
+        self.tried: list[TriedWay] = []
 
     def run(self, image: float) -> list[str]:
         """Tries them; gives sentences on what was left out. image: seconds of a forward of one image."""
         origin, features = next(iter(self.banks.items()))
         if one_label(self.bench.labels):
             untested = torch.full((len(features),), torch.nan, dtype=torch.double)
-            self.tried = [Tried("class means", origin, untested, ONE_LABEL_SCALE)]
+            self.tried = [TriedWay("class means", origin, untested, ONE_LABEL_SCALE)]
             rule = "by a fixed rule class means on the weights as they were given are taken"
             return [f"Most classes have one label, so that there is nothing to choose by: {rule}."]
         self._add(self.bench.frozen(origin, features, self.folds))
@@ -244,11 +255,11 @@ class Search:
             self.say(f"{remarks[-1]} Ctrl-C again ends without a model.")
         return remarks
 
-    def decay(self, origin: Origin) -> float:
+    def decay(self, origin: Initial) -> float:
         """The weight decay of the probe on these weights, with which a training's head begins."""
         return next((each.setting for each in self.tried if each[:2] == ("linear probe", origin)), DECAYS[-2])
 
-    def _add(self, new: Sequence[Tried]) -> None:
+    def _add(self, new: Sequence[TriedWay]) -> None:
         self.tried += new
         for each in new:
             tested = ~each.right.isnan()
@@ -260,7 +271,7 @@ class Search:
         way, after = step
         return f"pretraining with {self.method}" if way == FROZEN else f"{way}{f' after {self.method}' * after}"
 
-    def _plan(self, origin: Origin, image: float) -> tuple[Plan, list[str]]:
+    def _plan(self, origin: Initial, image: float) -> tuple[Plan, list[str]]:
         """Times an update of each way, and says what fits into the minutes."""
         bench, count, remarks, cost = self.bench, len(self.bench.labels), list[str](), dict[str, float]()
         for way in PARTS:
@@ -289,7 +300,7 @@ class Search:
             self.say(remarks[-1])
         return plan, remarks
 
-    def _pretrain(self, origin: Origin, total: int, check: Callable[[], None]) -> Origin:
+    def _pretrain(self, origin: Initial, total: int, check: Callable[[], None]) -> Initial:
         """The weights after pretraining, their frozen features among `banks`."""
         assert self.pool is not None
         learner = None
@@ -307,12 +318,12 @@ def _clock(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-def pretrained_origin(learner: Method, method: str) -> Origin:
+def pretrained_origin(learner: Method, method: str) -> Initial:
     """What was pretrained, as weights to begin with: where it never saw positions, new ones are learned later on."""
     blind = not learner.sees_positions
     source = addressed_model(learner)
     assert source is not None
-    return Origin(method, source, "learned" if blind else None, "none" if blind else None)
+    return Initial(method, source, "learned" if blind else None, "none" if blind else None)
 
 
 # --- the end -----------------------------------------------------------------------------------------------------
@@ -329,7 +340,7 @@ def worse(test: Accuracy, start: Accuracy) -> list[str]:
     return []
 
 
-def neighbours_better(bench: Bench, config: RunConfig, tried: Sequence[Tried], chosen: Tried) -> list[str]:
+def neighbours_better(bench: Bench, config: RunConfig, tried: Sequence[TriedWay], chosen: TriedWay) -> list[str]:
     """A sentence where neighbours do better than what was chosen by more than chance."""
     remarks = []
     for each in tried:
@@ -342,7 +353,7 @@ def neighbours_better(bench: Bench, config: RunConfig, tried: Sequence[Tried], c
 
 
 def write_run(
-    out: Path, config: RunConfig, bench: Bench, model: Method, chosen: Tried, test: Accuracy | None, seconds: float
+    out: Path, config: RunConfig, bench: Bench, model: Method, chosen: TriedWay, test: Accuracy | None, seconds: float
 ) -> None:
     """Writes a run's folder with this model as its one checkpoint."""
     loader = bench.loader(training=True)

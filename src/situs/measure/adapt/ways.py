@@ -27,7 +27,7 @@ in `benchmarks/few_labels.py`."""
 FOLDS = 5
 
 
-class Origin(NamedTuple):
+class Initial(NamedTuple):
     """Weights to begin with. name: for people. source: as `finetune` takes it. positions, frozen: the kind of positions
     to train with and to take features with; None: those of the weights."""
 
@@ -37,12 +37,12 @@ class Origin(NamedTuple):
     frozen: PositionKind | None = None
 
 
-class Tried(NamedTuple):
+class TriedWay(NamedTuple):
     """A way from some weights, on the folds. right: [n], 1 or 0 by image, NaN where it was not tested. setting: the
     weight decay of a probe, the scale of means, k. updates: after which a training did best. seconds: what it took."""
 
     way: Way
-    origin: Origin
+    origin: Initial
     right: Tensor
     setting: float = 0.0
     updates: int = 0
@@ -90,7 +90,7 @@ def gain(new: Tensor, old: Tensor, labels: Tensor) -> tuple[float, float]:
     return float(apart.sum()), float(apart.square().sum().sqrt())
 
 
-def choose(tried: Sequence[Tried], labels: Tensor) -> Tried:
+def choose(tried: Sequence[TriedWay], labels: Tensor) -> TriedWay:
     """The simplest, unless a later one is better than what is chosen so far by more than one standard error."""
     order = sorted((each for each in tried if each.way in WAYS), key=lambda each: (
         WAYS.index(each.way), bool(each.origin.name)))  # fmt: skip
@@ -133,8 +133,8 @@ class Adapted(Result):
     subject: ClassVar[str] = "adapted to your images"
     meaning: ClassVar[str] = ADAPT + MEANING
     run: Path
-    tried: tuple[Tried, ...]
-    chosen: Tried
+    tried: tuple[TriedWay, ...]
+    chosen: TriedWay
     labels: Tensor
     classes: Sequence[str]
     test: Accuracy | None

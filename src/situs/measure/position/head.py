@@ -51,7 +51,7 @@ TOP = 5
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridCell:
     """One cell of the grid. accuracy: share of the dropped places guessed right, None where `reason` says why not.
 
     visible: patches a sample shows at γ. dropped: those of them whose place is dropped at γ_pos. top5: share of the
@@ -80,7 +80,7 @@ class PositionGrid(Result):
     file: ClassVar[str] = "position"
     subject: ClassVar[str] = "position accuracy"
     meaning: ClassVar[str] = GRID
-    cells: tuple[Cell, ...]
+    cells: tuple[GridCell, ...]
     count: int
     places: int
     trained: tuple[float, ...]
@@ -248,7 +248,7 @@ def position_grid(
     check_values("position_ratios", position_ratios, "(0, 1]")
     settings = [(gamma, gamma_pos) for gamma in ratios for gamma_pos in position_ratios]
     found = _ask(method, batches, settings, seed, precision)
-    cells = [Cell(*setting, *found.cells[setting], found.top5.get(setting)) for setting in settings]
+    cells = [GridCell(*setting, *found.cells[setting], found.top5.get(setting)) for setting in settings]
     return PositionGrid(tuple(cells), found.count, math.prod(method.grid), method.trained_ratios)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -36,11 +36,9 @@ from situs.models import Model
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, opened
 from situs.models.inference import evaluating
 from situs.models.model import check_classifier
+from situs.progress import latest, task, tracked
 from situs.results import Provenance
 from situs.train.step import autocast
-
-Progress = Callable[[int, int, str], None]
-"""(steps done, steps in all, what is measured)."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,6 @@ def evaluate_robustness(
     sets: PublishedSets | None = None,
     precision: str = "fp32",
     seed: int = 0,
-    progress: Progress | None = None,
     **images: Unpack[Chosen],
 ) -> Robustness:
     """How robust a classifier is: corrupted (mCE), adversarial (ImageNet-A) and unknown images (ImageNet-O).
@@ -90,7 +87,7 @@ def evaluate_robustness(
     if not chosen and sets.imagenet_a is None and sets.imagenet_o is None:
         raise SitusError("there is nothing to measure: corruptions, ImageNet-A or ImageNet-O", field="corruptions")
     model = model.holding_out(images.pop("held_out", None))
-    run = _Run(model, names or model.classes, images, precision, seed, progress or (lambda *_: None))
+    run = _Run(model, names or model.classes, images, precision, seed)
     natural = None if sets.imagenet_a is None else run.natural(sets.imagenet_a)
     anomalies = None if sets.imagenet_o is None else run.anomalies(sets.imagenet_o, sets.in_distribution or data)
     clean, cells, pictures, loader = None, {}, None, None
@@ -129,27 +126,24 @@ def corrupted_accuracy(
     index: Tensor | None = None,
     seed: int = 0,
     precision: str = "fp32",
-    progress: Progress | None = None,
 ) -> tuple[Accuracy, dict[str, dict[int, Accuracy]]]:
     """The accuracy on the loader's images, and on each of its corruptions, made as they are needed.
 
     Images are corrupted as the model sees them, cropped and resized, before they are normalised. index: [classes], the
     output that each label means; by default the label itself.
     """
-    tell = progress or (lambda *_: None)
     plain, tallies = Tally(), {(name, severity): Tally() for name in corruptions for severity in severities}
-    steps, done = loader.steps_per_epoch * len(tallies), 0
-    with evaluating(model):
+    done = 0
+    with evaluating(model), task("corruptions", loader.steps_per_epoch * len(tallies)) as progress:
         for batch in relabelled(loader, index):
             labels, ids = labels_of(batch), _rows_of(batch, loader)
             images = seen(batch.inputs, loader)
             plain.add(_logits(model, batch.inputs, precision), labels)
             for (name, severity), tally in tallies.items():
-                tell(done, steps, f"{name} {severity}")
+                progress.tell(done, f"{name} {severity}")
                 changed = normalise(corrupt(images, name, severity, ids, seed=seed), loader.mean, loader.std)
                 tally.add(_logits(model, changed, precision), labels)
                 done += 1
-    tell(steps, steps, "corruptions")
     found = {name: {severity: tallies[name, severity].result() for severity in severities} for name in corruptions}
     return plain.result(), found
 
@@ -163,7 +157,7 @@ def answers(
     """
     confidence, answer, labels = [], [], []
     with evaluating(model):
-        for batch in loader:
+        for batch in tracked(loader, loader.source.name, loader.steps_per_epoch):
             best = _logits(model, batch.inputs, precision).float()[:, outputs].softmax(dim=-1).max(dim=-1)
             confidence.append(best.values)
             answer.append(best.indices)
@@ -205,10 +199,9 @@ class _Run:
         images: Chosen,
         precision: str,
         seed: int,
-        tell: Progress,
     ) -> None:
         self.model, self.names, self.images = model, names, images
-        self.precision, self.seed, self.tell = precision, seed, tell
+        self.precision, self.seed = precision, seed
         self.backbone, self.device = model.backbone, model.device
         self.skipped: list[str] = []
         with evaluating(self.backbone):
@@ -234,7 +227,6 @@ class _Run:
 
     def clean(self, loader: Loader) -> Accuracy:
         """The accuracy on the images as they are."""
-        self.tell(0, 1, "clean images")
         index = self.index(loader, loader.source.name)
         found = measure_accuracy(self.backbone, relabelled(loader, index), precision=self.precision)
         self.note(loader)
@@ -252,7 +244,6 @@ class _Run:
             index=self.index(loader, loader.source.name),
             seed=self.seed,
             precision=self.precision,
-            progress=self.tell,
         )
         self.note(loader)
         first = next(iter(loader)).part(slice(0, 1))
@@ -268,8 +259,8 @@ class _Run:
         cells: dict[str, dict[int, Accuracy]] = {name: {} for name in corruptions}
         strips: list[Tensor] = []
         places = [(name, severity) for name in corruptions for severity in severities]
-        for done, (name, severity) in enumerate(places):
-            self.tell(done, len(places), f"{name} {severity}")
+        for name, severity in tracked(places, "corruptions"):
+            latest(f"{name} {severity}")
             source, numbered = open_corrupted(root, name, severity, self.model.data.channels)
             # Their publishers have cropped them already.
             loader, what = self.wrap(source, crop_share=1.0), f"{root.name}/{name}/{severity}"
@@ -281,12 +272,10 @@ class _Run:
             cells[name][severity] = measure_accuracy(self.backbone, batches, precision=self.precision)
             strips.append(seen(next(iter(loader)).inputs[:1], loader).cpu())
             self.note(loader)
-        self.tell(len(places), len(places), "corruptions")
         return cells, torch.cat(strips).unflatten(0, (len(cells), -1))
 
     def natural(self, root: Path) -> Natural:
         """ImageNet-A: among its own classes, how often right, and whether confidence knows it."""
-        self.tell(0, 1, "ImageNet-A")
         loader = self.wrap(open_folder(root, self.model.data.channels, "imagenet_a"))
         outputs = self.index(loader, root.name)
         confidence, answer, truth = answers(self.backbone, loader, outputs, self.precision)
@@ -306,7 +295,6 @@ class _Run:
 
     def anomalies(self, root: Path, beside: AnyData) -> Anomalies:
         """ImageNet-O against the images of the same classes from the classifier's own distribution."""
-        self.tell(0, 1, "ImageNet-O")
         strange = self.wrap(open_folder(root, self.model.data.channels, "imagenet_o"))
         # Without folders of classes there is nothing to restrict the softmax to.
         outputs = torch.arange(self.outputs) if strange.classes is None else self.index(strange, root.name).cpu()

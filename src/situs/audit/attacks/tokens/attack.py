@@ -2,8 +2,8 @@
 
 What enters the layers of the first block lies in the row spaces of their gradients. For one image and a table that
 tells every place apart that is one linear solve (`linear`); attention, labels and loss do not matter, nor whether the
-table is trained, sent or fixed. How much stays open is counted beforehand (`count`) and told; the MLP's activation
-tells that apart, token by token (`search`, `roots`), and what attention gave the tokens which of them are one image
+table is trained, sent or fixed. How much stays open is counted beforehand (`linear.count`) and told; the MLP's
+activation tells that apart, token by token (`search`), and what attention gave the tokens which of them are one image
 (`images`).
 """
 
@@ -36,69 +36,6 @@ from situs.backbones.base import Backbone
 from situs.backbones.lora import low_rank_names
 from situs.methods.measured import HidesPlaces
 from situs.methods.mp3 import MP3
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is said of an upload that has no equations to solve: gradients of zeros, or of numbers that are none.
-#
-# A classifier that is sure, or one of zeros, sends zeros behind it; so does a type too coarse for small gradients.
-# That is one upload and no defence: the next one may hold the image.
-
-
-def grey(block: Block, images: int) -> Tensor:
-    """Patches [B, N, K] of which nothing is known."""
-    return block.weight.new_zeros(images, block.places, block.weight.shape[1])
-
-
-def unsolved(block: Block, upload: Gradients, free: int) -> dict[str, Fact]:
-    """The facts of an upload whose equations broke down. free: directions that were counted to be open."""
-    lost = [name for name in block.names if name in upload and not known_numbers(upload[name]).nan_to_num().any()]
-    return {
-        "open_directions": free,
-        "residual": None,
-        "expected_residual": 1.0,
-        "fits": False,
-        "proof": None,
-        "verdict": f"the gradient of {lost[0]} came as zeros, or as numbers that are none: there is nothing to solve "
-        "with in this upload, and nothing is known of another"
-        if lost
-        else FAILED,
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Uploads after several local steps (FedAvg): sums of gradients that were taken at weights on a path.
-
-
-def times_counted(block: Block, known: Knowledge, sent: Collection[str]) -> list[Counts]:
-    """The ranks for ever more inputs a token, as far as that leaves nothing open; at least those of one input.
-
-    The sum over k steps holds k inputs of every token, in its row space all of them: that of the first step belongs to
-    the weights that were sent out, which are known exactly. One input is enough for one step alone.
-    """
-    found: list[Counts] = []
-    for times in range(1, known.local_steps + 1):
-        here = count(block, known.batch, sent, times)
-        if times > 1 and (here.full or here.open):
-            break
-        found.append(here)
-    return found[1:] or found
-
-
-@torch.no_grad()
-def halfway(backbone: Backbone, upload: Gradients, known: Knowledge) -> Backbone:
-    """A copy with the mean of the weights over a client's steps of SGD, as far as the upload tells it.
-
-    Gradients of one input a token are then off by what the path bends, and not by its whole length.
-    """
-    copy, back = deepcopy(backbone), known.training.lr * (known.local_steps - 1) / 2
-    for name, parameter in copy.named_parameters():
-        if name in upload and not known.training.adam:
-            parameter -= back * known_numbers(upload[name]).nan_to_num().to(parameter)
-    return copy
-
-
-# --- the attack ------------------------------------------------------------------------------------------------------
-
 
 BLURRED = "rounding and noise blur the row spaces so far that a wrong token passes like a right one: nothing is proved"
 
@@ -152,28 +89,11 @@ class TokenSpans(Attack):
             return Refused(block)
         if isinstance(known.trained(backbone), HidesPlaces):
             return Refused("patches whose places are hidden are what adaptive-mjp separates")
-        layers, stem = block.layers, block.stem
-        patches = (stem.weight,) if stem.weight in sent else ()
         counts = count(block, known.batch, sent)
-        if not counts.full and (counts.open or not (counts.informs or counts.second)):
-            lacking = absent(sent, (*layers.qkv, layers.proj, *layers.fc1, layers.fc2))
-            if lacking is not None:
-                return Refused(f"{lacking.reason}; {_left(block, counts, known.batch, bool(patches))}")
-        if counts.full:
-            return Refused(counts.full)
-        reads = (layers.proj, *layers.fc1) if counts.second else ()
-        reads = (*layers.qkv, *reads) if counts.informs or counts.open else reads
-        reads = (*reads, layers.fc2) if counts.open else reads
-        if counts.open and block.norm0 is not None:
-            return Refused(f"{counts.reason}; behind a norm before the first block they are not searched for")
-        cost = counts.work * self.config.steps / SPEED[block.weight.device.type != "cpu"]
-        if counts.open and cost > LONG * self.config.seconds:
-            return Refused(
-                f"{counts.reason}; a round of search for them takes about {cost / 60:.0f} min on this device, and "
-                f"{self.config.seconds:g} s were given for one upload"
-            )
+        if (reason := _refusal(block, counts, sent, known.batch, self.config)) is not None:
+            return Refused(reason)
         limit = TURN * self.config.seconds if counts.open else None
-        return Ready((*patches, *reads), _caveat(block, known, counts, sent), limit)
+        return Ready(_reads(block, counts, sent), _caveat(block, known, counts, sent), limit)
 
     @torch.no_grad()
     def recover(
@@ -196,13 +116,16 @@ class TokenSpans(Attack):
         for upload in uploads:
             if solved and deadline.over():
                 break
-            even = known.even(upload, block.names)
-            distinct = distinct_images(block, upload, known.batch, even)
-            counts = count(block, distinct, upload)
+            distinct = distinct_images(block, upload, known.batch, known.even(upload, block.names))
+            counts, behind = count(block, distinct, upload), replace(known, batch=distinct)
             try:
-                patches, fact = self._one(block, upload, counts, replace(known, batch=distinct), deadline)
+                if counts.open:
+                    patches, fact = _searched(block, upload, counts, behind, self.config, deadline)
+                else:
+                    patches, fact = _solved(block, upload, behind)
             except (np.linalg.LinAlgError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
-                patches, fact = grey(block, distinct), unsolved(block, upload, counts.open)
+                patches = block.weight.new_zeros(distinct, block.places, block.weight.shape[1])
+                fact = _unsolved(block, upload, counts.open)
             if 1 < distinct < known.batch:
                 fact |= {"fits": False, "proof": None, "verdict": repeated(distinct, known.batch)}
             solved.append(patches[torch.arange(known.batch, device=patches.device) % len(patches)])
@@ -214,70 +137,6 @@ class TokenSpans(Attack):
         images = see_through(torch.cat(solved), block.backbone, block.stem, known, facts)
         return Recovery(images.float(), facts, partial=partial)
 
-    def _one(
-        self, block: Block, upload: Gradients, counts: Counts, known: Knowledge, deadline: Deadline
-    ) -> tuple[Tensor, dict[str, Fact]]:
-        """The different images [B, N, K] of one upload, and what the attacker can say of them."""
-        if not counts.open:
-            return _solved(block, upload, known)
-        moved = Block(halfway(block.backbone, upload, known)) if known.local_steps > 1 else block
-        spans = read_spans(moved, upload, counts, known.even(upload, block.names), known.forward)
-        return self._searched(moved, upload, spans, counts, known, deadline)
-
-    def _searched(
-        self,
-        block: Block,
-        upload: Gradients,
-        spans: Spans,
-        counts: Counts,
-        known: Knowledge,
-        deadline: Deadline,
-    ) -> tuple[Tensor, dict[str, Fact]]:
-        batch, end = known.batch, time.monotonic() + self.config.seconds
-        search = Search(
-            block,
-            upload,
-            spans,
-            counts,
-            _pixels(block, known),
-            self.config,
-            lambda: deadline.over() or time.monotonic() > end,
-            deadline.say,
-            (known.even(upload, block.names), known.forward),
-        )
-        roots = find_roots(search, batch)
-        tokens = roots.tokens
-        patches, proved = make_images(block, roots, batch, self.config.predictor, deadline.over)
-        solved, loose = bool(proved.all()), int(roots.wanted.max()) > batch
-        ordered = not loose
-        if loose and solved:  # rotary and relative positions stand in attention alone
-            deadline.say("tokens: the order, by attention")
-            ordered = True
-            for number, each in enumerate(patches):
-                held = tokens.at(torch.cdist(each, tokens.x).argmin(dim=1))
-                order = order_by_attention(block, each, held.o, search.stop)
-                patches[number], ordered = each[order.at], ordered and order.proved
-        told: dict[str, Fact] = {
-            "open_directions": counts.open,
-            "patches_that_fit": int((roots.fit <= SOLVED).sum()),
-            "patches": int(roots.wanted.sum()),
-            "residual": float(roots.fit.max()) if len(roots.fit) and bool(roots.fit.isfinite().all()) else None,
-            "expected_residual": 1.0,
-            "proof": None,
-            "verdict": f"not every patch is proved by the gradients of the first block: {counts.reason}",
-        }
-        together = solved and agree(block, patches, roots.tokens)
-        if together:
-            told |= {"proof": PROOF, "verdict": None}
-        elif solved:
-            told["verdict"] = "every patch is proved, but not which of them are one image, or in which order they stand"
-        if not ordered:
-            told["hidden"] = block.places
-            asked = "" if self.config.predictor is None else " and by what a run of MP3 says of them"
-            said = f"every patch is proved, and their order is a guess by their borders{asked}"
-            told["verdict"] = told["verdict"] or said
-        return patches, {**told, "fits": together}
-
     def _block(self, backbone: Backbone) -> Block | str:
         """What the weights tell, or the reason why nothing; read once for as long as they stay."""
         versions = [p._version for p in backbone.parameters()]
@@ -287,63 +146,37 @@ class TokenSpans(Attack):
         return self._read[2]
 
 
-def _solved(block: Block, upload: Gradients, known: Knowledge) -> tuple[Tensor, dict[str, Fact]]:
-    """The image [1, N, K] of one upload by linear equations alone, and what the attacker can say of it.
-
-    After local steps each token has an input for every step, and the one of the first step is known to the weights that
-    were sent out. The path is smooth, so that a few inputs a token span all: the fewest that leave what fits.
-    """
-    best: tuple[Tensor, dict[str, Fact]] | None = None
-    even = known.even(upload, block.names)
-    for counts in times_counted(block, known, upload):
-        spans = read_spans(block, upload, counts, even, known.forward)
-        found = solve(block, spans, counts)
-        fact = _facts(counts, misfit(block, spans, found))
-        if not even:  # noise that was stated may well move pixels, and rounding may not
-            fact |= _sharpness(block, upload, spans, counts, found, _pixels(block, known).width)
-        if best is None or _off(fact) < _off(best[1]):
-            best = found.x.unsqueeze(0), fact
-        if fact["fits"] is True and fact.get("sharp") is not False:
-            break
-    assert best is not None
-    return best
+# --- whether it can be made ------------------------------------------------------------------------------------------
 
 
-def _off(fact: dict[str, Fact]) -> tuple[bool, float]:
-    """By what solutions are compared: whether they fit, then by how much is left over."""
-    residual = fact["residual"]
-    return fact["fits"] is not True, residual if isinstance(residual, float) else torch.inf
+def _reads(block: Block, counts: Counts, sent: Collection[str]) -> tuple[str, ...]:
+    """The gradients that it needs of those sent."""
+    layers = block.layers
+    reads = [block.stem.weight] if block.stem.weight in sent else []
+    reads += layers.qkv if counts.informs or counts.open else ()
+    reads += (layers.proj, *layers.fc1) if counts.second else ()
+    return (*reads, layers.fc2) if counts.open else tuple(reads)
 
 
-def _sharpness(
-    block: Block, upload: Gradients, spans: Spans, counts: Counts, found: Tokens, width: float
-) -> dict[str, Fact]:
-    """sharp: whether rounding leaves the patches where they are; where it does not, others fit as well as these."""
-    again = solve(block, read_spans(block, _shaken(block, upload, spans), counts), counts)
-    sharp = float((again.x - found.x).square().mean().sqrt()) <= SHARP * width
-    return {"sharp": True} if sharp else {"sharp": False, "proof": None}
-
-
-def _shaken(block: Block, upload: Gradients, spans: Spans) -> Gradients:
-    """The upload with as much more rounding as a solution may have that fits: what moves then is not known."""
-    layers, chance = block.layers, torch.Generator().manual_seed(0)
-    groups = zip(((block.stem.weight,), layers.qkv, (layers.proj,), layers.fc1), spans, strict=True)
-    sizes = {name: SOLVED * float(span.noise) for names, span in groups if span is not None for name in names}
-    drawn = {name: torch.randn(upload[name].shape, generator=chance, dtype=torch.float64) for name in sizes}
-    grown = {name: 1 + size * drawn[name].to(block.weight) for name, size in sizes.items()}
-    return {**upload, **{name: known_numbers(upload[name]) * factor for name, factor in grown.items()}}
-
-
-def _pixels(block: Block, known: Knowledge) -> Range:
-    """What a value of a patch can be: black to white; twice a deviation where the normalisation is not known."""
-    shape, channels = block.backbone.input.shape, block.backbone.input.channels
-    assert shape is not None
-    mean, std = known.normalisation or ([0.0] * channels, [0.5] * channels)
-    white = [(1 - m) / s for m, s in zip(mean, std, strict=True)]
-    black = [-m / s for m, s in zip(mean, std, strict=True)] if known.normalisation else [-end for end in white]
-    ends = torch.tensor([black, white], dtype=torch.float64).to(block.weight)
-    rows = patches_of(ends.view(2, channels, 1, 1).expand(-1, -1, *shape), block.backbone, block.stem)
-    return Range(rows.amin(dim=(0, 1)), rows.amax(dim=(0, 1)))
+def _refusal(block: Block, counts: Counts, sent: Collection[str], batch: int, config: TokensConfig) -> str | None:
+    """Why the tokens are neither solved nor searched for; None where they are."""
+    if counts.full:
+        return counts.full
+    if counts.open or not (counts.informs or counts.second):
+        lacking = absent(sent, block.names[1:])
+        if lacking is not None:
+            return f"{lacking.reason}; {_left(block, counts, batch, block.stem.weight in sent)}"
+    if not counts.open:
+        return None
+    if block.norm0 is not None:
+        return f"{counts.reason}; behind a norm before the first block they are not searched for"
+    cost = counts.work * config.steps / SPEED[block.weight.device.type != "cpu"]
+    if cost > LONG * config.seconds:
+        return (
+            f"{counts.reason}; a round of search for them takes about {cost / 60:.0f} min on this device, and "
+            f"{config.seconds:g} s were given for one upload"
+        )
+    return None
 
 
 def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
@@ -377,12 +210,77 @@ def _low_rank(backbone: Backbone, batch: int) -> str | None:
 
 def _caveat(block: Block, known: Knowledge, counts: Counts, sent: Collection[str]) -> str | None:
     steps = known.local_steps
-    if steps == 1 or (not counts.open and times_counted(block, known, sent)[-1].times == steps):
+    if steps == 1 or (not counts.open and _times_counted(block, known, sent)[-1].times == steps):
         return None
     return (
         f"{steps} local steps: the weights move between them, and the inputs of so many steps are more than the "
         "equations take apart, so that some count as rounding"
     )
+
+
+# --- one image by linear equations alone -----------------------------------------------------------------------------
+
+
+def _solved(block: Block, upload: Gradients, known: Knowledge) -> tuple[Tensor, dict[str, Fact]]:
+    """The image [1, N, K] of one upload by linear equations alone, and what the attacker can say of it.
+
+    After local steps each token has an input for every step, and the one of the first step is known to the weights that
+    were sent out. The path is smooth, so that a few inputs a token span all: the fewest that leave what fits.
+    """
+    best: tuple[Tensor, dict[str, Fact]] | None = None
+    even = known.even(upload, block.names)
+    for counts in _times_counted(block, known, upload):
+        spans = read_spans(block, upload, counts, even, known.forward)
+        found = solve(block, spans, counts)
+        fact = _facts(counts, misfit(block, spans, found))
+        if not even:  # noise that was stated may well move pixels, and rounding may not
+            fact |= _sharpness(block, upload, spans, counts, found, _pixels(block, known).width)
+        if best is None or _off(fact) < _off(best[1]):
+            best = found.x.unsqueeze(0), fact
+        if fact["fits"] is True and fact.get("sharp") is not False:
+            break
+    assert best is not None
+    return best
+
+
+def _times_counted(block: Block, known: Knowledge, sent: Collection[str]) -> list[Counts]:
+    """The ranks for ever more inputs a token, as far as that leaves nothing open; at least those of one input.
+
+    The sum over k steps holds k inputs of every token, in its row space all of them: that of the first step belongs to
+    the weights that were sent out, which are known exactly. One input is enough for one step alone.
+    """
+    found: list[Counts] = []
+    for times in range(1, known.local_steps + 1):
+        here = count(block, known.batch, sent, times)
+        if times > 1 and (here.full or here.open):
+            break
+        found.append(here)
+    return found[1:] or found
+
+
+def _off(fact: dict[str, Fact]) -> tuple[bool, float]:
+    """By what solutions are compared: whether they fit, then by how much is left over."""
+    residual = fact["residual"]
+    return fact["fits"] is not True, residual if isinstance(residual, float) else torch.inf
+
+
+def _sharpness(
+    block: Block, upload: Gradients, spans: Spans, counts: Counts, found: Tokens, width: float
+) -> dict[str, Fact]:
+    """sharp: whether rounding leaves the patches where they are; where it does not, others fit as well as these."""
+    again = solve(block, read_spans(block, _shaken(block, upload, spans), counts), counts)
+    sharp = float((again.x - found.x).square().mean().sqrt()) <= SHARP * width
+    return {"sharp": True} if sharp else {"sharp": False, "proof": None}
+
+
+def _shaken(block: Block, upload: Gradients, spans: Spans) -> Gradients:
+    """The upload with as much more rounding as a solution may have that fits: what moves then is not known."""
+    layers, chance = block.layers, torch.Generator().manual_seed(0)
+    groups = zip(((block.stem.weight,), layers.qkv, (layers.proj,), layers.fc1), spans, strict=True)
+    sizes = {name: SOLVED * float(span.noise) for names, span in groups if span is not None for name in names}
+    drawn = {name: torch.randn(upload[name].shape, generator=chance, dtype=torch.float64) for name in sizes}
+    grown = {name: 1 + size * drawn[name].to(block.weight) for name, size in sizes.items()}
+    return {**upload, **{name: known_numbers(upload[name]) * factor for name, factor in grown.items()}}
 
 
 def _facts(counts: Counts, found: Misfit) -> dict[str, Fact]:
@@ -398,3 +296,102 @@ def _facts(counts: Counts, found: Misfit) -> dict[str, Fact]:
         "proof": PROOF if fits else None,
         "verdict": None if fits else BLURRED if ratio <= SOLVED else FAILED,
     }
+
+
+def _unsolved(block: Block, upload: Gradients, free: int) -> dict[str, Fact]:
+    """The facts of an upload whose equations broke down. free: directions that were counted to be open.
+
+    A classifier that is sure, or one of zeros, sends zeros behind it; so does a type too coarse for small gradients.
+    That is one upload and no defence: the next one may hold the image.
+    """
+    lost = [name for name in block.names if name in upload and not known_numbers(upload[name]).nan_to_num().any()]
+    return {
+        "open_directions": free,
+        "residual": None,
+        "expected_residual": 1.0,
+        "fits": False,
+        "proof": None,
+        "verdict": f"the gradient of {lost[0]} came as zeros, or as numbers that are none: there is nothing to solve "
+        "with in this upload, and nothing is known of another"
+        if lost
+        else FAILED,
+    }
+
+
+# --- tokens that must be searched for --------------------------------------------------------------------------------
+
+
+def _searched(
+    block: Block, upload: Gradients, counts: Counts, known: Knowledge, config: TokensConfig, deadline: Deadline
+) -> tuple[Tensor, dict[str, Fact]]:
+    """The different images [B, N, K] of one upload, and what the attacker can say of them."""
+    batch, end = known.batch, time.monotonic() + config.seconds
+    if known.local_steps > 1:
+        block = Block(_halfway(block.backbone, upload, known))
+    blur = (known.even(upload, block.names), known.forward)
+    search = Search(
+        block,
+        upload,
+        read_spans(block, upload, counts, *blur),
+        counts,
+        _pixels(block, known),
+        config,
+        lambda: deadline.over() or time.monotonic() > end,
+        deadline.say,
+        blur,
+    )
+    roots = find_roots(search, batch)
+    patches, proved = make_images(block, roots, batch, config.predictor, deadline.over)
+    solved, ordered = bool(proved.all()), int(roots.wanted.max()) <= batch
+    if solved and not ordered:  # rotary and relative positions stand in attention alone
+        deadline.say("tokens: the order, by attention")
+        ordered = True
+        for number, image in enumerate(patches):
+            tokens = roots.tokens.at(torch.cdist(image, roots.tokens.x).argmin(dim=1))
+            order = order_by_attention(block, image, tokens.o, search.stop)
+            patches[number], ordered = image[order.at], ordered and order.proved
+    fits = solved and agree(block, patches, roots.tokens)
+    verdict = None
+    if not solved:
+        verdict = f"not every patch is proved by the gradients of the first block: {counts.reason}"
+    elif not fits:
+        verdict = "every patch is proved, but not which of them are one image, or in which order they stand"
+    elif not ordered:
+        asked = "" if config.predictor is None else " and by what a run of MP3 says of them"
+        verdict = f"every patch is proved, and their order is a guess by their borders{asked}"
+    fact: dict[str, Fact] = {
+        "open_directions": counts.open,
+        "patches_that_fit": int((roots.fit <= SOLVED).sum()),
+        "patches": int(roots.wanted.sum()),
+        "residual": float(roots.fit.max()) if len(roots.fit) and bool(roots.fit.isfinite().all()) else None,
+        "expected_residual": 1.0,
+        "fits": fits,
+        "proof": PROOF if fits else None,
+        "verdict": verdict,
+    }
+    return patches, fact if ordered else {**fact, "hidden": block.places}
+
+
+@torch.no_grad()
+def _halfway(backbone: Backbone, upload: Gradients, known: Knowledge) -> Backbone:
+    """A copy with the mean of the weights over a client's steps of SGD, as far as the upload tells it.
+
+    Gradients of one input a token are then off by what the path bends, and not by its whole length.
+    """
+    copy, back = deepcopy(backbone), known.training.lr * (known.local_steps - 1) / 2
+    for name, parameter in copy.named_parameters():
+        if name in upload and not known.training.adam:
+            parameter -= back * known_numbers(upload[name]).nan_to_num().to(parameter)
+    return copy
+
+
+def _pixels(block: Block, known: Knowledge) -> Range:
+    """What a value of a patch can be: black to white; twice a deviation where the normalisation is not known."""
+    shape, channels = block.backbone.input.shape, block.backbone.input.channels
+    assert shape is not None
+    mean, std = known.normalisation or ([0.0] * channels, [0.5] * channels)
+    white = [(1 - m) / s for m, s in zip(mean, std, strict=True)]
+    black = [-m / s for m, s in zip(mean, std, strict=True)] if known.normalisation else [-end for end in white]
+    ends = torch.tensor([black, white], dtype=torch.float64).to(block.weight)
+    rows = patches_of(ends.view(2, channels, 1, 1).expand(-1, -1, *shape), block.backbone, block.stem)
+    return Range(rows.amin(dim=(0, 1)), rows.amax(dim=(0, 1)))
