@@ -111,6 +111,7 @@ def jobs_of(sets: Sequence[str]) -> list[Job]:
     ]
     jobs += [Job("way", *pair, seed, SCRATCH, "all layers") for seed in seeds for pair in small]
     jobs += [Job("way", *pair, seed, DINO, way) for seed in seeds for pair in large for way in ("LoRA", "head")]
+    jobs += [Job("way", *pair, 0, start, way) for start in PRETRAINED for pair in large for way in ("LoRA", "head")]
     return list(dict.fromkeys(jobs))
 
 

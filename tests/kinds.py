@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sent import not_tried, setting, split_audit, tried
 
 from situs.audit import April, NoDefence, PatchEmbedding
 from situs.audit.cases import Case, ImageFinding
-from situs.audit.curve import IMAGES, Curves
-from situs.audit.curve import Line as TracedLine
-from situs.audit.curve import Point as TracedPoint
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit
-from situs.audit.remedies.ladders import Cost
-from situs.audit.remedies.result import Remedies, Remedy, Trial
 from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
-from situs.audit.split.attackers import Reading
-from situs.audit.split.result import SettingFound, SplitAudit
+from situs.audit.split.result import SplitAudit
 from situs.audit.split.stage import Kept
+from situs.audit.sweep.curve import IMAGES, Curves
+from situs.audit.sweep.curve import Line as TracedLine
+from situs.audit.sweep.curve import Point as TracedPoint
+from situs.audit.sweep.ladder import Cost
+from situs.audit.sweep.remedies import Remedies, Remedy, Trial
 from situs.audit.text.found import Read
 from situs.audit.text.result import TextAudit, finding_of
 from situs.bench.cases import StepCase, Timing
@@ -180,11 +180,11 @@ def _comparison() -> Comparison:
 
 
 def _split_audit() -> SplitAudit:
-    done = Reading(NAME, NAME, "done", {"psnr": 30.0, "places": 0.5}, images=IMAGE)
-    skipped = Reading("labels", NAME, "not tried", reason=NAME)
+    done = replace(tried(NAME, psnr=30.0, places=0.5), shown=IMAGE)
+    skipped = not_tried("labels", NAME)
     strengths = [Veil("noise", strength, rows=True) for strength in (0.2, 0.5)]
-    found = tuple(SettingFound(setting, Kept(0.9, 0.5), (done, skipped)) for setting in (Veil(), *strengths))
-    return SplitAudit(NAME, 1, 4, found, {"mean image": {"psnr": 9.0}}, IMAGE)
+    found = [setting(veil, Kept(0.9, 0.5), done, skipped) for veil in (Veil(), *strengths)]
+    return split_audit(*found, name=NAME, samples=1, public=4, pictures=IMAGE)
 
 
 def _lock_audit() -> LockAudit:

@@ -712,7 +712,7 @@ def test_ctrl_c_before_the_first_remedy_keeps_the_audit(
     def pressed(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("situs.audit.remedies.find.open_audit", pressed)
+    monkeypatch.setattr("situs.audit.sweep.weakest.open_audit", pressed)
     words = ["audit", "sweep", *SMALL, "--data", str(photographs), "--img-size", "32", "--out", str(tmp_path)]
     assert main([*words, "--count", "1", "--attacks", "patchembed", "--find", "psnr=20"]) == 130
     told = capsys.readouterr()

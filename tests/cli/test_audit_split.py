@@ -49,13 +49,13 @@ def test_ctrl_c_leaves_a_page_of_what_was_finished(
     monkeypatch.setattr("situs.audit.split.audit.attack", pressed)
     words = [str(trained.one), *QUICK, "--defences", "none", "--out", str(tmp_path)]
     assert main(["audit", "split", *words]) == 130
-    said = "A partial result: stopped by Ctrl-C, with 1 of 4 settings finished."
+    said = "A partial result: stopped by Ctrl-C, with 4 of 12 attacks finished."
     assert said in capsys.readouterr().out
     assert said in (tmp_path / "split-audit.html").read_text()
     numbers = json.loads((tmp_path / "split-audit.json").read_text())
     assert numbers["partial"]
     assert [each["setting"] for each in numbers["settings"]] == ["none", "columns"]
-    assert [each["status"] for each in numbers["settings"][1]["attacks"]] == ["done", "not tried", "not tried"]
+    assert [each["status"] for each in numbers["settings"][1]["attacks"]] == ["done", "not_run", "not_run"]
 
 
 @pytest.mark.parametrize(

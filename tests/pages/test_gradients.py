@@ -15,9 +15,9 @@ from outcomes import held, outcome, passing, undone
 from situs.audit.cases import ImageFinding
 from situs.audit.defences import Step
 from situs.audit.gradients import Audit, grid, reasons, table, verdict
-from situs.audit.remedies.ladders import Cost
-from situs.audit.remedies.result import Remedies, Remedy, Trial
 from situs.audit.scores.metrics import measure_all
+from situs.audit.sweep.ladder import Cost
+from situs.audit.sweep.remedies import Remedies, Remedy, Trial
 from situs.audit.tables import COLUMNS
 from situs.findings import NO_NOISE, Remark
 from situs.gate import SCOPE, Judgement, Limit, Ruling, Worst

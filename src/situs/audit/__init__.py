@@ -10,7 +10,6 @@ from situs.audit.attacks.base import Attack, Knowledge, Recovery
 from situs.audit.attacks.matching import AprilOptimisation, Matching, MatchingConfig
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
 from situs.audit.client import StepConfig, victim_gradients
-from situs.audit.curve import trace_defences
 from situs.audit.deadline import Deadline
 from situs.audit.defences import (
     DEFENCES,
@@ -24,9 +23,9 @@ from situs.audit.defences import (
     create_defence,
 )
 from situs.audit.public import AuditConfig, audit_gradients, audit_settings
-from situs.audit.remedies.find import find_defences
+from situs.audit.sweep.curve import trace_defences, trace_texts
+from situs.audit.sweep.weakest import find_defences
 from situs.audit.text.audit import audit_texts
-from situs.audit.text.curve import trace_texts
 from situs.audit.watch import Guard, LeakError, guard
 
 __all__ = [

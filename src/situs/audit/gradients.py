@@ -13,10 +13,10 @@ from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, Step, Training
 from situs.audit.engine import SHOWN, Images, Leak
-from situs.audit.remedies.result import Remedies
 from situs.audit.run import run
 from situs.audit.scores.metrics import LOWER_IS_CLOSER, mean_of, means_of
 from situs.audit.scores.scoring import Lpips, Scores, measure_guesses
+from situs.audit.sweep.remedies import Remedies
 from situs.audit.tables import (
     COLUMNS,
     REFUSED,

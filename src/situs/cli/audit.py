@@ -24,11 +24,11 @@ from situs.audit import (
 )
 from situs.audit.client import StepConfig
 from situs.audit.deadline import first_ctrl_c
-from situs.audit.remedies.ladders import CostConfig
 from situs.audit.scores.exposure import METRICS
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import ATTACKS as SPLIT_ATTACKS
 from situs.audit.split.audit import DEFENCES, PERMUTED, PUBLIC, SAMPLES
+from situs.audit.sweep.ladder import CostConfig
 from situs.audit.text.audit import audit_texts, first_lines
 from situs.cli.model_args import OUT, ImageArgs, ModelArgs, asked_of, check_folder, open_from
 from situs.cli.parser.arguments import configured

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from situs.audit.curve import FAILED, IMAGES, Curves, Line, Point, curve_table, verdict
 from situs.audit.defences import THREAT
+from situs.audit.sweep.curve import FAILED, IMAGES, Curves, Line, Point, curve_table, verdict
 from situs.errors import counted
 from situs.report import figures
 from situs.report.html import Page, Section

@@ -14,10 +14,10 @@ from situs.audit.defences import THREAT
 from situs.audit.engine import Leak
 from situs.audit.gradients import Audit, findings, grid, opening, reasons, seen, steps_of, strength, table
 from situs.audit.oracle import Oracle
-from situs.audit.remedies.result import Remedies, verdict
 from situs.audit.run import finished
 from situs.audit.scores.exposure import METRICS, blind_at
 from situs.audit.scores.metrics import BEST_PSNR
+from situs.audit.sweep.remedies import Remedies, verdict
 from situs.audit.tables import REFUSED, alone, measured, unmeasured
 from situs.errors import counted, verb
 from situs.gate import ABOVE, BLIND, SCOPE, Ruling
@@ -141,7 +141,6 @@ def _would_help(box: Section, found: Remedies | None) -> Section:
         setting = each.named or (each.defence if trial is None else f"{each.defence}, as {trial.setting}")
         worst = "not attacked" if trial is None else trial.exposed
         price = None if each.cost is None else f"cosine {each.cost.cosine:.2f} with the gradient"
-        price = price if each.tuned is None else each.tuned.told
         failed = "✗ no defence"
         if each.untried_from is not None:
             failed = f"✗ none up to {each.untried_from}; nothing stronger was tried"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from situs.audit.defences import THREAT
-from situs.audit.remedies.result import UNTUNED, Remedies, cost_table, remedy_table, verdict
+from situs.audit.sweep.remedies import UNTUNED, Remedies, cost_table, remedy_table, verdict
 from situs.gate import SCOPE
 from situs.pages.gradients import described
 from situs.report.html import Page, Section, Tone
@@ -16,10 +16,8 @@ READ = (
 )
 
 PAID = (
-    "Accuracy is that of a short fine-tuning from what is sent under the setting, each image seen once, beside the "
-    "same without a defence; ± is the 95 % interval of the difference over the images judged. The cosine is that of "
-    "what is sent with the gradient itself, over a batch of this size. ε is said of clipping per sample with noise "
-    "alone, and holds for batches that are drawn by chance (Poisson)."
+    "The cosine is that of what is sent with the gradient itself, over a batch of this size. ε is said of clipping per "
+    "sample with noise alone, and holds for batches that are drawn by chance (Poisson)."
 )
 
 
@@ -45,8 +43,7 @@ def page(found: Remedies) -> Page:
     section.table(*remedy_table(found), READ)
     if found.found:
         section.table(*cost_table(found), PAID)
-        if not found.tuned:
-            section.note(UNTUNED)
+        section.note(UNTUNED)
     if found.stopped is not None and found.found:  # else said first
         section.note(f"Stopped by {found.stopped}.")
     header = ["defence", "setting", "images", "unseen", "most exposed image", "by", "gate", "why"]

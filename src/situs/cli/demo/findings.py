@@ -237,10 +237,10 @@ def find_order(stage: Stage) -> Finding:
     stage.say("the server attacks")
     asked: dict[str, Any] = {"split": "test", "count": ATTACKED, "public": PUBLIC, "seed": stage.seed}
     audit = audit_split(stage.runs / AFTER, defences=("none",), attacks=("order",), pictures=True, **asked)
-    [reading] = audit.settings[-1].readings  # rows and channels permuted
-    assert reading.images is not None
+    [finding] = audit.settings[-1].findings  # rows and channels permuted
+    assert finding.shown is not None
     assert audit.pictures is not None
-    scores, pictures = reading.scores, reading.images.float()
+    scores, pictures = finding.figures, finding.shown.float()
     orders = torch.rand(len(pictures), PLACES, generator=torch.Generator().manual_seed(stage.seed)).argsort(dim=1)
     mixed = unpatchify(take(patchify(pictures, PATCH), orders), GRID, PATCH)
     rows = [mixed[:SHOWN], pictures[:SHOWN], audit.pictures[:SHOWN]]

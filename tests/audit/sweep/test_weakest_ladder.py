@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from situs.audit.remedies.bisect import Answer, Found, climb
+from situs.audit.sweep.remedies import Answer
+from situs.audit.sweep.weakest import Found, climb
 
 Ladder = list[Answer]
 

@@ -21,10 +21,9 @@ from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import StoppedError
 from situs.audit.defences import Clip, NoDefence, Noise, Step, Withhold
-from situs.audit.remedies.bisect import Answer
-from situs.audit.remedies.find import Search, part_of
-from situs.audit.remedies.ladders import CostConfig, Rung, cost_of, ladders, scale_of
-from situs.audit.remedies.result import Remedies, Remedy, Trial, verdict
+from situs.audit.sweep.ladder import CostConfig, Rung, cost_of, ladders, scale_of
+from situs.audit.sweep.remedies import Answer, Remedies, Remedy, Trial, verdict
+from situs.audit.sweep.weakest import Search, part_of
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
@@ -42,7 +41,7 @@ def victim() -> Backbone:
 
 @pytest.fixture(scope="module")
 def found(victim: Backbone) -> Remedies:
-    fewer = {"bound.IMAGES": 1, "oracle.ITERATIONS": 6, "remedies.ladders.A_DECADE": 1}
+    fewer = {"bound.IMAGES": 1, "oracle.ITERATIONS": 6, "sweep.ladder.A_DECADE": 1}
     with ExitStack() as stack:
         for name, value in fewer.items():
             stack.enter_context(mock.patch(f"situs.audit.{name}", value))
@@ -227,7 +226,7 @@ def test_an_image_above_counts_however_the_time_ends(
 ) -> None:
     judged = Judgement("noise", answer, "why")
     cut = SimpleNamespace(stopped="the time limit", ruling=Ruling(Limit("psnr", 20.0), [judged]))
-    monkeypatch.setattr("situs.audit.remedies.find.attack_gradients", lambda *_, **__: cut)
+    monkeypatch.setattr("situs.audit.sweep.weakest.attack_gradients", lambda *_, **__: cut)
     deadline, test = Deadline(), TestSet(torch.zeros(1, 1, 28, 28), torch.zeros(1), ([0.5], [0.5]))
     deadline.interrupt()
     search, rung = Search(victim, [], Limit("psnr", 20.0), deadline), Rung("none", NoDefence(), Step())

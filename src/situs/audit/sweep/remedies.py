@@ -1,17 +1,18 @@
-"""What a search for remedies comes to: for each defence the setting that it names, what was tried, and its cost."""
+"""What a search for defences comes to: for each the setting that it names, what was tried, and its cost."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from situs.audit.remedies.bisect import Answer
-from situs.audit.remedies.ladders import Cost
-from situs.audit.remedies.tune import Tuned
+from situs.audit.sweep.ladder import Cost
 from situs.errors import counted
 from situs.gate import Limit
-from situs.results import Cell, Result, Summary, Table, percent
+from situs.results import Cell, Result, Summary, Table
+
+Answer = Literal["above", "inconclusive", "passed"]
+"""What a gate says of a rung. inconclusive: no attack applied, or none proved anything, which is no pass."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,6 @@ class Remedy:
     weaker: Trial | None = None
     weaker_unseen: Trial | None = None
     cost: Cost | None = None
-    tuned: Tuned | None = None
     tried: Sequence[Trial] = ()
     cut: bool = False
     untried_from: str | None = None
@@ -62,8 +62,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Remedies(Result):
-    """All defences. searched, held_out: images that the search saw, and those it did not. tuned: whether there were
-    labelled images to fine-tune on."""
+    """All defences. searched, held_out: images that the search saw, and those it did not."""
 
     file: ClassVar[str] = "defences"
 
@@ -73,7 +72,6 @@ class Remedies(Result):
     searched: int
     held_out: int
     attacks: Sequence[str]
-    tuned: bool = field(default=False, kw_only=True)
     stopped: str | None = field(default=None, kw_only=True)
     notes: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
@@ -89,7 +87,7 @@ class Remedies(Result):
         if self.found:
             tables.append(Table("What they cost", *cost_table(self)))
         notes = [] if self.stopped is None or not self.found else [f"Stopped by {self.stopped}."]  # else said first
-        return Summary(verdict(self), tuple(tables), (*notes, *([] if self.tuned or not self.found else [UNTUNED])))
+        return Summary(verdict(self), tuple(tables), (*notes, *([UNTUNED] if self.found else [])))
 
     def numbers(self) -> dict[str, Any]:
         """Every trial."""
@@ -102,15 +100,15 @@ class Remedies(Result):
             "held_out": self.held_out,
             "stopped": self.stopped,
             "verdict": verdict(self),
-            "accuracy": None if self.tuned else UNTUNED,
+            "accuracy": UNTUNED,
             "defences": [asdict(each) for each in self.remedies],
             "notes": dict(self.notes),
         }
 
 
 UNTUNED = (
-    "What these settings cost in accuracy was not measured: no labelled images were given to fine-tune on. The cosine "
-    "with the gradient is of one step."
+    "What these settings cost in accuracy was not measured: the cosine with the gradient is of one step. Training "
+    "under a setting tells."
 )
 
 
@@ -128,12 +126,10 @@ def cost_table(found: Remedies) -> tuple[list[str], list[list[Cell]]]:
     """A row for each setting that was found."""
     rows: list[list[Cell]] = []
     for each in found.found:
-        cost, tuned = each.cost, each.tuned
+        cost = each.cost
         paid = [None] * 3 if cost is None else [f"{cost.cosine:.3f}", f"{100 * cost.share:.3g} %", cost.promise]
-        learned: list[Cell] = ["not measured"] * 2 if tuned is None else [percent(tuned.accuracy, 1), tuned.told]
-        rows.append([each.named, *learned, *paid])
-    header = ["setting", "accuracy", "lost against no defence"]
-    return [*header, "cosine with the gradient", "sent", "promise"], rows
+        rows.append([each.named, *paid])
+    return ["setting", "cosine with the gradient", "sent", "promise"], rows
 
 
 def verdict(found: Remedies) -> str:

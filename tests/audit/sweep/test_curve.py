@@ -13,8 +13,10 @@ from outcomes import outcome
 from PIL import Image
 
 from situs.audit import audit_gradients, trace_defences
-from situs.audit.curve import IMAGES, Curves, Line, axis_of, exact_patches, point_of, verdict
 from situs.audit.deadline import Deadline
+from situs.audit.defences import Step
+from situs.audit.sweep.curve import IMAGES, Curves, Line, exact_patches, point_of, verdict
+from situs.audit.sweep.ladder import Ladder, Scale, curve_ladder
 from situs.errors import SitusError
 
 
@@ -65,15 +67,19 @@ def test_what_was_not_reached_is_no_point(photographs: Path) -> None:
     assert "none: not attacked before the stop. precision, no-pe-gradient: not attacked here." in verdict(found)
 
 
+def ladder(name: str) -> Ladder:
+    return curve_ladder(name, Scale(rms=1e-4, norm=2.0), Step())
+
+
 def test_strengths_grow_and_names_are_known() -> None:
     for name in ("noise", "clip", "dropout", "fedavg"):
-        strengths = [float(rung.name) for rung in axis_of(name, 1e-4, 2.0).rungs]
+        strengths = [float(rung.label) for rung in ladder(name).rungs]
         assert strengths == sorted(strengths)
-    assert [rung.defence.noise_level(1) for rung in axis_of("noise", 1e-4, 2.0).rungs][1] == pytest.approx(1e-10)
-    assert {rung.defence.label[:8] for rung in axis_of("clip", 1e-4, 2.0).rungs} == {"clip C=2"}
-    assert [rung.name for rung in axis_of("precision", 1, 1).rungs] == ["fp32", "fp16", "autocast", "bf16", "int8"]
+    assert [rung.defence.noise_level(1) for rung in ladder("noise").rungs][1] == pytest.approx(1e-10)
+    assert {rung.defence.label[:8] for rung in ladder("clip").rungs} == {"clip C=2"}
+    assert [rung.label for rung in ladder("precision").rungs] == ["fp32", "fp16", "autocast", "bf16", "int8"]
     with pytest.raises(SitusError, match="fog"):
-        axis_of("fog", 1, 1)
+        ladder("fog")
 
 
 def test_a_patch_is_found_where_its_error_is_below_half_a_grey_level() -> None:

@@ -1,20 +1,31 @@
-"""The settings of each defence, from weak to strong, and what one of them costs."""
+"""The settings of each defence, from weak to strong, for curves and for searches; and what a setting costs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from situs.audit.cases import TestSet
-from situs.audit.client import DTYPES, names_sent, parameter_names, victim_gradients
-from situs.audit.defences import Clip, Defence, NoDefence, Noise, NoPositionGradient, Step, Withhold, method_of
+from situs.audit.client import names_sent, parameter_names, victim_gradients
+from situs.audit.defences import (
+    Clip,
+    Defence,
+    NoDefence,
+    Noise,
+    NoPositionGradient,
+    Step,
+    Withhold,
+    create_defence,
+    method_of,
+)
 from situs.backbones.base import Backbone
 from situs.config import Checked
-from situs.errors import SitusError, counted
-from situs.limits import Count, Positive
+from situs.errors import SitusError, counted, unknown_name
+from situs.limits import Count
 from situs.methods.base import Method
 from situs.train.private.accounting import epsilon_of
 
@@ -30,19 +41,30 @@ LEAST_NOISE = 0.3
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 
+NOISES = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+"""Deviations of noise on a curve, in units of the gradient's root mean square."""
 
-@dataclass(frozen=True)
-class Rung:
-    """One setting: what is done to the gradients, and how the step is made."""
+MULTIPLIERS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-2, 1.0)
+"""DP-SGD's noise multipliers on a curve, at a bound that is the gradients' median norm."""
+
+
+class Rung(NamedTuple):
+    """One setting: what is done to the gradients, and how the step is made. label: its name on the ladder."""
 
     label: str
     defence: Defence
     step: Step
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How large the gradients of the images are: root mean square of a number, and median norm of an image's."""
+class Ladder(NamedTuple):
+    """Settings, the weakest first. about: what they are."""
+
+    about: str
+    rungs: list[Rung]
+
+
+class Scale(NamedTuple):
+    """How large the gradients of the samples are: root mean square of a number, and median norm of a sample's."""
 
     rms: float
     norm: float
@@ -60,8 +82,33 @@ def scale_of(victim: Backbone | Method, test: TestSet, step: Step, count: int = 
     return Scale(middle / math.sqrt(size), middle)
 
 
+def curve_ladder(name: str, scale: Scale, step: Step) -> Ladder:
+    """The settings of a curve for gradients of this size: a few, far apart."""
+    if name == "noise":
+        noises = [(f"{share:g}", Noise(_round(share * scale.rms)) if share else NoDefence()) for share in NOISES]
+        return _ladder(f"deviation of the noise over the gradient's rms, {scale.rms:.2g}", noises, step)
+    if name == "clip":
+        bound = _round(scale.norm)
+        clips = [(f"{multiplier:g}", Clip(bound, multiplier)) for multiplier in MULTIPLIERS]
+        return _ladder(f"noise multiplier, each gradient clipped to C = {bound:g}", clips, step)
+    spelled = {
+        "dropout": ("dropout rate", ["dropout=0", "dropout=0.01", "dropout=0.1", "dropout=0.3"]),
+        "fedavg": ("local steps of SGD, rate 0.01", [f"fedavg={2**k}" for k in range(6)]),
+        "precision": ("type of what is sent, or computed in", ["none", "fp16", "autocast", "bf16", "int8"]),
+    }
+    if name not in spelled:
+        raise unknown_name("curve", name, ("clip", "noise", *spelled), field="curve")
+    about, texts = spelled[name]
+    labels = ["fp32" if text == "none" else text.partition("=")[2] or text for text in texts]
+    return _ladder(about, zip(labels, map(create_defence, texts), strict=True), step)
+
+
+def _ladder(about: str, settings: Iterable[tuple[str, Defence]], step: Step) -> Ladder:
+    return Ladder(about, [Rung(label, defence, step) for label, defence in settings])
+
+
 def ladders(victim: Backbone | Method, test: TestSet, step: Step) -> dict[str, list[Rung]]:
-    """Every ladder by its defence's name; each opens with the weakest setting."""
+    """Every ladder of a search by its defence's name: many settings, close together, the weakest first."""
     scale = scale_of(victim, test, step)
     powers = [10 ** (k / A_DECADE) for k in range(WEAK * A_DECADE, STRONG * A_DECADE + 1)]
     noises = [Noise(_round(scale.rms * power)) for power in powers]
@@ -82,7 +129,7 @@ def ladders(victim: Backbone | Method, test: TestSet, step: Step) -> dict[str, l
             for each in (NoPositionGradient(), *(Withhold(depth) for depth in range(len(_blocks(backbone)) + 1)))
             if each.refuses(backbone) is None
         ],
-        "precision": [Rung(name, NoDefence(), replace(step, dtype=DTYPES[name])) for name in PRECISIONS],
+        "precision": [Rung(name, NoDefence() if name == "fp32" else create_defence(name), step) for name in PRECISIONS],
     }
     return {name: rungs for name, rungs in found.items() if rungs}
 
@@ -108,18 +155,6 @@ class CostConfig(Checked):
 
     private_epochs: Count = 10
     """Its epochs."""
-
-    tune_data: str | None = None
-    """Labelled images; each setting found is fine-tuned on some, for the accuracy it costs."""
-
-    tune_images: Count = 256
-    """How many of them it learns from, each once."""
-
-    tune_test: Count = 500
-    """How many others it is judged on."""
-
-    tune_lr: Positive = 1e-4
-    """AdamW's rate then, for a batch of 64; it grows with the root of the batch: 1.25e-5 for one image."""
 
 
 @dataclass(frozen=True)

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from situs.audit.attacks.base import Attack
 from situs.audit.cases import EXACT, ImageFinding, TestSet
+from situs.audit.client import StepConfig
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Clip, Defence, NoDefence, Noise, Together, create_defence
+from situs.audit.defences import Defence, NoDefence, Step, Together, create_defence
 from situs.audit.gradients import Audit, attack_gradients
 from situs.audit.public import NOTHING, config_from, open_audit, step_of
-from situs.audit.remedies.ladders import scale_of
 from situs.audit.scores.metrics import mean_of, mse
 from situs.audit.scores.scoring import patch_size_of
+from situs.audit.sweep.ladder import Ladder, Scale, curve_ladder, scale_of
 from situs.audit.tables import REFUSED
+from situs.audit.text.audit import CLASSES, SENT, WITHHELD, audit_texts, label_of
+from situs.audit.text.result import TextAudit
+from situs.audit.text.victim import open_text_victim, text_gradients
 from situs.backbones.base import Backbone
 from situs.core.tokens import patchify
 from situs.errors import SitusError, unknown_name
+from situs.files import read_lines
 from situs.methods.base import Method
 from situs.models.data import AnyData
 from situs.results import Cell, Provenance, Result, Summary, Table, percent
-
-NOISES = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""Deviations of noise, in units of the gradient's root mean square."""
-
-MULTIPLIERS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-2, 1.0)
-"""DP-SGD's noise multipliers, at a bound that is the gradients' median norm."""
 
 BESIDE = ("none", "no-pe-gradient")
 """What else is done, a line each, where nothing is said."""
@@ -38,20 +39,6 @@ UNREACHED = "not attacked before the stop"
 
 FAILED = 20.0
 """PSNR in dB of the worst image below which an attack is said to have failed."""
-
-
-class Rung(NamedTuple):
-    """One strength. name: on the axis."""
-
-    name: str
-    defence: Defence
-
-
-class Axis(NamedTuple):
-    """The strengths of a curve, the weakest first. label: what they are."""
-
-    label: str
-    rungs: list[Rung]
 
 
 @dataclass(frozen=True)
@@ -164,29 +151,6 @@ def _ended(line: Line, found: Curves) -> str:
 # --- images -----------------------------------------------------------------------------------------------------------
 
 
-def axis_of(name: str, rms: float, norm: float) -> Axis:
-    """The strengths of a curve for gradients of this size."""
-    if name == "noise":
-        noises = [Rung(f"{share:g}", Noise(float(f"{share * rms:.3g}")) if share else NoDefence()) for share in NOISES]
-        return Axis(f"deviation of the noise over the gradient's rms, {rms:.2g}", noises)
-    if name == "clip":
-        bound = float(f"{norm:.3g}")
-        return Axis(
-            f"noise multiplier, each gradient clipped to C = {bound:g}",
-            [Rung(f"{each:g}", Clip(bound, each)) for each in MULTIPLIERS],
-        )
-    told = {
-        "dropout": ("dropout rate", ["dropout=0", "dropout=0.01", "dropout=0.1", "dropout=0.3"]),
-        "fedavg": ("local steps of SGD, rate 0.01", [f"fedavg={2**k}" for k in range(6)]),
-        "precision": ("type of what is sent, or computed in", ["none", "fp16", "autocast", "bf16", "int8"]),
-    }
-    if name not in told:
-        raise unknown_name("curve", name, ("clip", "noise", *told), field="curve")
-    label, texts = told[name]
-    rungs = [Rung("fp32" if text == "none" else text.partition("=")[2] or text, create_defence(text)) for text in texts]
-    return Axis(label, rungs)
-
-
 def trace_defences(
     model: Any,
     data: AnyData = None,
@@ -212,21 +176,21 @@ def trace_defences(
         raise SitusError(field="curve", value="", allowed="one or more of clip, dropout, fedavg, noise, precision")
     others = [create_defence(each) for each in dict.fromkeys(beside)]
     for name in over:
-        axis_of(name, 1.0, 1.0)
+        curve_ladder(name, Scale(1.0, 1.0), Step())
     opened = open_audit(model, data, attacks, config, asked)
     victim, test = opened.victim, opened.test
     step = step_of(config, victim)
     scale = scale_of(victim.trains, test, step)
-    axes = {name: axis_of(name, scale.rms, scale.norm) for name in dict.fromkeys(over)}
+    axes = {name: curve_ladder(name, scale, step) for name in dict.fromkeys(over)}
     pairs = {
-        (name, rung.name, other.label): _with(rung.defence, other)
+        (name, rung.label, other.label): _with(rung.defence, other)
         for name, axis in axes.items() for other in others for rung in axis.rungs
     }  # fmt: skip
 
     def made(audit: Audit) -> Curves:
         lines = [
-            Line(name, other.label, axis.label, [
-                point_of(audit, rung.name, pairs[name, rung.name, other.label].label, victim.trains, test)
+            Line(name, other.label, axis.about, [
+                point_of(audit, rung.label, pairs[name, rung.label, other.label].label, victim.trains, test)
                 for rung in axis.rungs
             ])
             for name, axis in axes.items() for other in others
@@ -290,3 +254,80 @@ def _why(pair: ImageFinding) -> str:
     cut = pair.why("stopped")
     stopped = cut and f"stopped after {cut}"
     return "; ".join(dict.fromkeys(filter(None, (stopped, pair.caveat, *verdicts, doubt))))
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+SHARES = {
+    "tokens": "share of the tokens known with their place",
+    "sentences": "share of the sentences known whole",
+    "words": "share of the tokens whose word is known",
+    "picked": "share of the sentences told from candidates",
+}
+
+OVER = ("clip", "noise", "precision")
+"""The curves that a client of a model of words may have."""
+
+
+def trace_texts(
+    model: Any,
+    texts: str | Path,
+    over: Sequence[str] = ("noise", "precision"),
+    *,
+    deadline: Deadline | None = None,
+    keep: Callable[[Curves], Any] | None = None,
+    facts: Mapping[str, Any] = NOTHING,
+    **options: Any,
+) -> Curves:
+    """What comes back of sentences over the strength of defences, the word embedding's gradient sent and withheld.
+
+    over: noise, clip, precision. All else as of `audit_texts`.
+    """
+    for name in over:
+        if name not in OVER:
+            raise unknown_name("curve", name, OVER, field="curve")
+    if not over:
+        raise SitusError(field="curve", value="", allowed=f"one or more of {', '.join(OVER)}")
+    scale = _text_scale(model, texts, options)
+    axes = {name: _sendable(curve_ladder(name, scale, Step())) for name in dict.fromkeys(over)}
+    defences = list(dict.fromkeys(rung.defence for axis in axes.values() for rung in axis.rungs))
+
+    def made(audit: TextAudit) -> Curves:
+        rows = {finding.defence: finding for finding in audit.findings}
+        lines = []
+        for name, axis in axes.items():
+            for beside in (SENT, WITHHELD):
+                points = []
+                for rung in axis.rungs:
+                    label = label_of(rung.defence, beside == SENT, None)
+                    if label not in rows:  # of MJP, the attacker who knows it
+                        label = label_of(rung.defence, beside == SENT, True)
+                    row = rows[label]
+                    stop = row.why("stopped")
+                    said = "; ".join([*([] if stop is None else [f"stopped after {stop}"]), *row.reasons])
+                    values = row.shares if row.reads else {}
+                    by, whole = "sentences" if row.reads else "", stop is None
+                    points.append(Point(rung.label, label, by, values, said=said, whole=whole))
+                lines.append(Line(name, beside, axis.about, points))
+        more = {"stopped": audit.stopped, "notes": audit.notes, "provenance": audit.provenance}
+        return Curves(audit.model, lines, SHARES, len(audit.names), **more)
+
+    kept = None if keep is None else lambda audit: keep(made(audit))
+    given = {"defences": defences, "deadline": deadline, "keep": kept, "facts": facts}
+    return made(audit_texts(model, texts, **given, **options))
+
+
+def _sendable(axis: Ladder) -> Ladder:
+    """Without what changes how the step is computed: sentences are sent in other types alone."""
+    return Ladder(axis.about, [rung for rung in axis.rungs if rung.label != "autocast"])
+
+
+def _text_scale(model: Any, texts: str | Path, options: Mapping[str, Any]) -> Scale:
+    """Of the gradient of the file's first sentence."""
+    names = {each.name for each in fields(StepConfig)}
+    config = StepConfig(**{name: value for name, value in options.items() if name in names})
+    asked = {name: value for name, value in options.items() if name not in names}
+    victim = open_text_victim(model, classes=config.classes or CLASSES, seed=config.seed, **asked)
+    sent = text_gradients(victim, victim.coded(read_lines(Path(texts), "texts")[:1]), labels=[0], seed=config.seed)
+    flat = torch.cat([g.double().flatten() for g in sent.values()])
+    return Scale(float(flat.square().mean().sqrt()), float(flat.norm()))

@@ -1,26 +1,25 @@
-"""The search: each defence's ladder climbed on some images, what is named tried on others, and its cost.
+"""The weakest setting of each defence that a gate passes, found with few trials, and what it costs.
 
 Only attacks decide. A setting is named where the gate of an audit (`situs.gate`) passes it: a closed form that knows
 the defence solved all images, its equations fit, and none is above the limit. Where no attack applies there is no pass.
+A ladder's settings go from weak to strong, and a stronger one gives away no more: that is assumed while searching, and
+what is named was tried, also on images that the search had not seen, as was the setting below it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from situs.audit.attacks.base import Attack
 from situs.audit.cases import TestSet
 from situs.audit.deadline import Deadline, StoppedError
-from situs.audit.defences import NoDefence
 from situs.audit.gradients import attack_gradients
 from situs.audit.public import ATTACKED, COUNT, NOTHING, config_from, open_audit, step_of
-from situs.audit.remedies.bisect import Answer, climb
-from situs.audit.remedies.ladders import CostConfig, Rung, cost_of, ladders
-from situs.audit.remedies.result import Remedies, Remedy, Trial
-from situs.audit.remedies.tune import Tuned, Tuning
 from situs.audit.scores.exposure import METRICS
+from situs.audit.sweep.ladder import CostConfig, Rung, cost_of, ladders
+from situs.audit.sweep.remedies import Answer, Remedies, Remedy, Trial
 from situs.backbones.base import Backbone
 from situs.errors import SitusError, counted
 from situs.gate import Judgement, Limit, parse_limit
@@ -33,6 +32,67 @@ ROUNDS = 3
 """Times that a setting may fail on images it had not seen and the next stronger one be tried on others."""
 
 ANSWERS: dict[str, Answer] = {"above": "above", "passed": "passed"}
+
+
+# --- on one ladder ----------------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """first_kept: the weakest rung on which no image was above; None where every one has such. named: the weakest that
+    passes; None where none does."""
+
+    first_kept: int | None
+    named: int | None
+
+
+def climb(rungs: int, ask: Callable[[int], Answer], near: int | None = None) -> Found:
+    """Both ends on a ladder of so many rungs. ask: what the gate says of a rung, which is asked once each. near: where
+    to begin."""
+    known: dict[int, Answer] = {}
+
+    def answer(rung: int) -> Answer:
+        if rung not in known:
+            known[rung] = ask(rung)
+        return known[rung]
+
+    kept = _least(0, rungs - 1, lambda rung: answer(rung) != "above", near)
+    if kept is None:
+        return Found(None, None)
+    named = _least(kept, rungs - 1, lambda rung: answer(rung) == "passed", kept if near is not None else None)
+    if named is None:  # the strongest may be beyond what any attack applies to, and one between may pass
+        named = min((rung for rung, said in known.items() if said == "passed" and rung >= kept), default=None)
+    return Found(kept, named)
+
+
+def _least(low: int, high: int, holds: Callable[[int], bool], near: int | None = None) -> int | None:
+    """The least rung from `low` to `high` that holds, where all above it do; None where not even the highest does.
+
+    near: by strides that double from there, else from both ends.
+    """
+    if near is not None:
+        low, high = _bracket(low, high, holds, near)
+    if not holds(high):
+        return None
+    if holds(low):
+        return low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _bracket(low: int, high: int, holds: Callable[[int], bool], near: int) -> tuple[int, int]:
+    """A rung that does not hold and a higher one that does; twice the same end where that is not to be had."""
+    here, stride, down = near, 1, holds(near)
+    while here != (low if down else high):
+        there = max(low, here - stride) if down else min(high, here + stride)
+        if holds(there) != down:
+            return (there, here) if down else (here, there)
+        here, stride = there, 2 * stride
+    return here, here
+
+
+# --- the search -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -124,11 +184,6 @@ class Search:
             found = more
         return found
 
-    def tuned(self, tuning: Tuning, rung: Rung) -> Tuned:
-        """What a short fine-tuning comes to."""
-        self.deadline.say(f"{rung.label}: a short fine-tuning")
-        return tuning.cost(rung, lambda: not self.deadline.spent())
-
 
 def _failed(trials: Sequence[Trial]) -> str:
     """Of a setting that the search alone would have named; "" without one."""
@@ -186,8 +241,8 @@ def find_defences(
 
     Defences: noise, clipping with noise (DP-SGD's form), batch size, names withheld, precision. limit: as psnr=20, for
     the image that comes back best. options: as of `audit_gradients`; `count` images are searched on, and as many others
-    decide whether what was found holds; and fields of `CostConfig`: `tune_data` names labelled images, on which each
-    setting found is fine-tuned shortly. Where the deadline ends it, what is there is returned and says so.
+    decide whether what was found holds; and fields of `CostConfig`. Where the deadline ends it, what is there is
+    returned and says so.
     """
     costs = CostConfig(**{each.name: options.pop(each.name) for each in fields(CostConfig) if each.name in options})
     config, asked = config_from(options)
@@ -204,11 +259,8 @@ def find_defences(
     searched, rest = part_of(test, slice(0, size)), part_of(test, slice(size, None))
     others = [part_of(rest, slice(at, at + size)) for at in range(0, len(rest) - size + 1, size)]
     step = step_of(config, victim)
-    plain = Rung("no defence", NoDefence(), step)
-    tuning = None if costs.tune_data is None else Tuning(victim, costs, plain)
     search = Search(victim.trains, opened.attacks, bound, deadline or Deadline())
     found: list[Remedy] = []
-    settings: dict[str, Rung] = {}
     near: int | None = None
     names = [attack.name for attack in opened.attacks]
     stopped = None
@@ -216,12 +268,7 @@ def find_defences(
     def result() -> Remedies:
         provenance = Provenance({**opened.origin, "model": victim.model.backbone.name, **facts}, left_out=test.left_out)
         held = (victim.model.backbone.name, bound, tuple(found), size, size, names)
-        return Remedies(*held, tuned=tuning is not None, stopped=stopped, notes=victim.notes, provenance=provenance)
-
-    def add(each: Remedy, at: int) -> None:
-        found[at : at + 1] = [each]
-        if keep is not None:
-            keep(result())
+        return Remedies(*held, stopped=stopped, notes=victim.notes, provenance=provenance)
 
     name, rungs, before = "", list[Rung](), 0
     try:
@@ -231,19 +278,15 @@ def find_defences(
             each = search.remedy(name, rungs, searched, others, near)
             if each.named is not None:
                 near = next(at for at, rung in enumerate(rungs) if rung.label == each.named)
-                settings[name] = rung = rungs[near]
-                each = replace(each, cost=cost_of(victim.trains, rung, searched, costs))
-            add(each, len(found))
-        for at, each in enumerate(tracked(list(found), "fine-tunings")):
-            if tuning is not None and each.named is not None:
-                add(replace(each, tuned=search.tuned(tuning, settings[each.defence])), at)
+                each = replace(each, cost=cost_of(victim.trains, rungs[near], searched, costs))
+            found.append(each)
+            if keep is not None:
+                keep(result())
     except (StoppedError, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt):
             search.deadline.interrupt()
         search.deadline.closed = True
-        told = sum(each.tuned is not None for each in found)
         stopped = f"{search.deadline.reason}, with {counted(len(found), 'defences')} finished"
         if name not in {each.defence for each in found} and (tried := search.trials[before:]):
             found.append(Remedy(name, None, _cut(rungs, tried), tried=tuple(tried), cut=True))
-        stopped += "" if tuning is None else f" and {told} fine-tuned"
     return result()
