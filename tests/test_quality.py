@@ -97,7 +97,6 @@ COVERED = {
     "situs.methods": "test_registry",
     "situs.methods.heads": "test_mp3",
     "situs.methods.maps": "test_segmentation",
-    "situs.models.beginning": "test_finetune",
     "situs.models.module": "test_open",
     "situs.models.prepared": "test_open_folders",
     "situs.pages.bench": "test_init",

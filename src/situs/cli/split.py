@@ -224,7 +224,7 @@ class Train(Recipe, ClientArgs):
         """Trains; exit status 130 where it was interrupted (and can be resumed)."""
         from situs.api import unlock_of
         from situs.cli.passphrase import read_key
-        from situs.models.initialise import starting
+        from situs.models.start import starting
         from situs.split.run import Hide, train_split
         from situs.train.assemble import Setup
         from situs.train.rehearse import rehearse
