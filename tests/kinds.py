@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sent import not_tried, setting, split_audit, tried
 
 from situs.audit import April, NoDefence, PatchEmbedding
 from situs.audit.cases import Case, ImageFinding
@@ -16,8 +17,7 @@ from situs.audit.defences import Step
 from situs.audit.gradients import Audit
 from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
-from situs.audit.split.attackers import Reading
-from situs.audit.split.result import SettingFound, SplitAudit
+from situs.audit.split.result import SplitAudit
 from situs.audit.split.stage import Kept
 from situs.audit.sweep.curve import IMAGES, Curves
 from situs.audit.sweep.curve import Line as TracedLine
@@ -29,7 +29,6 @@ from situs.audit.text.result import TextAudit, finding_of
 from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times
 from situs.bench.compare import StepComparison, compare_steps
-from situs.bench.cost import CostCurves, Point
 from situs.bench.kernels import Kernels
 from situs.bench.measure import StepRow
 from situs.bench.step import StepTable
@@ -181,11 +180,11 @@ def _comparison() -> Comparison:
 
 
 def _split_audit() -> SplitAudit:
-    done = Reading(NAME, NAME, "done", {"psnr": 30.0, "places": 0.5}, images=IMAGE)
-    skipped = Reading("labels", NAME, "not tried", reason=NAME)
+    done = replace(tried(NAME, psnr=30.0, places=0.5), shown=IMAGE)
+    skipped = not_tried("labels", NAME)
     strengths = [Veil("noise", strength, rows=True) for strength in (0.2, 0.5)]
-    found = tuple(SettingFound(setting, Kept(0.9, 0.5), (done, skipped)) for setting in (Veil(), *strengths))
-    return SplitAudit(NAME, 1, 4, found, {"mean image": {"psnr": 9.0}}, IMAGE)
+    found = [setting(veil, Kept(0.9, 0.5), done, skipped) for veil in (Veil(), *strengths)]
+    return split_audit(*found, name=NAME, samples=1, public=4, pictures=IMAGE)
 
 
 def _lock_audit() -> LockAudit:
@@ -210,12 +209,6 @@ def _steps(*seconds: float) -> StepTable:
 def _comparison_of_steps() -> StepComparison:
     before, after = _steps(0.01, 0.011, 0.012), _steps(0.02, 0.021, 0.022)
     return compare_steps(replace(before, machine={**before.machine, "device": "another"}), after)
-
-
-def _cost() -> CostCurves:
-    table = _steps()
-    [row] = table.rows
-    return CostCurves(row, {"batch": (Point(256, row),), "image size": (Point(224, row),)}, table)
 
 
 def _checked() -> DataCheck:
@@ -275,7 +268,6 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
         lambda: Correlations({"norm": Correlation((2, 2), torch.eye(4).double(), torch.eye(4).double(), 3)}),
         {"maps", "distance", "layers"},
     ),
-    "CostCurves": (_cost, {"batch", "image-size"}),
     "Curves": (_curves, {"noise-psnr", "noise-patches"}),
     "DataCheck": (_checked, set()),
     "Ensemble": (

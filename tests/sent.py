@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from builders import small_vit
 from torch import Tensor
 
-from situs.audit.split.stage import Stage, View, counted_words, send
+from situs.audit.split.attackers import SplitFinding
+from situs.audit.split.result import SettingFound, SplitAudit, exposures_of
+from situs.audit.split.stage import Kept, Stage, View, counted_words, send
 from situs.backbones import Backbone
-from situs.locks.veil import parse_veil
+from situs.findings import Remark
+from situs.locks.veil import Veil, parse_veil
 from situs.models import open_model
 
 CLASSES = 4
@@ -86,3 +90,27 @@ def stage(private: int = 6, public: int = 60, old: Backbone | None = None, **fie
         if each is not None:
             each.backbone.double()
     return Stage(model, inputs, public, half, half, old=base, labels=labels)
+
+
+def tried(attack: str = "order", **figures: float) -> SplitFinding:
+    """An attacker that came to these figures."""
+    return SplitFinding(attack, "", figures={name.replace("_", " "): value for name, value in figures.items()})
+
+
+def not_tried(attack: str, reason: str) -> SplitFinding:
+    return SplitFinding(attack, "", "refused", remarks=[Remark("refused", reason)])
+
+
+def setting(veil: Veil, kept: Kept, *findings: SplitFinding) -> SettingFound:
+    """What was found under a veil."""
+    return SettingFound(veil, kept, tuple(replace(each, veil=veil, defence=str(veil)) for each in findings))
+
+
+def split_audit(*settings: SettingFound, samples: int = 3, public: int = 9, **more: Any) -> SplitAudit:
+    """An audit of these, beside a guess of 9 dB."""
+    blind = {"mean image": {"psnr": 9.0}, **more.pop("blind", {})}
+    findings = [
+        replace(each, exposures=exposures_of(each.figures, blind, samples)) for one in settings for each in one.findings
+    ]
+    kept = {str(one.veil): one.kept for one in settings}
+    return SplitAudit(findings, more.pop("name", "m"), samples, public, kept, blind, **more)

@@ -18,6 +18,7 @@ import torch
 from kinds import IMAGE, NAME, RESULTS, provenance
 from matplotlib.figure import Figure
 from outcomes import passing
+from sent import setting, split_audit
 
 from situs.audit import NoDefence, PatchEmbedding
 from situs.audit.cases import Case
@@ -26,8 +27,8 @@ from situs.audit.gradients import Audit
 from situs.audit.scores.exposure import METRICS
 from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
-from situs.audit.split.attackers import Reading
-from situs.audit.split.result import SettingFound, SplitAudit
+from situs.audit.split.attackers import SplitFinding
+from situs.audit.split.result import SplitAudit
 from situs.audit.split.stage import Kept
 from situs.audit.sweep.curve import IMAGES, Curves, Line, Point
 from situs.audit.text.found import Read
@@ -95,9 +96,9 @@ def test_a_page_says_what_its_result_says(name: str, monkeypatch: pytest.MonkeyP
 
 def read(**scores: float) -> SplitAudit:
     """A split audit whose one attacker came to these scores; a guess comes to 9 dB, and to 15 for its best image."""
-    reading = Reading("order", "", "done" if scores else "not tried", scores)
+    finding = SplitFinding("order", "", "done" if scores else "refused", figures=scores)
     blind = {"mean image": {"psnr": 9.0, "best psnr": 15.0, "patch psnr": 12.0}}
-    return SplitAudit("m", 8, 4, (SettingFound(Veil(), Kept(0.9), (reading,)),), blind)
+    return split_audit(setting(Veil(), Kept(0.9), finding), samples=8, public=4, blind=blind)
 
 
 def sentences(*reads: Read, **fields: Any) -> TextAudit:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from sent import not_tried, setting, split_audit, tried
 
-from situs.audit.split.attackers import Reading
 from situs.audit.split.result import SettingFound, SplitAudit
 from situs.audit.split.stage import Kept
 from situs.locks.veil import parse_veil
@@ -19,12 +19,12 @@ IMAGES = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0), dt
 
 
 def found(text: str, cosine: float, rows: bool = False, **scores: float) -> SettingFound:
-    reading = Reading("order", "the embedding", "done", scores, images=IMAGES if "psnr" in scores else None)
-    return SettingFound(parse_veil(text, ("rows",) * rows), Kept(cosine), (reading,))
+    finding = replace(tried(**scores), shown=IMAGES if "psnr" in scores else None)
+    return setting(parse_veil(text, ("rows",) * rows), Kept(cosine), finding)
 
 
 def audit(*settings: SettingFound, pictures: bool = False) -> SplitAudit:
-    return SplitAudit("m", 2, 9, settings, {"mean image": {"psnr": 9.0}}, IMAGES.float() if pictures else None)
+    return split_audit(*settings, samples=2, pictures=IMAGES.float() if pictures else None)
 
 
 CURVED = (
@@ -67,8 +67,7 @@ def test_the_threat_model_and_the_verdict_come_first(
 
 
 def test_what_was_not_tried_stands_below_the_verdict() -> None:
-    skipped = Reading("labels", "the head", "not tried", reason="the images have none")
-    one = replace(CURVED[0], readings=(skipped,))
+    one = setting(CURVED[0].veil, CURVED[0].kept, not_tried("labels", "the images have none"))
     text = make_page(audit(one)).render()
     assert "Not tried, which is no protection: labels: the images have none (none)." in text
     assert "no attack on the pictures was tried, which is no protection" in text

@@ -50,7 +50,7 @@ def page(audit: SplitAudit) -> Page:
 def _judge(page: Page, audit: SplitAudit) -> None:
     """The audit's own tone in words, the best attacker's numbers, and bars where there are no pictures."""
     seen, placed, guess = audit.best("psnr"), audit.best("places"), audit.guess("psnr") or 0.0
-    attacked = any(reading.scores for found in audit.settings for reading in found.readings)
+    attacked = any(finding.figures for found in audit.settings for finding in found.findings)
     unsure = "Not proved private" if attacked else "Not attacked, which is not private"
     page.judge(audit.tone, "Not private" if audit.tone == "bad" else unsure)
     did = [f"rebuilt pictures at {seen:.1f} dB"] if seen is not None else []
@@ -94,8 +94,8 @@ def _pictures(section: Section, audit: SplitAudit) -> None:
     strips = [("original", audit.pictures)]
     for found in audit.settings:
         best = found.pictured()
-        if best is not None and best.images is not None:
-            strips.append((f"{found.veil}\n{best.attack}", best.images.to(audit.pictures)))
+        if best is not None and best.shown is not None:
+            strips.append((f"{found.veil}\n{best.attack}", best.shown.to(audit.pictures)))
     count = min(SHOWN, len(audit.pictures))
     drawn = picture_rows(strips, count)
     said = "The first samples, and what the attacker with the best PSNR made of them, by setting."

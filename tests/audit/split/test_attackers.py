@@ -8,7 +8,7 @@ import pytest
 import torch
 from sent import classifier, stage
 
-from situs.audit.split.attackers import ATTACKS, Reading, attack, put_back
+from situs.audit.split.attackers import ATTACKS, SplitFinding, attack, put_back
 from situs.audit.split.joint import Joint
 from situs.audit.split.stage import Scene, Stage
 from situs.locks.veil import parse_veil
@@ -34,7 +34,7 @@ def held() -> Stage:
     return stage(private=12, old=tuned())
 
 
-def tried(held: Stage, name: str, defence: str, *permute: str) -> Reading:
+def tried(held: Stage, name: str, defence: str, *permute: str) -> SplitFinding:
     veil = parse_veil(defence, permute)
     return attack(name, Scene.of(held, veil))
 
@@ -42,20 +42,20 @@ def tried(held: Stage, name: str, defence: str, *permute: str) -> Reading:
 @pytest.mark.parametrize("permute", [(), ("rows",), ("columns",), ("rows", "columns")])
 def test_permutations_hide_nothing_from_who_knows_the_embedding(held: Stage, permute: tuple[str, ...]) -> None:
     found = tried(held, "order", "none", *permute)
-    assert found.scores["psnr"] > 45
-    assert found.scores.get("places") == (1 if "rows" in permute else None)
-    assert found.scores.get("channels") == (1 if "columns" in permute else None)
-    assert found.images is not None and found.images.shape == held.pictures.shape
+    assert found.figures["psnr"] > 45
+    assert found.figures.get("places") == (1 if "rows" in permute else None)
+    assert found.figures.get("channels") == (1 if "columns" in permute else None)
+    assert found.shown is not None and found.shown.shape == held.pictures.shape
     labels = tried(held, "labels", "none", *permute)
-    assert labels.scores == {"labels": 1, "unnamed labels": 1}
+    assert labels.figures == {"labels": 1, "unnamed labels": 1}
 
 
 def test_a_batch_that_exchanged_its_tokens_is_put_together(held: Stage) -> None:
     for permute in ((), ("rows", "columns")):
         found = tried(held, "order", "batch-shuffle=4", *permute)
-        assert found.scores["places"] == found.scores["samples"] == 1
-        assert found.scores["psnr"] > 45
-    assert tried(held, "labels", "batch-shuffle=4", "rows").scores["labels"] == 1
+        assert found.figures["places"] == found.figures["samples"] == 1
+        assert found.figures["psnr"] > 45
+    assert tried(held, "labels", "batch-shuffle=4", "rows").figures["labels"] == 1
 
 
 @pytest.mark.parametrize("defence", ["none", "noise=0.1", "batch-shuffle=4"])
@@ -63,16 +63,16 @@ def test_a_batch_that_exchanged_its_tokens_is_put_together(held: Stage) -> None:
 def test_an_old_embedding_does(held: Stage, defence: str, permute: tuple[str, ...]) -> None:
     found = tried(held, "old-embedding", defence, *permute)
     hidden = bool(permute) or "shuffle" in defence
-    assert found.scores.get("places") == (1 if hidden else None)
-    assert found.scores["psnr"] > 22 and found.knows.startswith("the embedding before fine-tuning")
+    assert found.figures.get("places") == (1 if hidden else None)
+    assert found.figures["psnr"] > 22 and ATTACKS[found.attack][1].startswith("the embedding before fine-tuning")
 
 
 @pytest.mark.parametrize("defence", ["none", pytest.param("lowpass=0.5", marks=pytest.mark.slow), "batch-shuffle=4"])
 def test_a_decoder_behind_the_order_attack_sees_what_it_does_not_see_before(held: Stage, defence: str) -> None:
     blind, first = (tried(held, name, defence, "rows", "columns") for name in ("decoder", "ordered-decoder"))
     plain = tried(held, "ordered-decoder", defence)
-    assert first.scores["psnr"] == pytest.approx(plain.scores["psnr"]) and first.scores["psnr"] > 20
-    assert blind.scores["psnr"] < 17
+    assert first.figures["psnr"] == pytest.approx(plain.figures["psnr"]) and first.figures["psnr"] > 20
+    assert blind.figures["psnr"] < 17
 
 
 def test_a_decoder_is_learned_once_a_defence(held: Stage) -> None:
@@ -80,7 +80,7 @@ def test_a_decoder_is_learned_once_a_defence(held: Stage) -> None:
 
 
 def test_repeats_see_through_noise(held: Stage) -> None:
-    once, often = (tried(held, name, "noise=0.3", "rows").scores for name in ("order", "repeats"))
+    once, often = (tried(held, name, "noise=0.3", "rows").figures for name in ("order", "repeats"))
     assert often["psnr"] > once["psnr"] + 2
 
 
@@ -88,21 +88,21 @@ def test_repeats_see_through_noise(held: Stage) -> None:
 @pytest.mark.parametrize("defence", ["none", "noise=0.2", "lowpass=0.5", "batch-shuffle=4"])
 def test_samples_are_linked(held: Stage, name: str, defence: str) -> None:
     """Behind a batch shuffle too: by the batches their tokens share, or when the shuffle was undone."""
-    assert tried(held, name, defence, "rows", "columns").scores == {"linked": 1}
+    assert tried(held, name, defence, "rows", "columns").figures == {"linked": 1}
 
 
 def test_pooled_labels_are_read_behind_a_batch_shuffle() -> None:
     pooled = stage(private=8, public=30, global_pool="avg")
     for permute in ((), ("rows", "columns")):
-        assert tried(pooled, "labels", "batch-shuffle=4", *permute).scores == {"labels": 1, "unnamed labels": 1}
+        assert tried(pooled, "labels", "batch-shuffle=4", *permute).figures == {"labels": 1, "unnamed labels": 1}
 
 
 def test_clusters_need_no_embedding_behind_noise_and_a_batch_shuffle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("situs.audit.split.attackers.LAYOUT_NEEDS", 40)
     many = stage(private=48, public=30)
-    clear = tried(many, "no-embedding", "none", "rows").scores["places"]
+    clear = tried(many, "no-embedding", "none", "rows").figures["places"]
     assert clear > 0.4  # of 16 places, 48 samples lay out most; what stands before the layout must lose none of them
-    assert tried(many, "no-embedding", "batch-shuffle=8", "rows").scores["places"] == pytest.approx(clear, abs=0.3)
+    assert tried(many, "no-embedding", "batch-shuffle=8", "rows").figures["places"] == pytest.approx(clear, abs=0.3)
     assert tried(many, "no-embedding", "noise=0.001", "rows").status == "done"
 
 
@@ -120,7 +120,7 @@ def test_what_says_nothing_is_not_tried(
     held: Stage, name: str, defence: str, permute: tuple[str, ...], why: str
 ) -> None:
     found = tried(held, name, defence, *permute)
-    assert (found.status, found.scores, found.images) == ("not tried", {}, None)
+    assert (found.status, found.figures, found.shown) == ("refused", {}, None)
     assert why in found.reason
 
 
@@ -132,7 +132,7 @@ def test_reasons_that_lie_in_the_model_or_the_samples() -> None:
         ("ordered-linkage", "none", "one sample is always found again"),
     ):
         found = tried(one, name, defence, "rows")
-        assert (found.status, why in found.reason) == ("not tried", True), name
+        assert (found.status, why in found.reason) == ("refused", True), name
     one.labels = None
     assert tried(one, "labels", "none").reason == "the images have none"
 
@@ -143,7 +143,7 @@ def test_an_attacker_that_breaks_down_is_not_tried(held: Stage, monkeypatch) -> 
 
     monkeypatch.setitem(ATTACKS, "linkage", (singular, "nothing"))
     found = tried(held, "linkage", "none")
-    assert (found.status, found.scores) == ("not tried", {})
+    assert (found.status, found.figures) == ("stopped", {})
     assert found.reason.startswith("it broke down: linalg.cholesky")
 
 
@@ -167,8 +167,8 @@ def test_sixteen_sendings_gain_by_neighbours_too(held: Stage, monkeypatch: pytes
     veil = parse_veil("noise=4", ("rows",))
     with monkeypatch.context() as without:
         without.setattr(Stage, "joint", lambda *_: Joint())
-        before = attack("repeats", Scene.of(held, veil)).scores
-    now = attack("repeats", Scene.of(held, veil)).scores
+        before = attack("repeats", Scene.of(held, veil)).figures
+    now = attack("repeats", Scene.of(held, veil)).figures
     assert now["psnr"] > before["psnr"] + 0.2 and now["places"] >= before["places"]
 
 

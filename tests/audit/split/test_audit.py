@@ -56,7 +56,7 @@ def test_the_server_of_a_small_model_sees_its_samples() -> None:
     assert "the server sees the samples" in audit.summary().sentence
     assert "repeats: there is no noise to average away (none, rows)" in audit.summary().notes[0]
     assert audit.provenance.facts["samples attacked"] == "8"
-    assert all(reading.images is None for each in audit.settings for reading in each.readings)
+    assert all(finding.shown is None for finding in audit.findings)
     again = audit_split(model(), source(), attacks=attacks, pictures=True, **asked)
     assert again.numbers() == audit.numbers()
     assert again.private and again.pictures is not None and len(again.pictures) == 8
@@ -79,14 +79,14 @@ def test_what_was_finished_is_kept_and_what_was_not_is_not_tried(limit: float | 
     monkeypatch.setattr("situs.audit.split.audit.attack", cut)
     found = audit_split(model(), source(), deadline=deadline, keep=kept.append, **asked)
     reason = "Ctrl-C" if limit is None else "the time limit of 5 s"
-    assert found.stopped == f"{reason}, with 1 of 2 settings finished"
+    assert found.stopped == f"{reason}, with 3 of 4 attacks finished"
     assert deadline.closed
     assert found.settings[0] == whole.settings[0]
-    linked, order = found.settings[1].readings
-    assert linked == whole.settings[1].readings[0]
-    assert (order.status, order.reason, order.scores) == ("not tried", f"stopped by {reason}", {})
-    assert [each.stopped for each in kept] == ["the end of its process, with 1 of 2 settings finished", found.stopped]
-    assert kept[1].numbers() == found.numbers()
+    linked, order = found.settings[1].findings
+    assert linked == whole.settings[1].findings[0]
+    assert (order.status, order.figures) == ("not_run", {})
+    assert f"order: stopped by {found.stopped} (rows)." in found.summary().notes[1]
+    assert [each.numbers() for each in kept] == [found.numbers()]
     assert "no attack on the pictures was tried, which is no protection" in found.summary().sentence
 
 
@@ -97,7 +97,7 @@ def test_an_audit_that_was_stopped_at_once_says_nothing(monkeypatch) -> None:
     monkeypatch.setattr("situs.audit.split.audit.attack", cut)
     found = audit_split(model(), source(), defences=("none",), attacks=("order",), count=4, public=20)
     assert not found.settings
-    assert found.stopped == "Ctrl-C, with 0 of 4 settings finished"
+    assert found.stopped == "Ctrl-C, with 0 of 4 attacks finished"
     make_page(found)
 
 
@@ -105,10 +105,10 @@ def test_labels_of_other_classes_are_not_compared() -> None:
     unlabelled = TensorSource((pictures(12) * 255).byte(), None, None, "waves")
     audit = audit_split(model(), unlabelled, defences=("none",), attacks=("labels",), count=4, public=8)
     assert audit.settings[0].kept.accuracy is None and audit.settings[0].kept.knn is None
-    assert audit.settings[0].readings[0].reason == "the images have none"
+    assert audit.settings[0].findings[0].reason == "the images have none"
     several = TensorSource(unlabelled.images, torch.ones(12, 2, dtype=torch.int8), ("a", "b"), "waves")
     audit = audit_split(model(), several, defences=("none",), attacks=("labels",), count=4, public=8)
-    assert "has no trained classifier for them" in audit.settings[0].readings[0].reason
+    assert "has no trained classifier for them" in audit.settings[0].findings[0].reason
 
 
 def test_any_number_of_labels_is_read_beside_what_the_commonest_come_to() -> None:
@@ -118,7 +118,7 @@ def test_any_number_of_labels_is_read_beside_what_the_commonest_come_to() -> Non
     several = TensorSource((pictures(40) * 255).byte(), labels, tuple("abcd"), "waves")
     asked: dict[str, Any] = {"attacks": ("labels",), "count": 12, "public": 28}
     audit = audit_split(model(), several, defences=("none", "batch-shuffle=4"), **asked)
-    assert all(found.readings[0].scores == {"labels": 1} for found in audit.settings)
+    assert all(found.findings[0].figures == {"labels": 1} for found in audit.settings)
     assert audit.settings[0].kept.knn is None
     guess = audit.blind["commonest labels"]["labels"]
     assert 0.6 < guess < 0.95
@@ -126,12 +126,12 @@ def test_any_number_of_labels_is_read_beside_what_the_commonest_come_to() -> Non
     make_page(audit)
     unknown = TensorSource(several.images, torch.full_like(labels, -1), tuple("abcd"), "waves")
     audit = audit_split(model(), unknown, defences=("none",), **asked)
-    assert audit.settings[0].readings[0].reason == "no label of the images that are attacked is known"
+    assert audit.settings[0].findings[0].reason == "no label of the images that are attacked is known"
     many = TensorSource(
         several.images, torch.zeros(40, 23, dtype=torch.int8), tuple("abcdefghijklmnopqrstuvw"), "waves"
     )
     audit = audit_split(model(num_classes=23), many, defences=("none",), **asked)
-    assert audit.settings[0].readings[0].reason == "23 classes are too many for 24 channels"
+    assert audit.settings[0].findings[0].reason == "23 classes are too many for 24 channels"
 
 
 def test_a_run_is_held_to_the_noise_that_it_was_trained_under_as_its_tokens_are_now() -> None:
@@ -170,7 +170,7 @@ def test_a_base_is_opened_for_the_same_images_and_one_of_another_shape_refused(t
     audit = audit_split(
         tuned, TensorSource(images, None, None, "waves"), base=f"{name}={tmp_path}/base.safetensors", **asked
     )
-    assert audit.settings[1].readings[0].status == "done"
+    assert audit.settings[1].findings[0].status == "done"
     with pytest.raises(SitusError, match=r"test_vit: has a grid of \(1, 1\), 1 prefix tokens and 64 .*, and"):
         audit_split(model(), source(), base=f"{name}=random", **asked)
 
@@ -179,7 +179,7 @@ def test_labels_of_classes_that_the_model_does_not_know_still_have_neighbours() 
     other = TensorSource((pictures(40) * 255).byte(), torch.arange(40) % 9, tuple("abcdefghi"), "waves")
     audit = audit_split(model(), other, defences=("none",), attacks=("labels",), count=12, public=28)
     assert audit.settings[0].kept.accuracy is None and audit.settings[0].kept.knn is not None
-    assert "has no trained classifier" in audit.settings[0].readings[0].reason
+    assert "has no trained classifier" in audit.settings[0].findings[0].reason
 
 
 @pytest.mark.parametrize(

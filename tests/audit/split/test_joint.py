@@ -194,7 +194,7 @@ def places_and_pixels(held: Stage, sigma: float, *permute: str, alone: bool) -> 
         held._joints[str(veil.defence)] = Joint()
     else:
         held._joints.pop(str(veil.defence), None)
-    scores = attack("order", Scene.of(held, veil)).scores
+    scores = attack("order", Scene.of(held, veil)).figures
     return scores.get("places", 1.0), scores["psnr"]
 
 
@@ -212,7 +212,7 @@ def test_photographs_behind_noise_are_put_in_order(shared_data: Path) -> None:
         attacks=("order",),
         count=16,
     )
-    plain, rows = (each.readings[0].scores for each in found.settings)
+    plain, rows = (each.findings[0].figures for each in found.settings)
     assert rows["places"] > 0.7 and rows["psnr"] > 21 and plain["psnr"] > 24
     assert found.tone == "bad"
 

@@ -6,12 +6,14 @@ import json
 from dataclasses import replace
 
 import pytest
+from sent import not_tried, setting
+from sent import split_audit as audit
+from sent import tried as done
 
-from situs.audit.split.attackers import ATTACKS, Reading
+from situs.audit.split.attackers import ATTACKS, SplitFinding
 from situs.audit.split.result import (
     UNDOING,
     SettingFound,
-    SplitAudit,
     paper_table,
     strengths,
     table,
@@ -21,19 +23,21 @@ from situs.audit.split.result import (
     who_was_tried,
 )
 from situs.audit.split.stage import Kept
+from situs.findings import Remark
 from situs.locks.veil import parse_veil
 
 
-def bare(*readings: Reading, defence: str = "none", rows: bool = False, columns: bool = False) -> SettingFound:
-    return SettingFound(replace(parse_veil(defence), rows=rows, columns=columns), Kept(1.0), readings)
+def found(*findings: SplitFinding, defence: str = "none", rows: bool = True, columns: bool = False) -> SettingFound:
+    return setting(replace(parse_veil(defence), rows=rows, columns=columns), Kept(0.9), *findings)
 
 
 def test_the_best_of_a_score_and_of_the_pictures() -> None:
-    weak, strong = (Reading(name, "", "done", {"psnr": psnr}) for name, psnr in (("decoder", 8.0), ("order", 30.0)))
-    linked = Reading("linkage", "", "done", {"linked": 0.5})
+    weak, strong, linked = done("decoder", psnr=8.0), done(psnr=30.0), done("linkage", linked=0.5)
     both = found(weak, strong, linked)
     assert (both.best("psnr"), both.best("linked"), both.best("ssim")) == (30, 0.5, None)
-    assert both.pictured() is strong and both.pictured(("decoder",)) is weak and both.pictured(("repeats",)) is None
+    best, other = both.pictured(), both.pictured(("decoder",))
+    assert best and other and (best.attack, other.attack) == ("order", "decoder")
+    assert both.pictured(("repeats",)) is None
     assert found(linked).pictured() is None
 
 
@@ -43,23 +47,15 @@ def test_the_best_of_a_score_and_of_the_pictures() -> None:
      ({"defence": "batch-shuffle"}, True)],
 )  # fmt: skip
 def test_what_hides_rows_or_channels(given: dict[str, object], hidden: bool) -> None:
-    assert bare(**given).hidden is hidden  # pyright: ignore[reportArgumentType]
+    assert found(**{"rows": False, **given}).hidden is hidden  # pyright: ignore[reportArgumentType]
 
 
 def test_who_undoes_is_an_attacker() -> None:
     assert set(UNDOING) < set(ATTACKS)
 
 
-def found(*readings: Reading, defence: str = "none", rows: bool = True, columns: bool = False) -> SettingFound:
-    return SettingFound(replace(parse_veil(defence), rows=rows, columns=columns), Kept(0.9), readings)
-
-
-def done(attack: str = "order", **scores: float) -> Reading:
-    return Reading(attack, "the embedding", "done", {name.replace("_", " "): value for name, value in scores.items()})
-
-
 BLIND = {"mean image": {"psnr": 9.0}}
-SKIPPED = Reading("labels", "the head", "not tried", reason="the images have none")
+SKIPPED = not_tried("labels", "the images have none")
 
 
 def test_the_table_has_blind_guesses_first_and_the_scores_that_somebody_has() -> None:
@@ -114,18 +110,9 @@ def test_every_setting_and_attacker_is_said_to_be_tried_or_not() -> None:
     }
 
 
-def audit(*settings: SettingFound, stopped: str | None = None) -> SplitAudit:
-    return SplitAudit("m", 3, 9, settings, {"mean image": {"psnr": 9.0}}, stopped=stopped)
-
-
-SKIPPED = Reading("labels", "the head", "not tried", reason="the images have none")
-
-
-@pytest.mark.parametrize(
-    "readings", [(), (SKIPPED,), (done("linkage", linked=0.0),), (done("no-embedding", places=0.1),)]
-)
-def test_what_was_not_tried_is_no_protection(readings: tuple[Reading, ...]) -> None:
-    said = verdict(audit(found(*readings)))
+@pytest.mark.parametrize("findings", [(SKIPPED,), (done("linkage", linked=0.0),), (done("no-embedding", places=0.1),)])
+def test_what_was_not_tried_is_no_protection(findings: tuple[SplitFinding, ...]) -> None:
+    said = verdict(audit(found(*findings)))
     assert "no attack on the pictures was tried, which is no protection" in said
     assert "private" not in said and "safe" not in said
 
@@ -133,7 +120,7 @@ def test_what_was_not_tried_is_no_protection(readings: tuple[Reading, ...]) -> N
 def test_the_best_attacker_speaks() -> None:
     weak, strong = done("decoder", psnr=8.0), done(psnr=30.0, places=1.0)
     both = found(weak, strong)
-    assert both.best("psnr") == 30 and both.pictured() is strong and both.best("ssim") is None
+    assert both.best("psnr") == 30 and both.best("ssim") is None
     assert verdict(audit(both)) == (
         "Rows: the server sees the samples (30.0 dB); 100.0 % of the patches were put in their places."
     )
@@ -181,7 +168,7 @@ def test_what_was_stopped_says_so_before_anything_else() -> None:
 
 
 def test_labels_are_in_the_verdict() -> None:
-    settings = [found(done("labels", labels=share)) for share in (0.5, 1.0)]
+    settings = [found(done("labels", labels=share), rows=share < 1) for share in (0.5, 1.0)]
     assert verdict(audit(*settings)).endswith("Labels, read off what comes back: 50.0 % to 100.0 %.")
     unnamed = verdict(audit(found(done("labels", unnamed_labels=0.9))))
     assert unnamed.endswith("Up to names, without the head: 90.0 %.")
@@ -201,7 +188,7 @@ def test_the_numbers_hold_every_score_and_every_reason() -> None:
 
 def test_an_attacker_that_did_not_come_to_an_end_is_in_the_sentence() -> None:
     """Another that was tried does not speak for it: rows permuted or not, undone by another or not."""
-    cut = Reading("order", "the embedding", "not tried", reason="stopped by Ctrl-C", cut=True)
+    cut = SplitFinding("order", "", "not_run")
     for rows, other in ((False, "decoder"), (True, "old-embedding"), (True, "decoder")):
         said = verdict(audit(found(done(other, psnr=8.0), cut, rows=rows)))
         assert "order did not come to an end, which is no protection" in said
@@ -209,7 +196,7 @@ def test_an_attacker_that_did_not_come_to_an_end_is_in_the_sentence() -> None:
 
 
 def test_what_an_attacker_lacked_is_said() -> None:
-    weak = replace(done("old-embedding", psnr=8.0), reason="2 samples are too few to cluster")
+    weak = replace(done("old-embedding", psnr=8.0), remarks=[Remark("lower_bound", "2 samples are too few to cluster")])
     one = audit(found(weak))
     assert "Weaker than it can be, which is no protection: old-embedding: 2 samples are too few to cluster (rows)." in (
         one.summary().notes
@@ -218,3 +205,17 @@ def test_what_an_attacker_lacked_is_said() -> None:
     assert verdict(thin).startswith("Too few public images (2 public images have 32 tokens of 24 channels): ")
     assert "what was not found is not hidden by that" in verdict(thin)
     assert thin.numbers()["too_few_public_images"] == thin.thin and audit().numbers()["too_few_public_images"] is None
+
+
+def test_the_one_gate_reads_it_and_nothing_ever_passes() -> None:
+    """Above where an attacker came to clearly more than a guess; else inconclusive, however little was found."""
+    for findings, outcome in (
+        ((done(psnr=30.0), done("linkage", linked=0.1)), "above"),
+        ((done(psnr=5.0, ssim=0.9),), "incomplete"),
+        ((SKIPPED,), "nothing_applied"),
+        ((done(psnr=5.0), SplitFinding("linkage", "", "not_run")), "incomplete"),
+    ):
+        one = audit(found(*findings))
+        [judgement] = one.judge().judgements
+        assert (judgement.answer, judgement.defence) == (outcome, "rows")
+        assert (one.tone == "bad") == (outcome == "above")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,9 @@ from situs.audit.split.order import PublicSide, assign_places, order_rows, read_
 from situs.audit.split.stage import NONE, Scene, View, counted_words, send
 from situs.core.tokens import unpatchify
 from situs.errors import SitusError, counted, verb
+from situs.findings import Finding, Remark
 from situs.locks.attacks.columns import recover_columns
+from situs.locks.veil import Veil
 
 SENDINGS = 16
 LAYOUT_NEEDS = 100
@@ -49,19 +51,22 @@ OFTEN = f"{SENDINGS} sendings where there is noise or a batch shuffle"
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What one attacker found. scores: by name, shares in [0, 1] and dB. images: what it made of the samples.
+class SplitFinding(Finding):
+    """What came of one attacker on one veil. figures: over all samples, by name, shares in [0, 1] and dB. shown: what
+    it made of the samples, [n, C, H, W]."""
 
-    reason: why it was not tried, or why it is weaker than it can be. cut: it was stopped or broke down.
-    """
+    veil: Veil = NONE
+    figures: Mapping[str, float] = field(default_factory=dict)
 
-    attack: str
-    knows: str
-    status: Literal["done", "not tried"]
-    scores: Mapping[str, float] = field(default_factory=dict)
-    reason: str = ""
-    images: Tensor | None = None
-    cut: bool = False
+    @property
+    def knows(self) -> str:
+        """What its attacker must know."""
+        return ATTACKS[self.attack][1] if self.attack in ATTACKS else ""
+
+    @property
+    def reason(self) -> str:
+        """Why it was not tried, or why it is weaker than it can be."""
+        return self.why("refused", "stopped", "lower_bound") or ""
 
 
 class Found(NamedTuple):
@@ -211,17 +216,21 @@ class NotTriedError(SitusError):
     """The attack says nothing of this setting, and why. That is no protection."""
 
 
-def attack(name: str, scene: Scene) -> Reading:
-    """What an attacker finds of a setting."""
-    attacker, knows = ATTACKS[name]
+def attack(name: str, scene: Scene) -> SplitFinding:
+    """What an attacker finds under a veil."""
+    count = len(scene.stage.z)
+    planned = SplitFinding(name, str(scene.veil), "done", asked=count, veil=scene.veil)
     try:
-        scores, pictures, weak = attacker(scene)
+        figures, pictures, weak = ATTACKS[name][0](scene)
     except NotTriedError as why:
-        return Reading(name, knows, "not tried", reason=str(why))
+        return replace(planned, status="refused", remarks=[Remark("refused", str(why))])
     except torch.linalg.LinAlgError as why:  # pyright: ignore[reportPrivateImportUsage]  # images that are all alike
-        return Reading(name, knows, "not tried", reason=f"it broke down: {str(why).splitlines()[0][:80]}", cut=True)
+        broken = f"it broke down: {str(why).splitlines()[0][:80]}"
+        return replace(planned, status="stopped", remarks=[Remark("stopped", broken)])
     seen = {} if pictures is None else scene.stage.scores(pictures)
-    return Reading(name, knows, "done", {**scores, **seen}, weak, images=pictures)
+    remarks = [Remark("lower_bound", weak)] if weak else []
+    samples = [f"sample {number + 1}" for number in range(count)]
+    return replace(planned, samples=samples, figures={**figures, **seen}, remarks=remarks, shown=pictures)
 
 
 def _undone(scene: Scene) -> PutBack:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 
 from situs.audit.deadline import Deadline
+from situs.audit.run import run
 from situs.audit.scores.metrics import baselines
-from situs.audit.split.attackers import ATTACKS, Reading, attack
-from situs.audit.split.result import SettingFound, SplitAudit
-from situs.audit.split.stage import NONE, Scene, Stage, check_places
+from situs.audit.split.attackers import ATTACKS, SplitFinding, attack
+from situs.audit.split.result import METRICS, SplitAudit, exposures_of
+from situs.audit.split.stage import NONE, Kept, Scene, Stage, check_places
 from situs.data.loader import Loader
 from situs.data.sampler import epoch_order
 from situs.errors import SitusError, counted, unknown_name, verb
+from situs.findings import HONEST, Finding, Metric, ThreatModel
 from situs.limits import check_value
 from situs.locks.veil import PERMUTED, Veil, parse_veil
 from situs.models import Model, open_model
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened, top1_reason
-from situs.progress import tracked
 from situs.results import Provenance
 from situs.train.run import is_run
 
@@ -54,7 +56,7 @@ def veils_of(defences: Sequence[str], permute: Sequence[str]) -> tuple[Veil, ...
 
 
 class Watched(Chosen, total=False):
-    """How the images are read. keep: is given the result after each setting, so that a crash leaves what was found."""
+    """How the images are read. keep: is given the result now and then, so that a crash leaves what was found."""
 
     keep: Callable[[SplitAudit], None]
 
@@ -89,69 +91,86 @@ def audit_split(
     check_value("public", public, ">= 2")
     count = SAMPLES if (asked := chosen.get("count")) is None else asked
     check_value("count", count, ">= 2")
-    deadline = deadline or Deadline()
-    keep = chosen.pop("keep", lambda _: None)
+    keep = chosen.pop("keep", None)
     stage, made = _stage(model, data, base, count, public, seed, chosen)
-    blind = {name: stage.scores(guess) for name, guess in baselines(stage.pictures).items()}
-    if common := stage.commonest():
-        blind["commonest labels"] = common
-    shown = stage.pictures.float() if pictures else None
-    found: list[SettingFound] = []
-    trained = _trained_under(stage)
+    scenario = Split(stage, veils, tuple(attacks), public, made, pictures=pictures)
+    return run(scenario, deadline, keep)
 
-    def so_far(stopped: str | None) -> SplitAudit:
-        given = stage.model.name, len(stage.z), public, tuple(found), blind, shown
-        return SplitAudit(*given, stopped=stopped, trained=trained, thin=stage.thin, provenance=made)
 
-    begun = _Begun(stage, attacks, pictures)
-    try:
-        for veil in tracked(veils, "defences"):
+@dataclass
+class Split:
+    """The scenario of split learning: every veil of a client against every attacker of its server.
+
+    pictures: whether findings keep what was made of the samples. kept: what the task keeps, of veils that were begun.
+    """
+
+    name: ClassVar[str] = "split"
+    threat: ClassVar[ThreatModel] = HONEST
+    metrics: ClassVar[Mapping[str, Metric]] = METRICS
+
+    stage: Stage
+    veils: Sequence[Veil]
+    attacks: Sequence[str]
+    public: int
+    provenance: Provenance
+    pictures: bool = False
+    kept: dict[str, Kept] = field(default_factory=dict)
+    scene: Scene | None = None
+
+    @property
+    def things(self) -> str:
+        return self.provenance.things
+
+    @cached_property
+    def blind(self) -> dict[str, dict[str, float]]:
+        """What guesses without any token come to."""
+        guesses = {name: self.stage.scores(guess) for name, guess in baselines(self.stage.pictures).items()}
+        common = self.stage.commonest()
+        return guesses | ({"commonest labels": common} if common else {})
+
+    def planned(self) -> Iterator[SplitFinding]:
+        asked = len(self.stage.z)
+        for veil in self.veils:
+            yield from (SplitFinding(name, str(veil), "not_run", asked=asked, veil=veil) for name in self.attacks)
+
+    def trials(self) -> Iterator[_Trial]:
+        return (_Trial(self, veil, name) for veil in self.veils for name in self.attacks)
+
+    def attack(self, veil: Veil, name: str, deadline: Deadline) -> SplitFinding:
+        """One attacker on one veil; what all attackers on a veil begin with is made once."""
+        if self.scene is None or self.scene.veil != veil:
             deadline.say(str(veil))
-            for _ in tracked(begun.attacked(veil), str(veil), len(attacks)):
-                if deadline.spent():
-                    raise KeyboardInterrupt
-            found.append(begun.found(None))
-            keep(so_far(None if len(found) == len(veils) else _told("the end of its process", found, veils)))
-        deadline.closed = True  # before anything else: a Ctrl-C from here on must find it so
-    except KeyboardInterrupt:
-        if not deadline.spent():
-            deadline.interrupt()
-        deadline.closed = True
-        told = _told(deadline.reason, found, veils)
-        if begun.readings:
-            found.append(begun.found(f"stopped by {deadline.reason}"))
-        keep(so_far(told))
-        return so_far(told)
-    return so_far(None)
+            self.kept[str(veil)] = self.stage.keeps(veil.defence)
+            self.scene = Scene.of(self.stage, veil)
+        finding = attack(name, self.scene)
+        exposures = exposures_of(finding.figures, self.blind, len(self.stage.z))
+        return replace(finding, exposures=exposures, shown=finding.shown if self.pictures else None)
+
+    def report(self, findings: Mapping[Hashable, Finding], stopped: str | None) -> SplitAudit:
+        stage, shown = self.stage, self.stage.pictures.float() if self.pictures else None
+        facts = stage.model.name, len(stage.z), self.public, dict(self.kept), self.blind, shown
+        more: dict[str, Any] = {"trained": _trained_under(stage), "thin": stage.thin}
+        return SplitAudit([*findings.values()], *facts, stopped=stopped, provenance=self.provenance, **more)
+
+    def bounds(self, report: SplitAudit, deadline: Deadline) -> Iterator[Finding]:  # noqa: ARG002
+        return iter(())
 
 
-def _told(reason: str, found: Sequence[SettingFound], veils: Sequence[Veil]) -> str:
-    return f"{reason}, with {len(found)} of {counted(len(veils), 'settings')} finished"
+@dataclass
+class _Trial:
+    """One attacker on one veil: one turn."""
 
+    scenario: Split
+    veil: Veil
+    name: str
+    at: int = 0
+    total: int = 1
+    ended: bool = False
 
-class _Begun:
-    """The setting that is under attack, attacker by attacker."""
-
-    def __init__(self, stage: Stage, attacks: Sequence[str], pictures: bool) -> None:
-        self.stage, self.attacks, self.pictures = stage, attacks, pictures
-        self.readings: list[Reading] = []
-
-    def attacked(self, veil: Veil) -> Iterator[None]:
-        """Stops before each attacker."""
-        self.veil, self.readings = veil, []
-        self.kept = self.stage.keeps(veil.defence)
-        scene = Scene.of(self.stage, veil)
-        for name in self.attacks:
-            yield
-            reading = attack(name, scene)
-            self.readings.append(reading if self.pictures else replace(reading, images=None))
-
-    def found(self, why: str | None) -> SettingFound:
-        """What was found of it; why: what those say who had no turn."""
-        left = self.attacks[len(self.readings) :]
-        waiting = [Reading(name, ATTACKS[name][1], "not tried", reason=why or "", cut=True) for name in left]
-        found, self.readings = [*self.readings, *waiting], []
-        return SettingFound(self.veil, self.kept, tuple(found))
+    def turn(self, deadline: Deadline, left: int) -> Iterator[SplitFinding]:  # noqa: ARG002
+        finding = self.scenario.attack(self.veil, self.name, deadline)
+        self.at = 1
+        yield finding
 
 
 def _stage(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
-from situs.audit.split.attackers import ATTACKS, SENDINGS, Reading
+from situs.audit.split.attackers import ATTACKS, SENDINGS, SplitFinding
 from situs.audit.split.stage import LOOKED_AT, Kept
 from situs.errors import counted
+from situs.findings import Exposure, Metric
+from situs.gate import Report
 from situs.locks.veil import Veil
-from situs.results import Cell, Result, Summary, Table, Tone, percent
+from situs.results import Cell, Summary, Table, Tone, percent
 
 UNDOING = ("order", "old-embedding", "ordered-decoder", "repeats")
 """Attackers who put back what is permuted before they make pictures."""
@@ -44,16 +46,16 @@ class SettingFound:
 
     veil: Veil
     kept: Kept
-    readings: tuple[Reading, ...]
+    findings: tuple[SplitFinding, ...]
 
     def best(self, score: str) -> float | None:
         """The highest value of a score over the attackers; None where no attack gave it."""
-        return max((reading.scores[score] for reading in self.readings if score in reading.scores), default=None)
+        return max((each.figures[score] for each in self.findings if score in each.figures), default=None)
 
-    def pictured(self, among: Collection[str] = tuple(ATTACKS)) -> Reading | None:
+    def pictured(self, among: Collection[str] = tuple(ATTACKS)) -> SplitFinding | None:
         """The attacker whose pictures are best, of those named."""
-        made = [reading for reading in self.readings if "psnr" in reading.scores and reading.attack in among]
-        return max(made, key=lambda reading: reading.scores["psnr"], default=None)
+        made = [finding for finding in self.findings if "psnr" in finding.figures and finding.attack in among]
+        return max(made, key=lambda finding: finding.figures["psnr"], default=None)
 
     @property
     def hidden(self) -> bool:
@@ -103,7 +105,7 @@ def strengths(settings: Settings) -> list[str]:
 
 def table(title: str, settings: Settings, blind: Blind) -> Table:
     """Blind guesses, then a row an attacker below its setting; scores that nobody has are left out."""
-    everyone = [reading.scores for found in settings for reading in found.readings]
+    everyone = [finding.figures for found in settings for finding in found.findings]
     scores = [name for name in SCORES if any(name in each for each in (*everyone, *blind.values()))]
     kept = utilities(settings)
     rows: list[list[Cell]] = [
@@ -112,8 +114,8 @@ def table(title: str, settings: Settings, blind: Blind) -> Table:
     ]
     for found in settings:
         lead: list[Cell] = [str(found.veil), *_kept(found.kept, kept)]
-        for reading in (each for each in found.readings if each.status == "done"):
-            rows.append([*lead, reading.attack, reading.knows, *_cells(reading.scores, scores)])
+        for finding in (each for each in found.findings if each.status == "done"):
+            rows.append([*lead, finding.attack, finding.knows, *_cells(finding.figures, scores)])
             lead = [""] * len(lead)
         if lead[0]:
             rows.append([*lead, "none was tried", None, *_cells({}, scores)])
@@ -163,7 +165,7 @@ def who_was_tried(settings: Settings) -> Table:
     """Every setting against every attacker there is: tried, not tried, not asked for."""
 
     def said(found: SettingFound, name: str) -> str:
-        status = {reading.attack: reading.status for reading in found.readings}.get(name)
+        status = {finding.attack: finding.status for finding in found.findings}.get(name)
         return {"done": "tried", None: "not asked for"}.get(status, "not tried")
 
     rows = [[str(found.veil), *(said(found, name) for name in ATTACKS)] for found in settings]
@@ -176,8 +178,8 @@ def _kept(kept: Kept, names: Sequence[str]) -> list[Cell]:
     return [None if each is None else f"{each:.3f}" if name == "features" else percent(each) for name, each in written]
 
 
-def _of(reading: Reading | None, scores: Sequence[str]) -> list[Cell]:
-    return _cells({} if reading is None else reading.scores, scores)
+def _of(finding: SplitFinding | None, scores: Sequence[str]) -> list[Cell]:
+    return _cells({} if finding is None else finding.figures, scores)
 
 
 def _cells(held: Mapping[str, float], scores: Sequence[str]) -> list[Cell]:
@@ -206,6 +208,8 @@ CLEARER, MORE = 3.0, 0.1
 CHANCE = {"labels": 0.5, "unnamed labels": 0.5, "samples": 0.5}
 """The most that a guess of them comes to, where none was made: one of two."""
 
+UNFINISHED = ("stopped", "not_run")
+
 LISTED = 6
 """Settings that a note names one by one."""
 
@@ -222,25 +226,63 @@ THREAT = {
 }
 
 
-@dataclass(frozen=True)
-class SplitAudit(Result):
-    """All settings. blind: what guesses without any token come to. pictures: the samples, where the page shows them.
+METRICS = {name: Metric(name, unit="dB" if "psnr" in name else "") for name in SCORES if name not in ("ssim", "fsim")}
+"""What is held against guesses; the picture's own PSNR speaks for its other scores."""
 
-    stopped: by what and how far it came, None where it is whole. trained: the defence that a run was trained under, in
-    units of its tokens as they are now. thin: why public images are too few, None where not.
+
+def guess_at(blind: Blind, score: str) -> float | None:
+    """The best of those who saw no token; None where there is none."""
+    return max((scores[score] for scores in blind.values() if score in scores), default=None)
+
+
+def exposures_of(figures: Mapping[str, float], blind: Blind, samples: int) -> list[Exposure]:
+    """Every figure of an attack that a gate reads; above: it is clearly more than a guess."""
+    rows = []
+    for name, metric in METRICS.items():
+        if (value := figures.get(name)) is None:
+            continue
+        guess = guess_at(blind, name)
+        if name in SEEN:
+            above = value >= (0.0 if name == "psnr" else RECOGNISED) and value > (guess or 0.0) + CLEARER
+        else:
+            chance = 1 / samples if name == "linked" else CHANCE.get(name, 0.0)
+            above = value > (chance if guess is None else guess) + MORE
+        rows.append(Exposure("the samples", metric, value, guess, above=above))
+    return rows
+
+
+@dataclass(frozen=True)
+class SplitAudit(Report):
+    """All that was attacked. kept: what the client's task keeps, by veil. blind: what guesses without any token come
+    to. pictures: the samples, where the page shows them.
+
+    trained: the defence that a run was trained under, in units of its tokens as they are now. thin: why public images
+    are too few, None where not.
     """
 
     file: ClassVar[str] = "split-audit"
+    metrics: ClassVar[Mapping[str, Metric]] = METRICS
 
     name: str
     samples: int
     public: int
-    settings: tuple[SettingFound, ...]
-    blind: Mapping[str, Mapping[str, float]]
+    kept: Mapping[str, Kept]
+    blind: Blind
     pictures: Tensor | None = None
-    stopped: str | None = None
     trained: Veil | None = None
     thin: str | None = None
+
+    @property
+    def settings(self) -> tuple[SettingFound, ...]:
+        """What was found, veil by veil; veils that nobody came to are left out."""
+        found: dict[str, list[SplitFinding]] = {}
+        for finding in cast("Sequence[SplitFinding]", self.findings):
+            found.setdefault(finding.defence, []).append(finding)
+        return tuple(
+            SettingFound(findings[0].veil, self.kept[name], tuple(findings))
+            for name, findings in found.items()
+            if any(finding.status != "not_run" for finding in findings)
+        )
 
     @property
     def private(self) -> bool:
@@ -250,7 +292,7 @@ class SplitAudit(Result):
     @property
     def tone(self) -> Tone:
         """Bad where an attacker came to clearly more than a guess; never good, for others may do better."""
-        return "bad" if any(self._beats_a_guess(score) for score in SCORES) else "unsure"
+        return "bad" if any(one.above for finding in self.findings for one in finding.exposures) else "unsure"
 
     def best(self, score: str) -> float | None:
         """The highest value of a score over all settings; None where no attack gave it."""
@@ -258,37 +300,17 @@ class SplitAudit(Result):
 
     def guess(self, score: str) -> float | None:
         """The best of those who saw no token; None where there is none."""
-        return max((each[score] for each in self.blind.values() if score in each), default=None)
+        return guess_at(self.blind, score)
 
-    def _beats_a_guess(self, score: str) -> bool:
-        value, guess = self.best(score), self.guess(score)
-        if value is None or score in ("ssim", "fsim"):  # the picture's own scores; its PSNR speaks for them
-            return False
-        if score in SEEN:
-            least = 0.0 if score == "psnr" else RECOGNISED
-            return value >= least and value > (guess or 0.0) + CLEARER
-        blind = 1 / self.samples if score == "linked" else CHANCE.get(score, 0.0)
-        return value > (blind if guess is None else guess) + MORE
-
-    @property
-    def skipped(self) -> dict[str, list[str]]:
-        """What was not tried and why -> the settings."""
-        found: dict[str, list[str]] = {}
-        for each in self.settings:
-            for reading in each.readings:
-                if reading.status == "not tried":
-                    found.setdefault(f"{reading.attack}: {reading.reason}", []).append(str(each.veil))
-        return found
-
-    @property
-    def weaker(self) -> dict[str, list[str]]:
-        """What an attacker that was tried lacked -> the settings."""
-        found: dict[str, list[str]] = {}
-        for each in self.settings:
-            for reading in each.readings:
-                if reading.status == "done" and reading.reason:
-                    found.setdefault(f"{reading.attack}: {reading.reason}", []).append(str(each.veil))
-        return found
+    def _reasons(self, *, done: bool) -> dict[str, list[str]]:
+        """Of attackers that were tried what each lacked, or of others why they were not -> the settings."""
+        reasons: dict[str, list[str]] = {}
+        for setting in self.settings:
+            for finding in setting.findings:
+                if (finding.status == "done") == done and (not done or finding.reason):
+                    why = finding.reason or f"stopped by {self.stopped}"
+                    reasons.setdefault(f"{finding.attack}: {why}", []).append(str(setting.veil))
+        return reasons
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -301,11 +323,9 @@ class SplitAudit(Result):
         """The verdict, the tables, and what was not tried."""
         notes = [] if self.stopped is None else [AGAIN]
         notes += [] if self.trained is None else [self._of_training(self.trained)]
-        notes += [f"Not tried, which is no protection: {why} ({self._where(at)})." for why, at in self.skipped.items()]
-        notes += [
-            f"Weaker than it can be, which is no protection: {why} ({self._where(at)})."
-            for why, at in self.weaker.items()
-        ]
+        for said, done in (("Not tried", False), ("Weaker than it can be", True)):
+            reasons = self._reasons(done=done).items()
+            notes += [f"{said}, which is no protection: {why} ({self._where(at)})." for why, at in reasons]
         if self.settings and (unasked := [name for name in ATTACKS if name not in self.asked]):
             notes.append(f"Not asked for, which is no protection: {', '.join(unasked)}.")
         return Summary(verdict(self), self.tables, tuple(notes))
@@ -329,11 +349,12 @@ class SplitAudit(Result):
     @property
     def asked(self) -> tuple[str, ...]:
         """The attackers that were asked for."""
-        return tuple(dict.fromkeys(reading.attack for found in self.settings for reading in found.readings))
+        return tuple(dict.fromkeys(finding.attack for found in self.settings for finding in found.findings))
 
     def numbers(self) -> dict[str, Any]:
         """Every score of every attacker."""
         return {
+            "threat": self.threat.name,
             "threat_model": THREAT,
             "verdict": verdict(self),
             "trained_under": None if self.trained is None else str(self.trained),
@@ -348,9 +369,9 @@ class SplitAudit(Result):
                     "setting": str(found.veil),
                     **found.kept.numbers(),
                     "attacks": [
-                        {"attack": r.attack, "knows": r.knows, "status": r.status, "reason": r.reason or None}
-                        | _plain(r.scores)
-                        for r in found.readings
+                        {"attack": each.attack, "knows": each.knows, "status": each.status}
+                        | {"reason": each.reason or None, **_plain(each.figures)}
+                        for each in found.findings
                     ],
                 }
                 for found in self.settings
@@ -410,7 +431,7 @@ def _said(what: str, settings: list[SettingFound]) -> str:
         parts.append(f"{linked} of the samples were found again")
     if any(found.hidden and found.pictured() and found.pictured(UNDOING) is None for found in settings):
         parts.append("no attack that puts back what is permuted was tried, which is no protection")
-    if cut := dict.fromkeys(each.attack for found in settings for each in found.readings if each.cut):
+    if cut := dict.fromkeys(each.attack for found in settings for each in found.findings if each.status in UNFINISHED):
         parts.append(f"{', '.join(cut)} did not come to an end, which is no protection")
     return "; ".join(parts) + "."
 

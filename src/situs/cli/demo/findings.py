@@ -161,9 +161,7 @@ def find_gradients(stage: Stage) -> Finding:
         "the patch embedding are linear in the pixels: one system of equations, solved once. No search, no guess, no "
         "other image is needed."
     )
-    section.note(
-        "Which defences help, and which do not: `situs audit gradients MODEL --data FOLDER --find-defence psnr=20`."
-    )
+    section.note("Which defences help, and which do not: `situs audit sweep MODEL --data FOLDER --find psnr=20`.")
     if outcome.shown is None:
         reason = outcome.why("refused") or "the attack does not apply"
         return stage.add(Finding("One training step was not attacked.", "–", reason, reason, Section("").text(reason)))
@@ -239,10 +237,10 @@ def find_order(stage: Stage) -> Finding:
     stage.say("the server attacks")
     asked: dict[str, Any] = {"split": "test", "count": ATTACKED, "public": PUBLIC, "seed": stage.seed}
     audit = audit_split(stage.runs / AFTER, defences=("none",), attacks=("order",), pictures=True, **asked)
-    [reading] = audit.settings[-1].readings  # rows and channels permuted
-    assert reading.images is not None
+    [finding] = audit.settings[-1].findings  # rows and channels permuted
+    assert finding.shown is not None
     assert audit.pictures is not None
-    scores, pictures = reading.scores, reading.images.float()
+    scores, pictures = finding.figures, finding.shown.float()
     orders = torch.rand(len(pictures), PLACES, generator=torch.Generator().manual_seed(stage.seed)).argsort(dim=1)
     mixed = unpatchify(take(patchify(pictures, PATCH), orders), GRID, PATCH)
     rows = [mixed[:SHOWN], pictures[:SHOWN], audit.pictures[:SHOWN]]
