@@ -42,9 +42,8 @@ from situs.measure.by_class import wilson
 from situs.measure.finetune import FinetuneConfig
 from situs.measure.knn import knn_accuracy
 from situs.methods import METHODS
-from situs.models.handed import addressed_model
-from situs.models.initialise import starting
 from situs.models.open import open_model
+from situs.models.start import addressed_model, starting
 
 MODEL = "vit_small_patch14_dinov2"
 SIDES, COUNTS = {"pets": 98, "cifar": 56}, {"pets": (1, 5, 22), "cifar": (10, 50, 500)}

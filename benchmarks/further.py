@@ -32,7 +32,7 @@ from situs.measure.knn import knn_accuracy
 from situs.measure.probe.linear import fit_linear
 from situs.methods import METHODS
 from situs.methods.base import Method
-from situs.models.handed import addressed_model
+from situs.models.start import addressed_model
 from situs.train.optim import OptimConfig
 from situs.train.run import make_method
 from situs.train.tuning import TuningConfig

@@ -41,7 +41,7 @@ if hasattr(providers, "_get_local_constants"):
     setattr(providers, "_get_local_constants", lambda: providers._local_constants)  # noqa: B010
 
 
-LONG = ("train/test_distributed.py", "train/test_loop_kill.py", "train/export/test_write.py", "cli/demo/test_run.py")
+LONG = ("train/test_distributed.py", "train/test_loop_kill.py", "train/test_export.py", "cli/demo/test_run.py")
 """Files with a long test or fixture. At the end of a run one of two processes would wait for them, or make it twice."""
 
 

@@ -172,7 +172,7 @@ def finetune(
     >>> tuned = situs.finetune("runs/mp3", data="photos/", out="runs/ft")
     """
     from situs.measure.finetune import FinetuneConfig, data_as_seen
-    from situs.models.handed import addressed_model
+    from situs.models.start import addressed_model
 
     source = addressed_model(source)
     given = {"out": out, "data": data, "preset": preset, "epochs": epochs, "batch": batch, "seed": seed}
@@ -211,8 +211,7 @@ def adapt(
     from situs.data.open import addressed
     from situs.measure.adapt import adapt_model
     from situs.measure.finetune import FinetuneConfig, data_as_seen
-    from situs.models.handed import addressed_model
-    from situs.models.initialise import starting
+    from situs.models.start import addressed_model, starting
     from situs.pages import publish
 
     source = addressed_model(source) or ""
@@ -331,7 +330,7 @@ def _train(
     dry_run: bool = False,
     **place: Any,
 ) -> Any:
-    from situs.models.initialise import starting
+    from situs.models.start import starting
     from situs.train.assemble import Setup
     from situs.train.rehearse import rehearse
     from situs.train.run import train_run
@@ -437,7 +436,7 @@ def _asked(
 def _take_modules(asked: dict[str, Any]) -> None:
     """Puts addresses in the place of models in memory: of `init`, and of a backbone, whose weights are started from."""
     if not isinstance(asked.get("init"), str | None) or not isinstance(asked.get("backbone"), str | Mapping | None):
-        from situs.models.handed import addressed_model
+        from situs.models.start import addressed_model
 
         if not isinstance(asked.get("backbone"), str | Mapping | None):
             if asked.get("init") is not None:
@@ -501,7 +500,7 @@ def layered(
     if file is not None:
         found[str(file)] = one_length(read_toml(file))
     if init is not None and not any(map(_names_backbone, found.values())):
-        from situs.models.beginning import adopted
+        from situs.models.start import adopted
 
         found = {GROUND: merge(adopted(init), ground or {}), **{name: t for name, t in found.items() if name != GROUND}}
     return found

@@ -186,7 +186,7 @@ def test_spectrograms_come_back_in_the_range_that_is_stated(clips: Path, tmp_pat
     assert torch.allclose(torch.tensor(noisy.scores["psnr"]).double(), by_hand, atol=1e-3)
     page = publish(audit, tmp_path).read_text()
     assert "its peak is 6 deviations" in page and "neither a range nor values" in page and "stored as bytes" not in page
-    assert "3 of 3 clips were rebuilt" in page and "how spectrograms are normalised" in page
+    assert "3 of 3 clips were rebuilt" in page and "how clips are normalised" in page
     assert "Time runs from left to right" in page
     assert (
         "no clip recovered exactly"
@@ -286,3 +286,28 @@ def test_a_run_is_audited_on_its_own_data(tmp_path: Path) -> None:
     assert [pair.scores["psnr"] for pair in own.pairs] == [pair.scores["psnr"] for pair in named.pairs]
     with pytest.raises(SitusError, match="only a run knows its data; say where the images are"):
         audit_gradients(small_vit(num_classes=3), **asked)
+
+
+def test_recordings_are_audited_as_any_other_samples(tmp_path: Path) -> None:
+    """A run on series, of which nothing in the audit knows: windows come back exactly from one step."""
+    chance = np.random.default_rng(0)
+    for name in ("calm", "fast"):
+        (tmp_path / "series" / name).mkdir(parents=True)
+        for number in range(6):
+            wave = chance.normal(size=(2, 40)).cumsum(axis=1).astype(np.float32)
+            np.save(tmp_path / "series" / name / f"{number}.npy", wave)
+    shape = {"embed_dim": 32, "depth": 1, "num_heads": 2}
+    asked = {
+        "data": {"path": str(tmp_path / "series"), "kind": "series", "series": {"steps": 32}, "workers": 0, "batch": 4},
+        "backbone": {"name": "vit_tiny_patch16_224", "patch_size": (1, 4), "model_args": shape},
+        "method": {"name": "supervised"},
+        "optim": {"warmup_epochs": 0},
+        "train": {"max_steps": 1},
+    }
+    train_run(from_dict(RunConfig, asked), out=tmp_path / "run", device="cpu", quiet=True)
+    audit = audit_gradients(
+        tmp_path / "run", count=5, attacks=["patchembed"], defences=["none"], fail_above="blind", device="cpu"
+    )
+    assert audit.provenance.things == "recordings" and audit.findings[0].exact == 5
+    assert audit.ruling is not None and audit.ruling.status == 3
+    assert "5 of 5 recordings" in str(audit)

@@ -320,9 +320,9 @@ def test_what_a_kind_lacks_is_told_by_the_model_itself(
     from situs.locks.key import load_key
     from situs.locks.owner import unlocking
     from situs.models import open_model
-    from situs.models.beginning import beginning
     from situs.models.export import export_run
     from situs.models.model import check_classifier, puzzle_method
+    from situs.models.start import beginning
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     shape = {"img_size": 8, "patch_size": 4}

@@ -11,7 +11,7 @@ import torch
 from situs.config import from_dict, merge
 from situs.errors import SitusError
 from situs.measure.finetune import FinetuneConfig, data_as_seen, finetune_config
-from situs.models.initialise import initialise, starting
+from situs.models.start import initialise, starting
 from situs.progress import notes_to
 from situs.train.assemble import Setup, make_eval_loader
 from situs.train.checkpoint import RunFolder
@@ -135,7 +135,7 @@ def test_every_kind_of_model_is_a_beginning(runs: dict[str, Path], tmp_path: Pat
     from situs.locks.key import new_key
     from situs.locks.locking import lock
     from situs.locks.owner import unlocking
-    from situs.models.beginning import beginning
+    from situs.models.start import beginning
 
     backbone = load_run(runs["mae"]).method.backbone
     (tmp_path / "plain").mkdir()

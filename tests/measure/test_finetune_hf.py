@@ -21,8 +21,8 @@ from situs.core.position import resample_table, sincos
 from situs.errors import SitusError
 from situs.measure.finetune import FinetuneConfig, data_as_seen, finetune_config
 from situs.models import open_model
-from situs.models.initialise import initialise
 from situs.models.model import check_classifier
+from situs.models.start import initialise
 from situs.train.run import RunConfig, load_run, make_method, train_run
 
 transformers = pytest.importorskip("transformers")

@@ -32,7 +32,7 @@ from situs.measure.multi_label import LabelAccuracy, average_precision, label_sc
 from situs.methods import Batch, SupervisedConfig
 from situs.models import open_model
 from situs.models.export import export_run
-from situs.models.initialise import starting
+from situs.models.start import starting
 from situs.train.assemble import Setup
 from situs.train.checkpoint import RunFolder
 from situs.train.config import TrainConfig

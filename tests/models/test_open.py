@@ -23,8 +23,8 @@ from situs.locks.owner import unlocking
 from situs.measure import evaluate_accuracy
 from situs.measure.accuracy import ClassAccuracy
 from situs.models import Model, open_model
-from situs.models.beginning import beginning
 from situs.models.open import Unlock
+from situs.models.start import beginning
 from situs.train.run import RunConfig, load_run, train_run
 
 TINY: dict[str, Any] = {"depth": 2, "embed_dim": 16, "num_heads": 2}

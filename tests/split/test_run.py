@@ -20,7 +20,7 @@ from situs.measure.accuracy import evaluate_accuracy
 from situs.measure.hooks import validation_hooks
 from situs.models import open_model
 from situs.models.export import export_run
-from situs.models.initialise import starting
+from situs.models.start import starting
 from situs.split.hiding import Hide
 from situs.split.message import Message
 from situs.split.run import train_split

@@ -34,9 +34,9 @@ SMALL_AT_224 = 11000 / 3874
 
 IMAGES = {"cifar10": 50_000, "cars": 8_144, "celeba": 162_770, "tiny-imagenet": 100_000, "cifar100": 50_000}
 IMAGES |= {"photographs": 1_814, "pets": 814}
-ELSE = ("mjp-table2", "mjp-table5", "mjp-table10", "mp3-table5", "mp3-table6", "st-", "lock-text", "text-")
-"""Where evaluations, or attacks on a CPU, take as long as the trainings; and models of speech and text, of other
-rates."""
+ELSE = ("mjp-table2", "mjp-table5", "mjp-table10", "mp3-table5", "mp3-table6", "st-", "lock", "text-")
+"""Where evaluations, or attacks on a CPU, take as long as the trainings; models of speech and text, of other rates; and
+tiny models on embedded images."""
 
 
 def rate(config: RunConfig) -> float:

@@ -18,7 +18,7 @@ from situs.data.loader import Loader
 from situs.errors import SitusError
 from situs.models import open_model
 from situs.models.data import open_several
-from situs.models.initialise import starting
+from situs.models.start import starting
 from situs.progress import notes_to
 from situs.train.assemble import RunConfig, Setup, describe, make_eval_loader, make_method, settled
 from situs.train.checkpoint import RunFolder, read_config

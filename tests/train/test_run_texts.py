@@ -24,7 +24,7 @@ from situs.measure.finetune import FinetuneConfig, data_as_seen, finetune_config
 from situs.measure.perplexity import evaluate_perplexity
 from situs.measure.predict import predict as api_predict
 from situs.models import open_model
-from situs.models.initialise import starting
+from situs.models.start import starting
 from situs.train.assemble import Setup
 from situs.train.checkpoint import RunFolder
 from situs.train.contract import RunState

@@ -11,7 +11,7 @@ import torch
 import situs
 from situs.errors import SitusError
 from situs.models import open_model
-from situs.models.initialise import initialise
+from situs.models.start import initialise
 from situs.train.checkpoint import RunFolder
 from situs.train.run import load_run
 from situs.train.tuning import TuningConfig, check_start

@@ -19,6 +19,7 @@ from situs.backbones.base import Backbone
 from situs.core.when import START, When
 from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader, settle
+from situs.data.modalities import KINDS
 from situs.data.open import addressed, kind_of, open_source
 from situs.data.sources.base import Source
 from situs.errors import SitusError
@@ -192,56 +193,59 @@ def labels_for(model: Model, labels: Tensor | None, count: int) -> Tensor:
 def load_test_set(
     victim: Victim, data: AnyData, count: int = 12, split: str | None = None, device: torch.device | str = "cpu"
 ) -> TestSet:
-    """The first images or clips that can be read, as the model sees them; named by their files where they have some."""
+    """The first samples that can be read, as the model sees them; named by their files where they have some."""
     place: Any = addressed(data)
     own = isinstance(place, Source)
-    if not own and Path(place).is_file() and kind_of(str(place)) == "text":
+    if not own and Path(place).is_file() and KINDS[kind_of(str(place))].ids:
         said = "is read as sentences, and the model sees images; a model of words takes it as texts"
         raise SitusError(f"{place}: {said}", field=("data", "texts"))
     config = victim.model.data if own else _prepared(victim.model.data, str(place))
-    clips = {"kind": config.kind, "audio": config.audio} if config.kind == "audio" else {}
-    source = place if own else open_source(place, split, channels=config.channels, **clips)
+    modality = config.modality
+    asked = {} if modality.pixels else {"kind": config.kind, modality.table: modality.settings(config)}
+    source = place if own else open_source(place, split, channels=config.channels, **asked)
     loader = make_loader(replace(config, batch=1, workers=0, resident="never"), None, device, source=source)
-    # One by one: in the place of a broken image comes the next.
+    # One by one: in the place of a broken sample comes the next.
     reading = iter(loader)
-    found = list(islice(reading, count))
+    batches = list(islice(reading, count))
     left_out = source.left_out()
-    if not found:
+    if not batches:
         why = "; ".join(left_out) or "it is empty"
         raise SitusError(f"{source.name}: holds no {source.things} that can be read: {why}", field="data")
-    told = [batch.targets["label"] for batch in found if "label" in batch.targets]
-    labels = labels_for(victim.model, torch.cat(told) if told else None, len(found))
-    numbers = [int(batch.ids) for batch in found]
+    known = [batch.targets["label"] for batch in batches if "label" in batch.targets]
+    labels = labels_for(victim.model, torch.cat(known) if known else None, len(batches))
+    numbers = [int(batch.ids) for batch in batches]
     names = [f"{source.name} {i}" if source.key(i) == str(i) else source.key(i) for i in numbers]
-    pixels = torch.cat([batch.inputs for batch in found])
+    pixels = torch.cat([batch.inputs for batch in batches])
     others = [batch.inputs for batch in islice(reading, PUBLIC)]
     public = torch.cat(others) if others else None
-    made = TestSet(pixels, labels, config.normalisation, names, left_out=tuple(left_out), public=public)
-    return _spectrograms(made, loader) if clips else made
+    test = TestSet(pixels, labels, config.normalisation, names, left_out=tuple(left_out), public=public)
+    return test if modality.pixels else _measured(test, loader, modality.things)
 
 
 def _prepared(config: DataConfig, data: str) -> DataConfig:
-    """How the model sees the samples at `data`: clips as its run did, or as they are by themselves for any other."""
-    if config.kind != "audio" and kind_of(data) == "audio":
-        return settle(DataConfig(data, kind="audio", img_size=config.img_size))
+    """How the model sees the samples at `data`: as its run did, or, where they are no pictures and the model is of
+    pictures, as they are by themselves."""
+    if config.modality.pixels and not (modality := KINDS[kind_of(data)]).pixels and not modality.ids:
+        return settle(DataConfig(data, kind=modality.kind, img_size=config.img_size))
     return settle(replace(config, path=data))
 
 
-def _spectrograms(test: TestSet, loader: Loader) -> TestSet:
-    """The set of clips with its own range: pictures and scores are of what `Loader.shown` draws."""
+def _measured(test: TestSet, loader: Loader, things: str) -> TestSet:
+    """A set of samples that are no pictures with its own range: scores are of what `Loader.shown` draws."""
     zero, one = (float(loader.shown(torch.full((1, 1, 1, 1), value))) for value in (0.0, 1.0))
-    peak, (numbers, frames) = 1 / (one - zero), test.pixels.shape[2:]
+    peak, (channels, height, width) = 1 / (one - zero), test.pixels.shape[1:]
     notes = {
-        "knows": THREAT["knows"].replace("images", "spectrograms"),
+        "knows": THREAT["knows"].replace("images", things),
         "does not know": THREAT["does not know"].replace(
             "the images; all it takes for granted is that they are pictures, stored as bytes",
-            "the clips, of whose spectrograms it takes nothing for granted, neither a range nor values",
+            f"the {things}, of whose numbers it takes nothing for granted, neither a range nor values",
         ),
-        "does": THREAT["does"].replace("images", "spectrograms"),
-        "images": f"spectrograms of clips, as the model sees them: {numbers} numbers of each of {frames} frames, of "
-        "mean 0 and deviation 1 over the training set",
+        "does": THREAT["does"].replace("images", things),
+        "images": f"{things} as the model sees them: {channels} × {height} × {width} numbers of mean 0 and deviation 1 "
+        "over the training set",
         "range": f"black is {zero * peak:g} deviations below the mean and white as many above it; what lies beyond is "
         f"cut off. PSNR is 10 log10(1 / MSE) in this range, so that its peak is {peak:g} deviations, and a grey level "
         f"of 255 is {peak / 255:.3f} of one",
     }
-    return replace(test, normalisation=((zero,), (one - zero,)), stored=False, things="clips", notes=notes)
+    scale = (zero,) * channels, (one - zero,) * channels
+    return replace(test, normalisation=scale, stored=False, things=things, notes=notes)

@@ -11,7 +11,7 @@ from situs.config import choice
 from situs.errors import SitusError
 from situs.files import absolute
 from situs.methods import METHODS
-from situs.models.beginning import beginning
+from situs.models.start import beginning
 from situs.train.assemble import RunConfig
 from situs.train.inputs import own_splits
 

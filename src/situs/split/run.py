@@ -29,8 +29,8 @@ from situs.locks.groups import permute_state, residual_only
 from situs.locks.key import AnyKey, Key, as_key, draw_key, write_key
 from situs.measure.hooks import validation_hooks
 from situs.methods.base import Batch, Method
-from situs.models.initialise import starting
 from situs.models.open import is_locked
+from situs.models.start import starting
 from situs.progress import note
 from situs.split.client import Call, Client, RewoundError
 from situs.split.hiding import FACTS, KEY, Hide, Hiding, column_permutations, key_of, noise_scale, read_hiding

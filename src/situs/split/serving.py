@@ -12,8 +12,8 @@ from situs.errors import SitusError
 from situs.locks.manifest import read_manifest
 from situs.locks.owner import left_of
 from situs.methods.base import Method
-from situs.models.initialise import initialise
 from situs.models.open import is_locked
+from situs.models.start import initialise
 from situs.split.parts import server_names
 from situs.split.server import Limits, Server
 from situs.train.assemble import RunConfig, make_method

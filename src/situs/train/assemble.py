@@ -120,7 +120,7 @@ def cannot_start(config: RunConfig, backbone: Backbone) -> Sequence[str]:
 @dataclass(frozen=True)
 class Setup:
     """What a training is given from above. start: puts the tensors that `RunConfig.init` names into a new backbone, and
-    gives what a user should know, a line each (`situs.models.initialise.starting`). adapt: another method over the same
+    gives what a user should know, a line each (`situs.models.start.starting`). adapt: another method over the same
     tensors, which is trained instead. hooks: who looks on, given the config, the training loader and the device.
     """
 

@@ -28,7 +28,7 @@ from situs.train import distributed, restart
 from situs.train.assemble import Assembled, RunConfig, Setup, assemble, check_place, make_method, settled
 from situs.train.checkpoint import CLASSES, MARK, Checkpoint, RunFolder, read_config, run_and_step
 from situs.train.contract import TrainResult
-from situs.train.export.write import load_checkpoint
+from situs.train.export import load_checkpoint
 from situs.train.loop import LONG, fit, shorter
 from situs.train.private.secret import FILE as SECRET
 from situs.train.tuning import TuningConfig, attach, freeze

@@ -15,8 +15,7 @@ from situs.measure.adapt.bench import Bench, rates_of, updates
 from situs.measure.adapt.ways import Initial, Way, folds_of
 from situs.measure.finetune import FinetuneConfig
 from situs.measure.probe.head import head_of
-from situs.models.handed import addressed_model
-from situs.models.initialise import starting
+from situs.models.start import addressed_model, starting
 from situs.train.optim import peak_rate
 
 

@@ -71,7 +71,7 @@ def run(args: Args) -> int:
     """Trains; exit status 130 where it was interrupted (and can be resumed)."""
     from situs.api import unlock_of
     from situs.cli.locks.passphrase import read_key
-    from situs.models.initialise import starting
+    from situs.models.start import starting
     from situs.split.run import Hide, train_split
     from situs.train.assemble import Setup
     from situs.train.rehearse import rehearse

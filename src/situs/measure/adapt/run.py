@@ -40,8 +40,8 @@ from situs.measure.finetune import finetune_config
 from situs.methods.base import Method
 from situs.models.data import made_with
 from situs.models.export import export_model
-from situs.models.handed import addressed_model
 from situs.models.open import open_model
+from situs.models.start import addressed_model
 from situs.results import percent
 from situs.train import distributed
 from situs.train.assemble import RunConfig, Start, settled

@@ -15,7 +15,7 @@ from torch import nn
 import situs
 from situs.backbones import create_backbone
 from situs.errors import SitusError
-from situs.models.handed import addressed_model
+from situs.models.start import addressed_model
 
 SHAPE = {"depth": 2, "embed_dim": 24, "num_heads": 3}
 SMALL: dict[str, Any] = {"img_size": SIDE, "patch_size": 4, **SHAPE}

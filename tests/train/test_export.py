@@ -23,8 +23,15 @@ from situs.methods.supervised import multi_label_loss
 from situs.models import open_model
 from situs.train.checkpoint import RunFolder
 from situs.train.ema import Ema
-from situs.train.export.card import ModelProvenance, last_metrics, last_name
-from situs.train.export.write import POSITIONS, WEIGHTS, load_checkpoint, write_export
+from situs.train.export import (
+    POSITIONS,
+    WEIGHTS,
+    ModelProvenance,
+    last_metrics,
+    last_name,
+    load_checkpoint,
+    write_export,
+)
 
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 VIT: dict[str, Any] = dict(name="vit_tiny_patch16_224", img_size=(16, 24), patch_size=4, model_args=SMALL)
@@ -305,15 +312,13 @@ def test_a_target_is_refused_or_replaced(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_old_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from situs.train.export import write
-
     method, target = make("table"), tmp_path / "x"
     write_export(method, target, ModelProvenance("one"))
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write, "_save", full)
+    monkeypatch.setattr("situs.train.export._save", full)
     with pytest.raises(SitusError, match=r"could not be written: .*No space left"):
         write_export(method, target, ModelProvenance("two"), force=True)
     assert "trained with one" in (target / "README.md").read_text()

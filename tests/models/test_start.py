@@ -16,8 +16,8 @@ from situs.backbones.timm.create import pretrained_state
 from situs.core.position import resample_table
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
-from situs.models.initialise import initialise
 from situs.models.open import open_model
+from situs.models.start import initialise
 from situs.train.checkpoint import RunFolder
 from situs.train.export import ModelProvenance, write_export
 
