@@ -160,10 +160,10 @@ def _attacked(name: str, folder: Path, part: str | None, count: int, args: argpa
     """A row: the folder locked with a new key, and attacked with so many samples."""
     with tempfile.TemporaryDirectory(dir=place) as own:
         key, locked, out = (Path(own) / each for each in ("key", "locked", "out"))
-        _situs("key", "new", "--out", key)
+        _situs("keygen", "--out", key)
         _situs("lock", folder, "--key", key, "--out", locked, *(["--withhold", part] if part else []))
         kind = ["--images", args.images] if args.images is not None else ["--texts", args.texts]
-        _situs("audit", "lock", locked, "--key", key, "--attacker", "images", *kind, "--count", count, "--out", out)
+        _situs("audit", "lock", locked, "--key", key, "--attacks", "images", *kind, "--count", count, "--out", out)
         told = json.loads((out / "audit.json").read_text())
     if not told["attacks"]:
         return f"| {name} | {part} | {count} | not attacked: nothing to start from | | | | |"

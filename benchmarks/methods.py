@@ -1,9 +1,9 @@
-"""Our training step beside what others would write, in one run: `situs bench step`'s clock around both.
+"""Our training step beside what others would write, in one run: `situs bench`'s clock around both.
 
     python benchmarks/methods.py --cases supervised mp3:0.75 mae --peers timm vit-pytorch-mp3 transformers-mae-eager
     python benchmarks/methods.py --model vit_small_patch16_224 --img-size 32 --patch-size 4 --batch 64
 
-A case is that of `situs bench step`, a peer one of PEERS below. All have the same images of noise, precision, clipping
+A case is that of `situs bench`, a peer one of PEERS below. All have the same images of noise, precision, clipping
 and fused AdamW. Where one fails the others are still measured, and the status is 1.
 """
 

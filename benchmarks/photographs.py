@@ -7,7 +7,7 @@ The photographs are brought to each of --sides (their shorter side; 375 is Image
 in every form and repeated to --count samples by their numbers, so that they lie in the machine's memory: the loader is
 measured and not the disk. "packed" is `situs data pack` as it stands (short side 256, JPEG, parquet); the other forms
 hold the photographs as they are. "on the device" decodes the set once and holds it there. --cases are measured first,
-by `situs bench step`. Each figure is printed as it comes, and none of them may take longer than --limit.
+by `situs bench`. Each figure is printed as it comes, and none of them may take longer than --limit.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def steps(args: argparse.Namespace, root: Path) -> Table | None:
     """The step's own speed, compiled in processes of their own."""
     if not args.cases:
         return None
-    command = [sys.executable, "-m", "situs", "bench", "step", *args.cases, "--models", args.model]
+    command = [sys.executable, "-m", "situs", "bench", *args.cases, "--models", args.model]
     command += ["--batches", str(args.batch), "--at-once", "--device", args.device, "--out", str(root / "step")]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     try:

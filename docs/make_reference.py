@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import situs
 from situs.audit.registry import attacks_table
-from situs.cli.main import SECTIONS
+from situs.cli.main import SECTIONS, verb_type
 from situs.cli.parser.flags import Flag, configured_of, flags_of, metavar_of, texts_of
 from situs.config import Checked, choices_of
 from situs.limits import Rule
@@ -32,15 +32,15 @@ def verbs_page() -> str:
     lines: list[str] = []
     for heading, verbs in SECTIONS.items():
         lines += [f"## {heading}", ""]
-        for verb, (module, _) in verbs.items():
-            lines += [f"### situs {verb}", "", *_verb(import_module(module))]
+        for verb in verbs:
+            lines += [f"### situs {verb}", "", *_verb(verb_type(verb))]
     return "\n".join(lines)
 
 
-def _verb(module: Any) -> Iterator[str]:
-    held = configured_of(module.Args)
-    flags = flags_of(module.Args, every=True)
-    yield from _prose(module.__doc__ or "")
+def _verb(kind: type[Any]) -> Iterator[str]:
+    held = configured_of(kind)
+    flags = flags_of(kind, every=True)
+    yield from _prose(inspect.getdoc(kind) or "")
     if held is not None and issubclass(held[1].cls, RunConfig):  # two hundred flags, told once
         flags = [flag for flag in flags if flag.own or not flag.group]
         yield "Every field of [a training's config](config.md#a-training) is a flag too, as `--optim.lr 1e-3`."

@@ -29,7 +29,6 @@ from situs.audit.text.result import TextAudit, finding_of
 from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times
 from situs.bench.compare import StepComparison, compare_steps
-from situs.bench.cost import CostCurves, Point
 from situs.bench.kernels import Kernels
 from situs.bench.measure import StepRow
 from situs.bench.step import StepTable
@@ -212,12 +211,6 @@ def _comparison_of_steps() -> StepComparison:
     return compare_steps(replace(before, machine={**before.machine, "device": "another"}), after)
 
 
-def _cost() -> CostCurves:
-    table = _steps()
-    [row] = table.rows
-    return CostCurves(row, {"batch": (Point(256, row),), "image size": (Point(224, row),)}, table)
-
-
 def _checked() -> DataCheck:
     found = {kind: [Found("train", NAME, NAME)] if kind == "broken" else [] for kind in KINDS}
     counts = {kind: len(every) for kind, every in found.items()}
@@ -275,7 +268,6 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
         lambda: Correlations({"norm": Correlation((2, 2), torch.eye(4).double(), torch.eye(4).double(), 3)}),
         {"maps", "distance", "layers"},
     ),
-    "CostCurves": (_cost, {"batch", "image-size"}),
     "Curves": (_curves, {"noise-psnr", "noise-patches"}),
     "DataCheck": (_checked, set()),
     "Ensemble": (

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from importlib import import_module
 from typing import Any
 
 import pytest
 
 from situs.backbones.shapes import shapes_alone
-from situs.cli.main import VERBS
+from situs.cli.main import verb_type
 from situs.cli.parser.arguments import parse
 from situs.config import choices_of, from_dict, to_dict
 from situs.methods import METHODS
@@ -66,8 +65,7 @@ def test_the_header_names_a_command_for_this_recipe_and_the_hardware(name: str) 
     assert flags[flags.index("--preset") + 1] == name
     assert "--out" in flags
     assert ("--from" in flags) == (verb == "finetune") == any(word in name for word in TUNED)
-    module = import_module(VERBS[verb][0])
-    assert parse(module.Args, ["--preset", name], prog="situs").preset == name
+    assert parse(verb_type(verb), ["--preset", name], prog="situs").preset == name
     many = "GPUs" in "".join(line for line in header if line.startswith("Hardware"))
     assert many == any("torchrun" in line for line in header)
 
@@ -224,6 +222,6 @@ def test_mjp_is_the_papers() -> None:
 def test_the_choice_of_a_method_can_be_changed_on_top_of_a_recipe() -> None:
     assert set(choices_of(RunConfig)) == {"method"}
     words = ["--preset", "cifar100-mp3", "--method", "supervised"]
-    changed = parse(import_module(VERBS["pretrain"][0]).Args, words, prog="situs").config
+    changed = parse(verb_type("pretrain"), words, prog="situs").config
     assert changed.method_name == "supervised"
     assert changed.data.img_size == 32

@@ -60,7 +60,7 @@ FACTS = {
     "weights_file_sha256": None,
     "notes": {},
 }
-"""What the command line adds; tests/cli/audit/test_gradients.py validates its own files."""
+"""What the command line adds; tests/cli/test_audit_gradients.py validates its own files."""
 
 
 @pytest.fixture(scope="module")

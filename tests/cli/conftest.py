@@ -35,6 +35,12 @@ def _undrawn(undrawn: None) -> None:
     """Pages are made and their figures not drawn: tests/pages draws the page of every result."""
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a verb writes where nothing is said (results/) is no part of the repository."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     from situs.config import from_dict

@@ -8,15 +8,16 @@ import re
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import situs
 from situs.cli import main as cli
-from situs.cli.data.check import FOUND
+from situs.cli import retired
+from situs.cli.data import FOUND
 from situs.cli.main import main
+from situs.cli.parser.flags import flags_of
 from situs.cli.result import INTERRUPTED
 from situs.gate import ABOVE, NOT_JUDGED
 
@@ -27,22 +28,22 @@ from pathlib import Path
 from situs.errors import SitusError
 
 @dataclass(frozen=True)
-class Args:
-    """Test."""
+class Ends:
+    """A verb for tests."""
     how: str = "well"
     """How it ends."""
 
-def run(args):
-    if args.how == "mistake":
-        raise SitusError("ratio=3: must be in [0, 1) (--ratio)")
-    if args.how == "ctrl-c":
-        raise KeyboardInterrupt
-    if args.how == "bug":
-        raise RuntimeError("a bug")
-    if args.how == "one":
-        return 1
-    for i in range(100_000 if args.how == "long" else 1):
-        print("line", i)
+    def run(self):
+        if self.how == "mistake":
+            raise SitusError("ratio=3: must be in [0, 1) (--ratio)")
+        if self.how == "ctrl-c":
+            raise KeyboardInterrupt
+        if self.how == "bug":
+            raise RuntimeError("a bug")
+        if self.how == "one":
+            return 1
+        for i in range(100_000 if self.how == "long" else 1):
+            print("line", i)
 '''
 
 
@@ -51,7 +52,7 @@ def verbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three verbs of our own: `ends`, and two in a group."""
     (tmp_path / "a_verb_for_tests.py").write_text(VERB)
     monkeypatch.syspath_prepend(str(tmp_path))
-    entry = ("a_verb_for_tests", "ends in some way")
+    entry = ("a_verb_for_tests:Ends", "ends in some way")
     sections = {"First": {"ends": entry}, "Second": {"group one": entry, "group two": entry}}
     monkeypatch.setattr(cli, "SECTIONS", sections)
     monkeypatch.setattr(cli, "VERBS", {verb: e for section in sections.values() for verb, e in section.items()})
@@ -81,24 +82,54 @@ def test_overview_lists_every_verb_once(words: list[str], capsys: pytest.Capture
     shown = capsys.readouterr().out
     for verb, (_, text) in cli.VERBS.items():
         assert len(re.findall(rf"^  {re.escape(verb)} +{re.escape(text)}$", shown, flags=re.MULTILINE)) == 1
-    assert max(map(len, shown.splitlines())) <= 100
+    assert max(map(len, shown.splitlines())) <= 80
+    assert len(shown.splitlines()) <= 60
+
+
+def test_there_are_few_verbs() -> None:
+    assert len(cli.VERBS) <= 39  # 38 once `audit finetuning` is gone
+
+
+@pytest.mark.parametrize("verb", sorted(retired.VERBS))
+def test_a_verb_that_is_gone_is_told_with_what_stands_in_its_place(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verb not in cli.VERBS
+    assert main([*verb.split(), "x"]) == 2
+    assert capsys.readouterr().err == f"situs: situs {verb} is gone: {retired.VERBS[verb]}\n"
+    if named := re.match("use situs (.*)", retired.VERBS[verb]):
+        words = named[1].replace(",", "").split()
+        assert cli.find_verb(words)[0] in cli.VERBS or any(each.startswith(f"{words[0]} ") for each in cli.VERBS)
+
+
+@pytest.mark.parametrize(("verb", "flag"), [(verb, flag) for verb in retired.FLAGS for flag in retired.FLAGS[verb]])
+def test_a_flag_that_is_gone_is_told_with_what_stands_in_its_place(
+    verb: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    instead = retired.FLAGS[verb][flag]
+    server = ["--server", "local"] if verb == "split train" else ["x"]
+    assert main([*verb.split(), *server, flag, "y"]) == 2
+    assert capsys.readouterr().err == f"situs: {flag} is gone: {instead} (see situs {verb} --help)\n"
+    known = {each.name for name in cli.VERBS for each in flags_of(cli.verb_type(name), every=True)}
+    assert flag not in {each.name for each in flags_of(cli.verb_type(verb), every=True)}
+    assert all(each in known for each in re.findall(r"--[a-z-]+", instead))
 
 
 @pytest.mark.parametrize("verb", sorted(cli.VERBS))
 def test_every_verb_has_its_module_and_a_short_help(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    assert find_spec(cli.VERBS[verb][0]) is not None
+    monkeypatch.setenv("COLUMNS", "80")
     assert main([*verb.split(), "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"Usage: situs {verb}" in shown
     assert len(shown.splitlines()) <= 60
+    assert max(map(len, shown.splitlines())) <= 80
     for noise in ("{None", "default: None"):  # what a flag is that was not given is no reader's concern
         assert noise not in shown
 
 
-@pytest.mark.parametrize("verb", ["verify test_vit", "audit lock x", "report x", "evaluate accuracy x"])
+@pytest.mark.parametrize("verb", ["info test_vit --verify", "audit lock x", "report x", "evaluate accuracy x"])
 def test_a_folder_to_write_to_is_looked_at_before_the_work(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*verb.split(), "--out", "page.html"]) == 2
     assert capsys.readouterr().err == "situs: out='page.html': must be a folder (--out)\n"
@@ -181,7 +212,7 @@ def test_debug_lets_a_mistake_through(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_reader_that_stops_is_no_error(verbs: Path) -> None:
     code = (
         "import sys; from situs.cli import main as m; "
-        "m.VERBS['ends'] = ('a_verb_for_tests', ''); sys.exit(m.main(['ends', '--how', 'long']))"
+        "m.VERBS['ends'] = ('a_verb_for_tests:Ends', ''); sys.exit(m.main(['ends', '--how', 'long']))"
     )
     environment = os.environ | {"PYTHONPATH": str(verbs)}
     with subprocess.Popen(
@@ -211,14 +242,14 @@ def test_the_page_of_exit_codes_tells_those_that_verbs_give() -> None:
 def test_flags_of_a_topic_are_listed_and_explained_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "gradients", "--help"]) == 0
     short = capsys.readouterr().out
-    assert "remedies  --private-images" in short and "AdamW" not in short
-    assert main(["audit", "gradients", "--help", "remedies"]) == 0
+    assert "matching  --labels" in short and "--restarts INT" not in short
+    assert main(["audit", "gradients", "--help", "matching"]) == 0
     told = capsys.readouterr().out
-    assert "--tune-lr" in told and "AdamW" in told and "--fail-above" not in told
+    assert "--restarts INT" in told and "--fail-above" not in told
     assert main(["audit", "gradients", "--help", "all"]) == 0
-    assert {"--tune-lr", "--restarts", "--fail-above"} <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert {"--img-size", "--restarts", "--fail-above"} <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
     assert main(["audit", "gradients", "--help", "presets"]) == 2
-    assert "choose one of: all, matching, remedies" in capsys.readouterr().err
+    assert "choose one of: all, matching, model, seldom" in capsys.readouterr().err
 
 
 def test_data_that_is_nowhere_is_told_before_torch_is_imported(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_two_ranks_count_each_image_once(trained: Trained, tmp_path: Path, capsy
         "knn": f"evaluate knn {trained.one} --count 7 --train-count 11 --k 3 --batch 4 --device cpu --out OUT",
         "accuracy": f"evaluate accuracy {trained.one} --device cpu --batch 4 --out OUT",
         "consistency": f"evaluate consistency {trained.one} --count 7 --batch 4 --ratios 0,.5 --device cpu --out OUT",
-        "ensemble": f"evaluate ensemble {trained.one} {trained.two} --count 7 --batch 4 --device cpu --out OUT",
+        "ensemble": f"evaluate accuracy {trained.one} {trained.two} --count 7 --batch 4 --device cpu --out OUT",
         "position": f"evaluate position {trained.mp3} --count 7 --batch 5 --device cpu --out OUT",
     }
     one, two = tmp_path / "one", tmp_path / "two"

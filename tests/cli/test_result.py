@@ -45,6 +45,6 @@ def test_two_models_looked_at_by_default_keep_a_page_each(
     monkeypatch.chdir(tmp_path)
     for run in (trained.one, trained.two, trained.one):
         assert main(["evaluate", "accuracy", str(run), "--device", "cpu"]) == 0
-    assert "<title>one: accuracy</title>" in (tmp_path / "look" / "accuracy.html").read_text()
-    assert "<title>two: accuracy</title>" in (tmp_path / "look" / "two" / "accuracy.html").read_text()
-    assert sorted(path.name for path in (tmp_path / "look").iterdir() if path.is_dir()) == ["two"]
+    assert "<title>one: accuracy</title>" in (tmp_path / "results" / "accuracy.html").read_text()
+    assert "<title>two: accuracy</title>" in (tmp_path / "results" / "two" / "accuracy.html").read_text()
+    assert sorted(path.name for path in (tmp_path / "results").iterdir() if path.is_dir()) == ["two"]

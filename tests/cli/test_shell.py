@@ -15,9 +15,9 @@ from situs.cli.shell import answer, as_document, speak
 CHEAP = {
     "info test_vit": "model",
     "doctor": "section",
-    "study list --paper mp3": "rows",
+    "study show --paper mp3": "rows",
     "study show mp3-table3": "paper",
-    "key new --out {tmp}/owner.key": "id",
+    "keygen --out {tmp}/owner.key": "id",
     "data check {data} --workers 0": "found",
     "data pack {data} --workers 0 --out {tmp}/packed": "shards",
     "export {one} --out {tmp}/exported": "lines",
@@ -44,7 +44,7 @@ def test_one_document_and_nothing_else_on_stdout(
     line: str, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if line.startswith("completion"):
-        monkeypatch.setattr("situs.cli.parser.completion.VERBS", {"doctor": VERBS["doctor"]})
+        monkeypatch.setattr("situs.cli.install.VERBS", {"doctor": VERBS["doctor"]})
     places = {"tmp": tmp_path, "data": trained.data, "one": trained.one}
     assert main([*line.format(**places).split(), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from figures import write_coco
-from masked import write_ade
 
 from situs.cli.main import main
 
@@ -115,57 +113,38 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def trained(world: World) -> World:
-    """With the runs that only some verbs take: of MP3, of segmentation and of detection."""
+    """With the run that only some verbs take: of MP3."""
     from situs.config import from_dict
-    from situs.models.export import export_run
     from situs.train.run import RunConfig, train_run
 
     base, tables = world.base, tables_of(world.base)
     train_run(from_dict(RunConfig, {**tables, "method": {"name": "mp3"}}), out=base / "mp3", device="cpu")
-    masked = {**tables["data"], "path": str(write_ade(base / "ade", {"training": 2, "validation": 2})), "batch": 2}
-    method = {"name": "segmentation", "width": 8, "auxiliary_width": 8}
-    segments = {**tables, "method": method, "data": {**masked, "masks": {"first": 1, "void": [0]}}}
-    train_run(from_dict(RunConfig, segments), out=base / "segments-run", device="cpu")
-    export_run(base / "segments-run", base / "segments-export")
-    told = {**masked, "path": str(write_coco(base / "coco", {"train": 2, "val": 2})), "img_size": 16}
-    found = {**tables, "method": TINY_DETECTION, "data": told, "augment": {"crop": "fitted"}}
-    train_run(from_dict(RunConfig, found), out=base / "objects-run", device="cpu")
-    export_run(base / "objects-run", base / "objects-export")
     return world
-
-
-DENSE = {"evaluate segments": ("segments", "ade"), "evaluate objects": ("objects", "coco")}
 
 
 def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
     """The command line of a cell of the table."""
     model, flags, data = world.source(kind), world.flags(kind), ["--data", str(world.base / "data")]
-    if kind == "run" and verb in ("evaluate position", "analyze reconstruct"):
+    if kind == "run" and verb in ("evaluate position", "evaluate reconstruct"):
         model = str(world.base / "mp3")
-    if verb in DENSE:
-        dense, folder = DENSE[verb]
-        model = str(world.base / f"{dense}-{kind}") if kind in ("run", "export") else model
-        data = ["--data", str(world.base / folder)]
     quick = ["--device", "cpu", "--batch", "12", "--data.workers", "0", "--steps", "1", "--optim.warmup-epochs", "0"]
     begun = [*data, *quick, "--out", str(out)]
     cpu, end = ["--device", "cpu"], ["--out", str(out), "--device", "cpu"]
-    other = str(world.base / ("export" if kind == "run" else "run"))
     lines: dict[str, list[str]] = {
         "info": [model, *flags],
-        "verify": [model, *flags, "--steps", "1", *cpu],
+        "info --verify": [model, *flags, "--steps", "1", *cpu],
         "predict": [model, *flags, *data, "--out", str(out / "p.csv"), *cpu],
         "features": [model, *flags, *data, "--out", str(out / "f.npz"), *cpu],
         "evaluate probe": [model, *flags, *data, "--kind", "class", "--weight-decays", "0.1", *end],
         "evaluate robustness": [model, *flags, *data, "--corruptions", "fog", "--severities", "1", *end],
-        "evaluate ensemble": [model, other, *flags, *data, *end],
         "evaluate knn": [model, *flags, *data, "--k", "2", *end],
-        "analyze positions": [model, *flags, "--folds", "2", *end],
-        "audit gradients": [model, *flags, "--data", str(world.base / "data"), "--count", "1", "--defence", "none",
-                            "--attack", "patchembed", "--no-pictures", *end],
-        "audit curve": [model, *flags, *data, "--count", "1", "--over", "precision", "--attack", "patchembed", *end],
+        "evaluate position --kind vectors": [model, *flags, "--folds", "2", *end],
+        "audit gradients": [model, *flags, "--data", str(world.base / "data"), "--count", "1", "--defences", "none",
+                            "--attacks", "patchembed", "--no-pictures", *end],
+        "audit sweep": [model, *flags, *data, "--count", "1", "--over", "precision", "--attacks", "patchembed", *end],
         "audit split": [model, *flags, *data, "--split", "train", "--count", "4", "--public", "20",
                         "--defences", "none", "--attacks", "order,linkage", *end],
-        "audit positions": [model, *flags, *data, "--no-equivariance", "--ratios", "0.5", *end],
+        "evaluate position --kind all": [model, *flags, *data, "--no-equivariance", "--ratios", "0.5", *end],
         "finetune --from": ["--from", model, *(f.replace("--model-args", "--backbone.model-args")
                             .replace("--patch-size", "--backbone.patch-size").replace("--img-size", "--data.img-size")
                             for f in flags if kind != "own" and f not in ("--weights", "random"))],
@@ -188,36 +167,30 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
 
 
 VERBS = (
-    "info", "verify", "predict", "features", "evaluate accuracy", "evaluate consistency", "evaluate ensemble",
-    "evaluate knn", "evaluate objects", "evaluate perplexity", "evaluate position", "evaluate probe",
-    "evaluate robustness", "evaluate segments", "analyze attention", "analyze correlation", "analyze positions",
-    "analyze reconstruct", "audit curve", "audit gradients", "audit positions", "audit split", "play",
+    "info", "info --verify", "predict", "features", "evaluate accuracy", "evaluate knn", "evaluate probe",
+    "evaluate consistency", "evaluate robustness", "evaluate position", "evaluate position --kind vectors",
+    "evaluate position --kind all", "evaluate attention", "evaluate attention --kind correlation",
+    "evaluate reconstruct", "audit gradients", "audit sweep", "audit split", "play",
     "finetune --from", "adapt", "export", "lock",
 )  # fmt: skip
 
 UNTRAINED, WHOLE = "no trained classifier", "runs only as a whole"
-UNSEGMENTED, UNDETECTED = "was not trained to segment", "was not trained to detect"
 UNPLAIN = "plain ViTs of timm can be run"
-WORDLESS = "has no head for the next word"
 NO_HEAD = "no run, (so it has no|and only a run keeps its) position head"
 REFUSED: dict[str, dict[str, str]] = {
     "predict": {"name": UNTRAINED},
     "features": {"own": WHOLE},
     "evaluate accuracy": {"name": UNTRAINED},
     "evaluate consistency": {"name": UNTRAINED, "own": WHOLE},
-    "evaluate ensemble": {"name": UNTRAINED},
     "evaluate knn": {"own": WHOLE},
-    "evaluate objects": dict.fromkeys(KINDS[2:], UNDETECTED),
-    "evaluate perplexity": dict.fromkeys(KINDS, WORDLESS),  # of images, as all models here
     "evaluate position": dict.fromkeys(KINDS[1:], NO_HEAD),
     "evaluate probe": {"own": WHOLE},
     "evaluate robustness": {"name": UNTRAINED},
-    "evaluate segments": dict.fromkeys(KINDS[2:], UNSEGMENTED),
-    "analyze attention": {"own": WHOLE},
-    "analyze correlation": {"own": WHOLE},
-    "analyze positions": {"own": WHOLE},
-    "analyze reconstruct": dict.fromkeys(KINDS[1:], NO_HEAD),
-    "audit positions": {"own": WHOLE},
+    "evaluate attention": {"own": WHOLE},
+    "evaluate attention --kind correlation": {"own": WHOLE},
+    "evaluate position --kind vectors": {"own": WHOLE},
+    "evaluate reconstruct": dict.fromkeys(KINDS[1:], NO_HEAD),
+    "evaluate position --kind all": {"own": WHOLE},
     "audit split": {"own": WHOLE},
     "play": {"name": "nor a trained classifier", "hf": UNPLAIN, "own": UNPLAIN},
     "finetune --from": {"name": "random weights", "own": "a run cannot make again by itself"},
@@ -237,9 +210,6 @@ SHORT = {
     WHOLE: "runs only as a whole",
     UNPLAIN: "no plain ViT of timm",
     "nor a trained classifier": "no trained classifier",
-    UNSEGMENTED: "not trained to segment",
-    UNDETECTED: "not trained to detect",
-    WORDLESS: "reads no words",
     NO_HEAD: "no position head",
     "random weights": "nothing to start from",
     "a run cannot make again by itself": "cannot be made again",
@@ -279,13 +249,12 @@ def test_the_docs_show_this_table() -> None:
 
 def test_a_verb_that_takes_a_model_is_in_the_table() -> None:
     """Every verb whose arguments hold a model, whatever it calls it."""
-    from importlib import import_module
-
     from situs.cli.main import VERBS as ALL
+    from situs.cli.main import verb_type
 
-    listed = {verb.replace(" --from", "") for verb in VERBS}
-    for verb, module in ALL.items():
-        args = import_module(module[0]).Args
+    listed = {verb.partition(" --")[0] for verb in VERBS} | {"audit texts"}  # which reads words
+    for verb in ALL:
+        args = verb_type(verb)
         fields = getattr(args, "__dataclass_fields__", {})
         if {"model", "models"} & fields.keys():
             assert verb in listed, verb
@@ -339,8 +308,8 @@ def test_what_a_kind_lacks_is_told_by_the_model_itself(
     begun = f"{source}=random" if kind == "name" else source
     asks: dict[str, Any] = {
         "evaluate accuracy": lambda: check_classifier(model),
-        "analyze attention": lambda: check_attention_maps(model.backbone),
-        "analyze correlation": lambda: model.backbone.require("tokens"),
+        "evaluate attention": lambda: check_attention_maps(model.backbone),
+        "evaluate attention --kind correlation": lambda: model.backbone.require("tokens"),
         "evaluate position": lambda: kind == "run" or puzzle_method(model),
         "finetune --from": lambda: beginning(begun),
         "export": lambda: kind == "run" or export_run(source, world.base / "never"),

@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import cache
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import get_origin
 
-from situs.cli.main import VERBS
+from situs.cli.main import VERBS, verb_type
 from situs.cli.parser.flags import flags_of
 from situs.methods import METHODS
 from situs.presets import preset_names
@@ -40,7 +39,7 @@ def commands(text: str) -> Iterator[list[str]]:
 @cache
 def flags(verb: str) -> tuple[set[str], tuple[str, ...]]:
     """A verb's flags, those that put something off among them, and the beginnings of those that take any key."""
-    known = flags_of(import_module(VERBS[verb][0]).Args, every=True)
+    known = flags_of(verb_type(verb), every=True)
     names = {flag.name for flag in known}
     for flag in known:
         table, dot, last = flag.name[2:].rpartition(".")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.util
 import re
 from dataclasses import fields, is_dataclass
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import get_type_hints
 
 import pytest
 
-from situs.cli.main import VERBS
+from situs.cli.main import VERBS, verb_type
 from situs.cli.parser.flags import configured_of, flags_of
 from situs.config import choices_of
 from situs.train.run import RunConfig
@@ -47,8 +46,8 @@ def test_every_verb_and_flag_is_told(maker: ModuleType) -> None:
     told = parts(page)
     assert not re.search(r"\|  \|$", page, flags=re.MULTILINE), "a flag without words"
     assert list(told) == [f"situs {verb}" for verb in VERBS]
-    for verb, (module, _) in VERBS.items():
-        args = import_module(module).Args
+    for verb in VERBS:
+        args = verb_type(verb)
         held = configured_of(args)
         flags = flags_of(args, every=True)
         if held is not None and issubclass(held[1].cls, RunConfig):
@@ -74,11 +73,7 @@ def test_every_config_field_is_told_with_its_words(maker: ModuleType) -> None:
         }
         assert {cell.rpartition(".")[2] for cell in shown[0]} == own, name
     # A flag of a training is its field's path.
-    paths = {
-        flag.fields[0]
-        for flag in flags_of(import_module("situs.cli.pretrain").Args, every=True)
-        if flag.group and not flag.own
-    }
+    paths = {flag.fields[0] for flag in flags_of(verb_type("pretrain"), every=True) if flag.group and not flag.own}
     assert paths <= set().union(*map(cells, told.values()))
     assert not re.search(r"\|  \|$", page.partition("## Other")[0], flags=re.MULTILINE), "a field without words"
 

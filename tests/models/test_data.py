@@ -94,7 +94,7 @@ def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Pa
 
 
 VERBS = {
-    "analyze correlation": ["--count", "4"],
+    "evaluate attention --kind correlation": ["--count", "4"],
     "evaluate knn": ["--k", "2"],
     "evaluate probe": ["--kind", "class", "--weight-decays", "0.1"],
 }

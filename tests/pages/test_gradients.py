@@ -40,7 +40,7 @@ WORKED = outcome("patchembed", "none", None, "a caveat", SCORES, FACTS, REAL)
 REFUSED = outcome("april", "none", "there is <no> table")
 
 
-# Whether its pictures can be drawn is seen in tests/cli/audit/test_gradients.py.
+# Whether its pictures can be drawn is seen in tests/cli/test_audit_gradients.py.
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 

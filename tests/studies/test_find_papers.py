@@ -21,27 +21,21 @@ from situs.studies.load import load_study, study_names
 from situs.studies.plan import cell_of, planned, point_of
 
 RESULTS = {
-    "evaluate accuracy": ["ClassAccuracy", "LabelAccuracy"],
+    "evaluate accuracy": ["ClassAccuracy", "LabelAccuracy", "Ensemble", "Perplexity", "Detections", "Segments"],
     "evaluate consistency": ["ConsistencyCurve"],
-    "evaluate ensemble": ["Ensemble"],
     "evaluate knn": ["LayerKnn"],
-    "evaluate perplexity": ["Perplexity"],
-    "evaluate objects": ["Detections"],
-    "evaluate position": ["PositionCurve", "PositionGrid"],
+    "evaluate position": ["PositionCurve", "PositionGrid", "PositionTables", "PositionAudit"],
     "evaluate probe": ["ClassProbes", "PositionProbes", "SegmentProbes"],
     "evaluate robustness": ["Robustness"],
-    "evaluate segments": ["Segments"],
-    "analyze attention": ["Attention"],
-    "analyze correlation": ["Correlations"],
-    "analyze positions": ["PositionTables"],
-    "analyze reconstruct": ["Reconstruction"],
-    "audit gradients": ["Audit", "Comparison", "TextAudit"],
+    "evaluate attention": ["Attention", "Correlations"],
+    "evaluate reconstruct": ["Reconstruction"],
+    "audit gradients": ["Audit", "Comparison"],
     "audit lock": ["LockAudit"],
-    "audit positions": ["PositionAudit"],
     "audit split": ["SplitAudit"],
-    "bench step": ["StepTable"],
+    "audit texts": ["TextAudit"],
+    "bench": ["StepTable"],
     "split infer": ["ClassAccuracy", "LabelAccuracy"],
-    "verify": ["Verification"],
+    "info": ["Verification"],
 }
 """What a verb gives, by the names of tests/pages/test_init.py."""
 
@@ -72,7 +66,7 @@ def samples() -> dict[str, list[dict[str, Any]]]:
     made["evaluate robustness"][0] |= {name: {f.name: 0.5 for f in fields(kind)} for name, kind in kinds.items()}
     for attack in made["audit split"][0]["settings"][0]["attacks"]:
         attack |= {name.replace(" ", "_"): 0.5 for name in SCORES}
-    made["verify"][0]["findings"][0]["errors"] |= dict.fromkeys(("forward", "backward", "steps"), 0.0)
+    made["info"][0]["findings"][0]["errors"] |= dict.fromkeys(("forward", "backward", "steps"), 0.0)
     entry = {"step": 1, "epoch": 1.0, "seconds": 1.0, "value": 0.5}
     log = {**dict.fromkeys(LOGGED, 0.5), "log": {name: [entry] for name in LOGGED}}
     return {**made, **{verb: [log] for verb, how in VERBS.items() if how.trains}}
@@ -112,4 +106,4 @@ def test_every_figure_is_one_that_the_job_writes(name: str, samples: dict[str, l
 def test_a_figure_that_no_job_writes_is_found(samples: dict[str, list[dict[str, Any]]]) -> None:
     (numbers,) = samples["evaluate consistency"]
     assert is_there(numbers, "rows[ratio=0.15,told=true].consistency") and not is_there(numbers, "rows[0].consistancy")
-    assert {verb for verb, how in VERBS.items() if not how.trains} - RESULTS.keys() == {"export", "key new", "lock"}
+    assert {verb for verb, how in VERBS.items() if not how.trains} - RESULTS.keys() == {"export", "keygen", "lock"}

@@ -41,7 +41,7 @@ def test_a_whole_study_is_taken() -> None:
     ("path", "value", "said"),
     [
         ("jobs.a.verbb", "x", "jobs.a.verbb: unknown key, perhaps verb"),
-        ("jobs.a.verb", "train", "unknown verb 'train'; choose one of: analyze attention"),
+        ("jobs.a.verb", "train", "unknown verb 'train'; choose one of: audit "),
         ("jobs.b.preset", "cifar100-mp3", "verb='evaluate accuracy': trains nothing"),
         ("jobs.b.after", "", "after: evaluate accuracy needs the job whose model it takes"),
         ("jobs.a.after", "b", "verb='pretrain': takes no model"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from situs.cli.study.words import alike, check_command
+from situs.cli.study import alike, check_command
 from situs.config import from_dict
 from situs.measure.finetune import FinetuneConfig
 from situs.studies.folder import StudyFolder
@@ -105,10 +105,9 @@ LEFT_OUT = {
 }
 
 DRAWN = {
-    "analyze attention": ("images", "heads", "relative"),
-    "analyze correlation": ("maps", "distance", "layers"),
-    "analyze positions": ("umap", "pca-2d", "pca-3d", "cosine", "energy", "guesses"),
-    "analyze reconstruct": ("one", "placed", "mix-1", "verdict-0.95", "placed-0.95"),
+    "evaluate attention": ("images", "heads", "relative", "maps", "distance", "layers"),
+    "evaluate position": ("umap", "pca-2d", "pca-3d", "cosine", "energy", "guesses"),
+    "evaluate reconstruct": ("one", "placed", "mix-1", "verdict-0.95", "placed-0.95"),
     "audit gradients": ("pictures-a", "pictures-c"),
     "audit split": ("pictures", "psnr", "places"),
 }

@@ -31,7 +31,7 @@ def test_they_are_in_the_papers_order() -> None:
 
 def test_a_name_that_is_none_gives_the_nearest_and_how_to_list_all() -> None:
     with pytest.raises(
-        SitusError, match=r"unknown study 'mp3-tabel3', .*`situs study list`.* nearest: mp3-table3, "
+        SitusError, match=r"unknown study 'mp3-tabel3', .*`situs study show`.* nearest: mp3-table3, "
     ) as told:
         load_study("mp3-tabel3")
     assert str(told.value).count("-table") <= 3

@@ -91,7 +91,7 @@ def test_which_data_a_job_reads() -> None:
 
 
 def test_jobs_and_data_that_a_list_names_are_needed_too() -> None:
-    among = {"verb": "evaluate ensemble", "after": "tuned-0.5", "options": {"more": ["{look}", "{seed}", 3]}}
+    among = {"verb": "evaluate accuracy", "after": "tuned-0.5", "options": {"more": ["{look}", "{seed}", 3]}}
     assert needs(planned(study(jobs={**FILE["jobs"], "among": among}))["among"]) == ("tuned-0.5", "look")
 
 

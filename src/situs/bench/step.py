@@ -208,7 +208,7 @@ def read_steps(path: str | Path) -> StepTable:
     """A table that was written as JSON."""
     held = read_json(path)
     if held.get("measures") != "step":
-        raise SitusError(f"{path}: holds no table of steps; `situs bench step` writes one")
+        raise SitusError(f"{path}: holds no table of steps; `situs bench` writes one")
     try:
         rows = tuple(StepRow.from_json(row) for row in held["rows"])
         failed = tuple((from_dict(StepCase, each["case"]), each["why"]) for each in held["failed"])

@@ -1,1 +1,1 @@
-"""The command line: `main` finds the verb, one file a verb holds its flags (`Args`) and calls the packages below."""
+"""The command line: `main` finds the verb, a class with its flags, which calls the packages below."""

@@ -18,18 +18,20 @@ from pathlib import Path
 GIVEN = re.compile(r"For example(?: \((?P<needs>.+?)\))?:\s(?P<command>situs .+?)(?:\n\n|\Z)", re.DOTALL)
 
 
-def own_example(module: str, part: str = "command") -> str:
+def own_example(place: str, part: str = "command") -> str:
     """The command in a verb's docstring, or what it needs of the user's own; "" where there is none."""
-    place = find_spec(module)
-    assert place is not None
-    assert place.origin is not None
-    text = ast.get_docstring(ast.parse(Path(place.origin).read_text(encoding="utf-8"))) or ""
-    found = GIVEN.search(text)
-    return " ".join((found[part] or "").split()) if found else ""
+    module, _, name = place.partition(":")
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    text = next(ast.get_docstring(e) or "" for e in tree.body if isinstance(e, ast.ClassDef) and e.name == name)
+    match = GIVEN.search(text)
+    return " ".join((match[part] or "").split()) if match else ""
 
 
 def examples_of(verb: str, modules: Mapping[str, str]) -> list[str]:
-    """The commands, the verb's own last; one that serves goes on behind the others. modules: of all verbs."""
+    """The commands, the verb's own last; one that serves goes on behind the others. modules: of every verb."""
     commands = {each: own_example(module) for each, module in modules.items()}
     made = {place: each for each in reversed(commands) for place in _values(commands[each], "--out", "--listen")}
     wanted: list[str] = []

@@ -1,7 +1,4 @@
-"""A model in a folder of its own that timm, transformers or an ONNX runtime loads without Situs.
-
-For example: situs export runs/ft --out exported
-"""
+"""A run's model in a folder: `situs export`."""
 
 from __future__ import annotations
 
@@ -16,8 +13,11 @@ from situs.errors import SitusError, counted
 
 
 @dataclass(frozen=True)
-class Args:
-    """A model in a folder of its own."""
+class Export:
+    """A model in a folder of its own that timm, transformers or an ONNX runtime loads without Situs.
+
+    For example: situs export runs/ft --out exported
+    """
 
     source: Annotated[Path, POSITIONAL, Parameter(metavar="RUN")]
     """The run folder; for ONNX any model's folder, or a timm name with its weights (NAME=FILE)."""
@@ -43,27 +43,26 @@ class Args:
     public: bool = False
     """With --push: a new repository is for all to see."""
 
+    def run(self) -> None:
+        """Writes the export, reads it again, says how to load it, and uploads it where that is asked for."""
+        from situs.models.export import export_model
+        from situs.models.hub import check_login, push_folder
 
-def run(args: Args) -> None:
-    """Writes the export, reads it again, says how to load it, and uploads it where that is asked for."""
-    from situs.models.export import export_model
-    from situs.models.hub import check_login, push_folder
-
-    if args.public and args.push is None:
-        raise SitusError("public: says who may see an upload, and none is asked for", field=("public", "push"))
-    if args.push is not None:
-        check_login(args.push)  # before the work is done
-    asked = {"form": args.form, "features": args.features, "ema": None if args.ema else False, "force": args.force}
-    export = export_model(args.source, args.out, **asked)
-    after = "" if export.step is None else f" after {counted(export.step, 'updates')}"
-    print(f"{args.out}: {export.architecture}{after}")
-    for note in export.notes:
-        print(note)
-    if export.error is not None:
-        print(f"Read again with {export.library}: its numbers differ by {export.error:.1e} of the largest at most.")
-    if export.library == "timm":
-        print(f'Load it with timm.create_model("local-dir:{args.out}", pretrained=True).')
-    elif export.library == "transformers":
-        print(f'Load it with transformers.{export.architecture}.from_pretrained("{args.out}").')
-    if args.push is not None:
-        print(push_folder(args.out, args.push, public=args.public))
+        if self.public and self.push is None:
+            raise SitusError("public: says who may see an upload, and none is asked for", field=("public", "push"))
+        if self.push is not None:
+            check_login(self.push)  # before the work is done
+        asked = {"form": self.form, "features": self.features, "ema": None if self.ema else False, "force": self.force}
+        export = export_model(self.source, self.out, **asked)
+        after = "" if export.step is None else f" after {counted(export.step, 'updates')}"
+        print(f"{self.out}: {export.architecture}{after}")
+        for note in export.notes:
+            print(note)
+        if export.error is not None:
+            print(f"Read again with {export.library}: its numbers differ by {export.error:.1e} of the largest at most.")
+        if export.library == "timm":
+            print(f'Load it with timm.create_model("local-dir:{self.out}", pretrained=True).')
+        elif export.library == "transformers":
+            print(f'Load it with transformers.{export.architecture}.from_pretrained("{self.out}").')
+        if self.push is not None:
+            print(push_folder(self.out, self.push, public=self.public))

@@ -1,7 +1,8 @@
 """`situs`: finds the verb and runs it.
 
-A verb is a module with a frozen dataclass `Args` and a function `run(args) -> int | None`. Its module, cyclopts and
-torch are imported only when it is called: `situs --help` reads the dict below and nothing else.
+A verb is a frozen dataclass: its fields are the flags, its docstring is the help, and its method `run` does the work
+and gives the exit status, None for 0. Its module, cyclopts and torch are imported only when it is called:
+`situs --help` reads the dict below and nothing else.
 """
 
 from __future__ import annotations
@@ -13,107 +14,64 @@ from importlib import import_module
 from typing import Any
 
 from situs.cli.ranks import hush, run_on_ranks
+from situs.cli.retired import VERBS as RETIRED
 from situs.errors import SitusError
 
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Start": {
-        "demo": ("situs.cli.demo.run", "see it all on a small set of real images; writes demo/report.html"),
+        "demo": ("situs.cli.demo.run:Demo", "see it all on small images; writes demo/report.html"),
+        "info": ("situs.cli.look:Info", "what a model is made of, which methods and locks apply"),
+        "doctor": ("situs.cli.install:Doctor", "what is installed here, and how to get what is missing"),
+        "completion": ("situs.cli.install:Completion", "a script that completes verbs and flags in your shell"),
     },
     "Train": {
-        "pretrain": ("situs.cli.pretrain", "train a method (MP3, MAE, …) on your images, from a preset and flags"),
-        "finetune": ("situs.cli.finetune", "classes, masks, objects or the next word, on a pretrained model"),
-        "adapt": ("situs.cli.adapt", "the best classifier of public weights, own images and few labels"),
-        "export": ("situs.cli.export", "a run's model in a folder that timm or transformers loads"),
-    },
-    "Data": {
-        "data check": ("situs.cli.data.check", "broken, odd and repeated images of a set, before a run finds them"),
-        "data pack": ("situs.cli.data.pack", "any set as shards of shrunk images: parquet or WebDataset"),
+        "data check": ("situs.cli.data:Check", "broken, odd and repeated images of a set, before a run"),
+        "data pack": ("situs.cli.data:Pack", "any set as shards of shrunk images"),
+        "pretrain": ("situs.cli.train:Pretrain", "train a method (MP3, MAE, …) on your images"),
+        "finetune": ("situs.cli.train:Finetune", "classes, masks, objects or the next word"),
+        "adapt": ("situs.cli.train:Adapt", "the best classifier of public weights and few labels"),
+        "export": ("situs.cli.export:Export", "a folder that timm, transformers or ONNX loads"),
     },
     "Evaluate": {
-        "predict": ("situs.cli.evaluate.predict", "the class of every image, with its probability, as a csv file"),
-        "features": (
-            "situs.cli.evaluate.features",
-            "features of every image, pooled or by patch, as one safetensors file",
-        ),
-        "evaluate accuracy": (
-            "situs.cli.evaluate.accuracy",
-            "top-1 and balanced accuracy of a fine-tuned run",
-        ),
-        "evaluate consistency": ("situs.cli.evaluate.consistency", "what shuffled patches do to a classifier, over γ"),
-        "evaluate position": (
-            "situs.cli.evaluate.position",
-            "how well a DropPos or MP3 run knows its patches' places",
-        ),
-        "evaluate knn": ("situs.cli.evaluate.knn", "nearest neighbours on the features of each layer"),
-        "evaluate probe": ("situs.cli.evaluate.probe", "places, classes or masks that a linear classifier reads off"),
-        "evaluate perplexity": ("situs.cli.evaluate.perplexity", "how unsure a language model is of the next word"),
-        "evaluate objects": ("situs.cli.evaluate.objects", "COCO's AP of a detection, the worst images first"),
-        "evaluate segments": ("situs.cli.evaluate.segments", "mIoU of a segmentation, the worst images first"),
-        "evaluate robustness": (
-            "situs.cli.evaluate.robustness",
-            "corrupted, adversarial and unknown images: mCE, ImageNet-A, ImageNet-O",
-        ),
-        "evaluate ensemble": ("situs.cli.evaluate.ensemble", "several fine-tuned runs, each alone and together"),
-    },
-    "Analyze": {
-        "analyze attention": ("situs.cli.analyze.attention", "where a model's heads look: over images, by offset"),
-        "analyze reconstruct": ("situs.cli.analyze.reconstruct", "the jigsaw puzzles an MP3 or DropPos run solves"),
-        "analyze positions": ("situs.cli.analyze.positions", "a model's position vectors: pictures, spectrum, reading"),
-        "analyze correlation": ("situs.cli.analyze.correlation", "how alike the features of two places are"),
-    },
-    "Lock": {
-        "verify": (
-            "situs.cli.locks.verify",
-            "which permutations of tokens and channels a model obeys, and why not others",
-        ),
-        "key new": ("situs.cli.locks.key_new", "a new key in a file that only you may read"),
-        "lock": ("situs.cli.locks.lock", "a model that is useless without its key; obfuscation, not encryption"),
-        "unlock": ("situs.cli.locks.unlock", "a locked model opened with its key, bit for bit"),
-        "audit lock": (
-            "situs.cli.audit.lock",
-            "attack a lock as one without its key would, and say what is left of it",
-        ),
-    },
-    "Split": {
-        "split certs": ("situs.cli.split.certs", "throw-away certificates for a server and its clients"),
-        "split serve": ("situs.cli.split.serve", "a model's blocks, for clients that keep their images and labels"),
-        "split train": ("situs.cli.split.train", "train with a server's blocks; images and labels stay here"),
-        "split infer": ("situs.cli.split.infer", "accuracy of such a training, with the server at work"),
-        "split merge": ("situs.cli.split.merge", "the client's and the server's part as one ordinary run"),
+        "predict": ("situs.cli.evaluate:Predict", "the class of every image, as a csv file"),
+        "features": ("situs.cli.evaluate:Features", "features of every image or patch, as one file"),
+        "evaluate accuracy": ("situs.cli.evaluate:Accuracy", "top-1, mIoU, AP or perplexity, by the model's kind"),
+        "evaluate knn": ("situs.cli.evaluate:Knn", "nearest neighbours on the features of each layer"),
+        "evaluate probe": ("situs.cli.evaluate:Probe", "what a linear classifier reads off frozen features"),
+        "evaluate consistency": ("situs.cli.evaluate:Consistency", "what shuffled patches do to a classifier"),
+        "evaluate robustness": ("situs.cli.evaluate:Robustness", "corrupted, adversarial and unknown images"),
+        "evaluate position": ("situs.cli.evaluate:Position", "how much a model knows of position"),
+        "evaluate attention": ("situs.cli.evaluate:Attention", "where heads look, and how alike two places are"),
+        "evaluate reconstruct": ("situs.cli.evaluate:Reconstruct", "the jigsaw puzzles an MP3 or DropPos run solves"),
+        "report": ("situs.cli.look:Report", "several runs side by side on one page"),
+        "play": ("situs.cli.look:Play", "a page that runs a small model in the browser"),
     },
     "Audit": {
-        "audit positions": ("situs.cli.audit.positions", "how much a model knows and gives away of position"),
-        "audit split": ("situs.cli.audit.split", "what the server of split learning learns of the samples"),
-        "audit gradients": ("situs.cli.audit.gradients", "what a model's gradients give away, with a gate for CI"),
-        "audit curve": ("situs.cli.audit.curve", "the strength of a defence at which attacks on gradients stop"),
+        "audit gradients": ("situs.cli.audit:Gradients", "what gradients give away of images; a gate for CI"),
+        "audit texts": ("situs.cli.audit:Texts", "the same of sentences"),
+        "audit sweep": ("situs.cli.audit:Sweep", "how strong a defence must be"),
+        "audit split": ("situs.cli.audit:Split", "what the server of split learning learns"),
+        "audit lock": ("situs.cli.audit:Lock", "attack a lock as one without its key would"),
+    },
+    "Lock": {
+        "keygen": ("situs.cli.keys:Keygen", "a new key in a file that only you may read"),
+        "lock": ("situs.cli.keys:Lock", "a model that is useless without its key (obfuscation)"),
+        "unlock": ("situs.cli.keys:Unlock", "a locked model opened with its key, bit for bit"),
+    },
+    "Split": {
+        "split certs": ("situs.cli.keys:Certs", "throw-away certificates, to try it out"),
+        "split serve": ("situs.cli.split:Serve", "a model's blocks, for clients that keep their data"),
+        "split train": ("situs.cli.split:Train", "train with a server's blocks; the data stays here"),
+        "split infer": ("situs.cli.split:Infer", "accuracy of such a training, with the server"),
+        "split merge": ("situs.cli.split:Merge", "the client's and the server's part as one run"),
     },
     "Study": {
-        "study list": ("situs.cli.study.list", "every table and figure of the papers: what it shows, needs and gave"),
-        "study run": ("situs.cli.study.run", "repeat one: the paper's numbers, ours and the difference on a page"),
-        "study show": ("situs.cli.study.show", "the table of a study as it stands"),
-        "study pack": ("situs.cli.study.pack", "a study's folder as a few small files, for another machine"),
-        "study unpack": ("situs.cli.study.unpack", "such files laid into a study's folder, to go on there"),
-    },
-    "Speed": {
-        "bench step": ("situs.cli.bench.step", "what a training step costs: time, memory, share of the ceiling"),
-        "bench compare": ("situs.cli.bench.compare", "two tables of steps: what became faster or slower"),
-        "bench cost": ("situs.cli.bench.cost", "how a step's cost grows with batch, image size, depth and patches"),
-    },
-    "Look": {
-        "report": ("situs.cli.analyze.report", "several runs side by side on one page, finished or still going"),
-        "play": ("situs.cli.play", "a page that runs a small model: move patches, see its guesses, lock it"),
-        "info": ("situs.cli.info", "what a model is made of, and which methods and locks apply to it"),
-        "doctor": ("situs.cli.doctor", "what is installed here, what is missing and how to get it"),
-        "completion": ("situs.cli.parser.completion", "a script that completes verbs and flags in your shell"),
+        "study run": ("situs.cli.study:Run", "repeat a paper's table or figure"),
+        "study show": ("situs.cli.study:Show", "its table as it stands; without a name: all there are"),
+        "bench": ("situs.cli.bench:Bench", "what a training step costs: time, memory; comparisons"),
     },
 }
-"""heading -> verb -> (module, one line). A verb may have two words: "evaluate ensemble"."""
-
-RETIRED = {
-    "audit finetuning": "situs study run lock fine-tunes a locked model with its key, without it and from scratch",
-    "split cost": "situs study run st-figure8 counts a step, and python benchmarks/split.py --count one with a server",
-}
-"""verb that is gone -> what does its work."""
+"""heading -> verb -> (module:class, one line). A verb may have two words: "evaluate accuracy"."""
 
 VERBS = {verb: entry for section in SECTIONS.values() for verb, entry in section.items()}
 
@@ -161,15 +119,20 @@ def _dispatch(words: list[str]) -> int:
     return run_verb(verb, rest)
 
 
+def verb_type(verb: str) -> type[Any]:
+    """The class of a verb."""
+    module, _, name = VERBS[verb][0].partition(":")
+    return getattr(import_module(module), name)
+
+
 def find_verb(words: Sequence[str]) -> tuple[str, list[str]]:
     """The verb that opens `words` and what follows it; a group ("evaluate") only alone or before --help."""
     for count in (2, 1):
         verb = " ".join(words[:count])
+        if verb in RETIRED:
+            raise SitusError(f"situs {verb} is gone: {RETIRED[verb]}")
         if len(words) >= count and verb in VERBS:
             return verb, list(words[count:])
-    for count in (2, 1):
-        if (verb := " ".join(words[:count])) in RETIRED:
-            raise SitusError(f"situs {verb}: is no verb any more: {RETIRED[verb]}")
     group = any(verb.startswith(f"{words[0]} ") for verb in VERBS)
     if group and (len(words) == 1 or words[1] in HELP):
         return words[0], list(words[1:])
@@ -200,20 +163,19 @@ def _check_data(verb: str, rest: Sequence[str]) -> None:
 
 def _work(verb: str, rest: list[str]) -> int:
     _check_data(verb, rest)
-    module = import_module(VERBS[verb][0])
+    kind = verb_type(verb)
     parse: Callable[..., Any] = import_module("situs.cli.parser.arguments").parse
     try:
-        return module.run(parse(module.Args, rest, prog=f"situs {verb}", description=module.__doc__)) or 0
+        return parse(kind, rest, prog=f"situs {verb}").run() or 0
     except SystemExit as stop:  # help was asked for
         return stop.code if isinstance(stop.code, int) else 2
     except SitusError as error:
         explained: Callable[..., str] = import_module("situs.cli.parser.flags").explained
-        raise SitusError(explained(error, module.Args), field=error.fields, value=error.value) from error
+        raise SitusError(explained(error, kind), field=error.fields, value=error.value) from error
 
 
 def _example(verb: str, _: list[str]) -> int:
-    modules = {each: module for each, (module, _) in VERBS.items()}
-    print("\n".join(import_module("situs.cli.examples").examples_of(verb, modules)))
+    print("\n".join(import_module("situs.cli.examples").examples_of(verb, {v: at for v, (at, _) in VERBS.items()})))
     return 0
 
 
@@ -224,8 +186,7 @@ def overview(group: str = "") -> str:
     lines = [f"usage: {name} VERB [FLAGS]      {name} VERB --help"]
     if not group:
         lines += [
-            "",
-            "Position in transformers: learn from it, measure what it gives away, use the freedom it leaves.",
+            "Position in transformers: learn from it, measure what it gives away, use it.",
         ]
     for heading, verbs in SECTIONS.items():
         shown = {verb: text for verb, (_, text) in verbs.items() if not group or verb.startswith(f"{group} ")}
@@ -234,8 +195,8 @@ def overview(group: str = "") -> str:
     if not group:
         lines += [
             "",
-            "Every verb takes --quiet (errors alone), --json (one document), --example (a command to run).",
-            "situs --version prints the version; SITUS_DEBUG=1 shows where a mistake was found.",
+            "Every verb takes --quiet, --json (one document), --example (a command).",
+            "situs --version prints the version; SITUS_DEBUG=1 shows where a mistake arose.",
         ]
     return "\n".join(lines)
 

@@ -14,7 +14,6 @@ SHARED = frozenset(
         "finetune",
         "evaluate accuracy",
         "evaluate consistency",
-        "evaluate ensemble",
         "evaluate position",
     }
 )

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
-from situs.cli.parser.model_args import DataArgs, ImageArgs, LookArgs, check_folder, open_from, open_one_of
+from situs.cli.model_args import DataArgs, ImageArgs, LookArgs, check_folder, open_from, open_one_of
 from situs.cli.shell import answer, as_document
 from situs.cli.tables import print_table, print_verdict
 from situs.data.text import COLUMNS, Columns
+from situs.errors import SitusError
 from situs.results import Result
 
 if TYPE_CHECKING:
@@ -37,17 +38,14 @@ class MeasureArgs(ImageArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WordArgs(MeasureArgs):
-    """The same of text."""
+class SentenceArgs(MeasureArgs):
+    """The same of sentences with labels."""
+
+    topics: ClassVar = MeasureArgs.topics | {"text": ("column", "pair", "label")}
 
     column: Annotated[str | None, Parameter(name="--text.column", metavar="NAME")] = None
     """Of text: the column of the sentences; by default what the model was trained on, or the only one that holds
     words."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentenceArgs(WordArgs):
-    """The same of sentences with labels."""
 
     pair: Annotated[str, Parameter(name="--text.pair", metavar="NAME")] = ""
     """Of text: the column of the second sentence, by default what the model was trained on; none: single ones."""
@@ -67,14 +65,23 @@ def asked(args: DataArgs, **instead: Any) -> dict[str, Any]:
     return found | ({"text": Columns(**columns)} if columns else {}) | instead
 
 
-def measuring(place: str) -> Callable[[Any], None]:
-    """A verb's `run`: calls the function at `place` with what the flags ask, prints its result and writes the page."""
+def asked_for(kind: str, args: DataArgs, **instead: Any) -> dict[str, Any]:
+    """What the flags ask of one kind of measurement; a flag that is for others alone (`only`) is refused."""
+    words = asked(args)
+    only: dict[str, tuple[str, ...]] = getattr(args, "only", {})
+    for each in fields(args):
+        if kind not in (kinds := only.get(each.name, (kind,))):
+            if (value := getattr(args, each.name)) != each.default:
+                raise SitusError(f"{each.name}={value}: is for {' or '.join(kinds)}, not for {kind}", field=each.name)
+            words.pop(each.name, None)
+    words.pop("kind", None)
+    return words | instead
+
+
+def measure(args: ImageArgs, place: str) -> None:
+    """Calls the function at `place` with what the flags ask, prints its result and writes the page."""
     module, _, name = place.rpartition(".")
-
-    def run(args: ImageArgs) -> None:
-        present(getattr(import_module(module), name)(open_from(args), **asked(args)), args.out)
-
-    return run
+    present(getattr(import_module(module), name)(open_from(args), **asked(args)), args.out)
 
 
 def open_each(sources: Sequence[str], args: LookArgs) -> list[Model]:

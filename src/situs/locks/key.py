@@ -216,7 +216,7 @@ def _read(path: Path) -> KeyFile:
         _decode(held.seed)
     except (SitusError, ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, SitusError) else "no valid JSON"
-        raise SitusError(f"{path}: no key file of situs key new: {reason[:200]}", field="key") from None
+        raise SitusError(f"{path}: no key file of situs keygen: {reason[:200]}", field="key") from None
     return held
 
 

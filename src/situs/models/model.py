@@ -186,9 +186,9 @@ def check_classifier(model: Model, *, multi_label: bool = False) -> None:
     """Refuses a model whose head was never trained; and where one class is asked for, one that tells any number."""
     if not model.classifier:
         more = {
-            "mask": "tells the class of each pixel, and none of a whole image (situs evaluate segments)",
-            "objects": "finds objects, and tells no class of a whole image (situs evaluate objects)",
-            "words": "tells the next word, and no class (situs evaluate perplexity)",
+            "mask": "tells the class of each pixel, and none of a whole image (situs evaluate accuracy)",
+            "objects": "finds objects, and tells no class of a whole image (situs evaluate accuracy)",
+            "words": "tells the next word, and no class (situs evaluate accuracy)",
         }
         said = more.get("" if model.input is None else model.input.target)
         raise SitusError(f"{model.name}: {said or 'has no trained classifier; fine-tune it first (situs finetune)'}")

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 PAGES = {
     "Audit": "gradients.page",
     "Comparison": "settings.page",
-    "CostCurves": "bench.cost",
     "Curves": "curve.page",
     "DataCheck": "data.check",
     "LockAudit": "lock.audit_page",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from situs.bench.compare import StepComparison
-from situs.bench.cost import AXES, CostCurves
 from situs.bench.step import StepTable
-from situs.report.figures import curves
 from situs.report.html import Page
 
 MEANING = """
@@ -51,26 +49,3 @@ def comparison(found: StepComparison) -> Page:
     for note in said.notes:
         page.sections[-1].note(note)
     return page.end(found.provenance.facts)
-
-
-def cost(found: CostCurves) -> Page:
-    """A curve for each axis beside the line of operations, and every point."""
-    said = found.summary()
-    page = Page("How the cost of a step grows", lead=said.sentence)
-    page.number(f"{1e3 * found.reference.times.median:.3g} ms", "a step of the reference")
-    for number, (axis, points) in enumerate(found.axes.items()):
-        values = [point.value for point in points]
-        lines = {
-            "measured": (values, [1e3 * point.row.times.median for point in points]),
-            "by its operations": (values, [1e3 * found.predicted(point.row) for point in points]),
-        }
-        (page.section(f"Over {axis}") if number else page.opening).figure(
-            curves(lines, AXES[axis], "ms a step"),
-            f"Over {axis}: measured, and what the operations of a step predict at the rate of the reference.",
-            name=axis.replace(" ", "-"),
-        )
-    (table,) = said.tables
-    section = page.section("Every point").table(table.header, table.rows, table.title)
-    for note in said.notes:
-        section.note(note)
-    return page.end({**found.provenance.facts, **found.table.machine})

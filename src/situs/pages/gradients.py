@@ -89,7 +89,7 @@ clipping multiplies all gradients of a step on one image by one number, and the 
 
 SEARCH = (
     "It was not searched for here. The weakest setting of each defence that keeps a limit, tested on images that the "
-    "search did not see, and what it costs: the same command with the flag `find-defence` and a limit, as psnr=20, or "
+    "search did not see, and what it costs: `audit sweep` with the flag `find` and a limit, as psnr=20, or "
     "in Python `situs.audit.find_defences(model, images, 'psnr=20')`."
 )
 SHOWN = 6

@@ -3,8 +3,6 @@
     study_names   The studies that come with situs, one a table or figure of the four papers.
     load_study    A study by its name or its TOML file, checked.
     run_study     Runs what is not done yet, resumes what was cut, and gives the table as it stands.
-    pack_study    A study's folder as a few small files, to go on with on another machine.
-    unpack_study  Lays such files into a study's folder, new or begun.
     read_study    The table of a study's folder as it stands; of a name alone, with what was measured before.
 
 A study is one TOML file. Those of the papers lie in `papers/`; a user's own is written in the same form. This one holds
@@ -42,7 +40,7 @@ every key, most of which may be left out:
     options.ratios = [0.15]
 
     [jobs.both]
-    verb = "evaluate ensemble"
+    verb = "evaluate accuracy"
     after = ["tuned-learned", "tuned-none"]                 # several models, in order
     # model = "vit_base_patch16_224=pretrained"             # instead of after: a model that no job makes
     # data = "cars"                                         # another of the data sets
@@ -54,7 +52,7 @@ every key, most of which may be left out:
     after = "mp3"
 
     [jobs.puzzles]
-    verb = "analyze reconstruct"
+    verb = "evaluate reconstruct"
     after = "mp3"
 
     [[tables]]
@@ -135,16 +133,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from situs.studies.load import load_study as load_study
     from situs.studies.load import study_names as study_names
-    from situs.studies.parcel import pack_study as pack_study
-    from situs.studies.parcel import unpack_study as unpack_study
     from situs.studies.reading import read_study as read_study
     from situs.studies.run import run_study as run_study
 
 _HOMES = {
     "load_study": "load",
     "study_names": "load",
-    "pack_study": "parcel",
-    "unpack_study": "parcel",
     "read_study": "reading",
     "run_study": "run",
 }

@@ -26,7 +26,7 @@ from situs.errors import SitusError, unknown_name
 from situs.files import read_json, write_text
 from situs.limits import check_value
 from situs.studies.datasets import fingerprint
-from situs.studies.form import PAPER, VERBS, Job, Study
+from situs.studies.form import PAPER, VERBS, Job, Study, renewed
 from situs.studies.load import load_study
 from situs.studies.plan import Jobs, needs, planned, texts_of
 
@@ -263,7 +263,8 @@ class StudyFolder:
         if not before:
             return
         try:
-            jobs = [from_dict(Job, {k: v for k, v in each.items() if k not in _BESIDE}) for each in (before, now)]
+            recipes = [{k: v for k, v in renewed(each).items() if k not in _BESIDE} for each in (before, now)]
+            jobs = [from_dict(Job, each) for each in recipes]
         except (SitusError, AttributeError) as error:
             raise SitusError(f"{task.file('json')}: holds no recipe of a job ({error})", field="out") from None
         for key, (old, new) in differences(*jobs).items():

@@ -27,8 +27,7 @@ class Verb(NamedTuple):
 
     trains: it makes a run, which is gone on with where it was cut. data, seed: whether it takes them. word: an option
     that is given without a flag. partly: where it fails in part it says so by its status, and its numbers hold. bare:
-    it may go without a model. again: options that it is given when it goes on, too. instead: an option in the stead of
-    data.
+    it may go without a model. again: options that it is given when it goes on, too. without: the kind without data.
     """
 
     model: str = "word"
@@ -39,43 +38,70 @@ class Verb(NamedTuple):
     partly: bool = False
     bare: bool = False
     again: tuple[str, ...] = ()
-    instead: str = ""
+    without: str = ""
 
     def reads(self, options: Mapping[str, Any]) -> bool:
         """Whether it is given data beside these options."""
-        return self.data and (not self.instead or self.instead not in options)
+        return self.data and not (self.without and options.get("kind") == self.without)
 
 
 VERBS = {
     "pretrain": Verb(model="", trains=True, seed=True),
     "finetune": Verb(model="from", trains=True, seed=True),
     "evaluate accuracy": Verb(),
+    "evaluate attention": Verb(),
     "evaluate consistency": Verb(),
-    "evaluate ensemble": Verb(),
     "evaluate knn": Verb(),
-    "evaluate perplexity": Verb(),
-    "evaluate objects": Verb(),
-    "evaluate position": Verb(),
+    "evaluate position": Verb(without="vectors"),
     "evaluate probe": Verb(),
+    "evaluate reconstruct": Verb(),
     "evaluate robustness": Verb(),
-    "evaluate segments": Verb(),
-    "analyze attention": Verb(),
-    "analyze correlation": Verb(),
-    "analyze positions": Verb(data=False),
-    "analyze reconstruct": Verb(),
-    "audit gradients": Verb(instead="texts"),
+    "audit gradients": Verb(),
     "audit lock": Verb(),
-    "audit positions": Verb(),
     "audit split": Verb(),
+    "audit texts": Verb(),
     "export": Verb(data=False),
-    "key new": Verb(model="", data=False),
+    "keygen": Verb(model="", data=False),
+    "info": Verb(data=False),
     "lock": Verb(data=False),
-    "bench step": Verb(model="", data=False, word="cases", partly=True),
+    "bench": Verb(model="", data=False, word="cases", partly=True),
     "split train": Verb(model="from", trains=True, seed=True, bare=True, again=("server",)),
     "split infer": Verb(),
-    "verify": Verb(data=False),
 }
 """What a job may do."""
+
+EARLIER = {
+    "analyze attention": ("evaluate attention", {}),
+    "analyze correlation": ("evaluate attention", {"kind": "correlation"}),
+    "analyze positions": ("evaluate position", {"kind": "vectors"}),
+    "analyze reconstruct": ("evaluate reconstruct", {}),
+    "audit positions": ("evaluate position", {"kind": "all"}),
+    "bench step": ("bench", {}),
+    "evaluate ensemble": ("evaluate accuracy", {}),
+    "evaluate objects": ("evaluate accuracy", {}),
+    "evaluate perplexity": ("evaluate accuracy", {}),
+    "evaluate segments": ("evaluate accuracy", {}),
+    "key new": ("keygen", {}),
+    "verify": ("info", {"verify": True}),
+}
+"""A verb of earlier versions -> the one that does the same, and with which options."""
+
+EARLIER_OPTIONS = {"attack": "attacks", "attacker": "attacks", "defence": "defences", "setting": "settings"}
+
+
+def renewed(job: Mapping[str, Any]) -> dict[str, Any]:
+    """A job, or a change to jobs, as a file of an earlier version has it, in the words of this one."""
+    verb, more = EARLIER.get(job.get("verb", ""), (job.get("verb", ""), {}))
+    options = {EARLIER_OPTIONS.get(name, name): value for name, value in job.get("options", {}).items()}
+    if verb == "evaluate accuracy" and "pictures" in options:
+        options["show"] = options.pop("pictures")
+    data: dict[str, Any] = {}
+    sentences = options.get("texts")
+    if verb == "audit gradients" and isinstance(sentences, str) and sentences.startswith("{data."):
+        verb, data = "audit texts", {"data": options.pop("texts")[len("{data.") : -1]}
+    changed = ({"verb": verb} if verb else {}) | ({"options": options | more} if options or more else {})
+    return {**job, **changed, **data}
+
 
 Value = float | str
 """A number of a table; text where the paper prints text (OOM), "" where it prints nothing."""

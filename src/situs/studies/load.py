@@ -10,10 +10,10 @@ from typing import Any
 from situs.config import from_dict
 from situs.errors import SitusError
 from situs.files import read_toml
-from situs.studies.form import Study
+from situs.studies.form import Study, renewed
 from situs.studies.plan import check_configs, planned
 
-LIST = "`situs study list`"
+LIST = "`situs study show`"
 
 
 def study_names() -> list[str]:
@@ -45,7 +45,7 @@ def load_study(name: str | Path, *, configs: bool = True) -> Study:
 
     configs: whether the recipes of its trainings are made too, which imports torch.
     """
-    tables = read_toml(study_file(name))
+    tables = _renewed(read_toml(study_file(name)))
     try:
         study = from_dict(Study, tables)
         for scale in study.scale_names():
@@ -56,6 +56,18 @@ def load_study(name: str | Path, *, configs: bool = True) -> Study:
         at = (error.field or "").rpartition(".")[0]  # the job of a sentence that does not name it
         raise error.said_of(f"{name}: {at}" if at and at not in str(error) else str(name)) from None
     return study
+
+
+def _renewed(tables: dict[str, Any]) -> dict[str, Any]:
+    """A study's tables in the words of this version; what is no table is left to be refused."""
+    jobs, scales = tables.get("jobs"), tables.get("scales")
+    if isinstance(jobs, dict):
+        tables["jobs"] = {n: renewed(job) if isinstance(job, dict) else job for n, job in jobs.items()}
+    if isinstance(scales, dict):
+        for name, changes in scales.items():
+            if isinstance(changes, list):
+                scales[name] = [renewed(each) if isinstance(each, dict) else each for each in changes]
+    return tables
 
 
 def _files() -> dict[str, Path]:

@@ -83,7 +83,7 @@ def check_runs(folder: Path) -> None:
 def test_a_folder_of_runs_that_is_not_the_demos_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "runs" / "precious").mkdir(parents=True)
     with pytest.raises(SitusError, match=r"runs: is there and not of an earlier demo") as stop:
-        demo.run(demo.Args(out=tmp_path))
+        demo.Demo(out=tmp_path).run()
     assert stop.value.field == "out"
     assert [each.name for each in tmp_path.iterdir()] == ["runs"]
     assert (tmp_path / "runs" / "precious").is_dir()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, fields, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
 
 import situs.presets
+from situs.cli.main import verb_type
 from situs.cli.parser import arguments
 from situs.cli.parser.arguments import Recipe, configured, parse
 from situs.config import Checked, choice, to_dict
@@ -143,7 +143,7 @@ class FreeArgs(Recipe):
 
 
 def test_none_takes_back_what_a_file_gave(tmp_path: Path) -> None:
-    from situs.cli.pretrain import Args as Pretrain
+    from situs.cli.train import Pretrain
 
     (tmp_path / "own.toml").write_text('init = "weights.safetensors"\n[data]\nsplit = "test"\n')
     words = ["--config", str(tmp_path / "own.toml"), "--data", "samples"]
@@ -159,7 +159,7 @@ def test_none_takes_back_what_a_file_gave(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("word", "size"), [("28", (28, 28)), ("28,56", (28, 56)), ("none", None)])
 def test_one_number_is_both_sides_of_the_images(word: str, size: tuple[int, int] | None) -> None:
-    from situs.cli.pretrain import Args as Pretrain
+    from situs.cli.train import Pretrain
 
     words = ["--data", "samples", "--backbone.img-size", word]
     assert parse(Pretrain, words, "situs pretrain").config.backbone.size == size
@@ -281,24 +281,27 @@ def test_help_with_an_unknown_topic_names_those_there_are() -> None:
 
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "evaluate.consistency": {"ratios": (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9), "batch": 256},
-    "evaluate.position": {"ratios": None, "position_ratios": None, "precision": "fp32"},
-    "evaluate.knn": {"k": None, "temperature": 0.07, "train_count": 10000},
-    "evaluate.probe": {
+    "evaluate consistency": {"ratios": (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9), "batch": 256},
+    "evaluate position": {
+        "ratios": None,
+        "position_ratios": None,
+        "precision": "fp32",
+        "folds": 5,
+        "equivariance": True,
+    },
+    "evaluate knn": {"k": None, "temperature": 0.07, "train_count": 10000},
+    "evaluate probe": {
         "kind": "position",
         "train_count": 2000,
         "ratio": 0.75,
         "pool": "mean",
         "weight_decays": (1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
     },
-    "evaluate.robustness": {"corruptions": ("all",), "severities": (1, 2, 3, 4, 5), "precision": "fp32", "ema": True},
-    "evaluate.ensemble": {"average": "softmax"},
-    "analyze.attention": {"count": 64, "show": 6},
-    "analyze.correlation": {"count": 64, "depth": "norm"},
-    "analyze.positions": {"folds": 5},
-    "analyze.reconstruct": {"count": 64, "show": 6, "pairs": 2},
-    "audit.positions": {"count": 64, "ratios": (0.15, 0.5, 0.9), "equivariance": True},
-    "audit.gradients": {
+    "evaluate robustness": {"corruptions": ("all",), "severities": (1, 2, 3, 4, 5), "precision": "fp32", "ema": True},
+    "evaluate accuracy": {"average": "softmax", "mode": "slide"},
+    "evaluate attention": {"count": 64, "show": 6, "depth": "norm"},
+    "evaluate reconstruct": {"count": 64, "show": 6, "pairs": 2},
+    "audit gradients": {
         "count": None,  # 12, or as many as there are
         "attacks": ("patchembed", "april", "tokens", "patchembed-prior"),
         "batch": 1,
@@ -309,12 +312,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "restarts": 1,
         "pictures": True,
     },
-    "locks.verify": {"steps": 3, "tokens": 32},
+    "info": {"steps": 3, "tokens": 32},
 }
 """Figures decided by a paper, or by which results in the docs were made."""
 
 
 @pytest.mark.parametrize("verb", DEFAULTS)
 def test_what_a_verb_does_unless_it_is_told(verb: str) -> None:
-    given = {each.name: each.default for each in fields(import_module(f"situs.cli.{verb}").Args)}
+    given = {each.name: each.default for each in fields(verb_type(verb))}
     assert {name: given[name] for name in DEFAULTS[verb]} == DEFAULTS[verb]

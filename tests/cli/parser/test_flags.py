@@ -8,7 +8,7 @@ import pytest
 
 from situs.cli.main import main
 from situs.cli.parser.flags import explained, flag_of
-from situs.cli.pretrain import Args
+from situs.cli.train import Pretrain as Args
 from situs.errors import SitusError
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from situs.api import layered
-from situs.cli.finetune import Args as FinetuneArgs
 from situs.cli.main import main
 from situs.cli.parser.arguments import parse
-from situs.cli.pretrain import Args
+from situs.cli.train import Finetune as FinetuneArgs
+from situs.cli.train import Pretrain as Args
 from situs.presets import one_length
 
 FILE = """

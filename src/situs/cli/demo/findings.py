@@ -161,9 +161,7 @@ def find_gradients(stage: Stage) -> Finding:
         "the patch embedding are linear in the pixels: one system of equations, solved once. No search, no guess, no "
         "other image is needed."
     )
-    section.note(
-        "Which defences help, and which do not: `situs audit gradients MODEL --data FOLDER --find-defence psnr=20`."
-    )
+    section.note("Which defences help, and which do not: `situs audit sweep MODEL --data FOLDER --find psnr=20`.")
     if outcome.shown is None:
         reason = outcome.why("refused") or "the attack does not apply"
         return stage.add(Finding("One training step was not attacked.", "–", reason, reason, Section("").text(reason)))

@@ -1,7 +1,4 @@
-"""Show what situs does on a small set of real images that comes with it, and write one HTML page about it.
-
-For example: situs demo --out demo
-"""
+"""`situs demo`."""
 
 from __future__ import annotations
 
@@ -27,8 +24,11 @@ MADE_HERE = ".demo"
 
 
 @dataclass(frozen=True)
-class Args:
-    """Flags of `situs demo`."""
+class Demo:
+    """Show what situs does on a small set of real images that comes with it, and write one HTML page about it.
+
+    For example: situs demo --out demo
+    """
 
     out: Path = Path("demo")
     """Folder for report.html and the runs it trains (runs/); made where it is missing."""
@@ -39,28 +39,27 @@ class Args:
     seed: int = 0
     """Of every random number; the same seed gives the same figures, but for times and secret keys."""
 
+    def run(self) -> None:
+        """Makes the findings one after another, writes the page, prints them, what to try next and the page's path."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)  # at once: a folder that cannot be made costs no minutes
+        except OSError as error:
+            raise SitusError(f"out={self.out}: cannot make this folder ({error.strerror})", field="out") from error
+        kept = self.out / "runs"
+        if kept.exists() and not (kept / MADE_HERE).exists():
+            raise SitusError(f"{kept}: is there and not of an earlier demo; choose another folder", field="out")
+        with tempfile.TemporaryDirectory(dir=self.out, prefix=".runs-") as aside:
+            runs = Path(aside) / "runs"
+            runs.mkdir()
+            (runs / MADE_HERE).touch()
+            _show(self, runs)
+            if kept.exists():
+                shutil.rmtree(kept)
+            runs.replace(kept)
+        print(self.out / "report.html")
 
-def run(args: Args) -> None:
-    """Makes the findings one after another, writes the page, prints them, what to try next and the page's path."""
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)  # at once: a folder that cannot be made costs no minutes
-    except OSError as error:
-        raise SitusError(f"out={args.out}: cannot make this folder ({error.strerror})", field="out") from error
-    kept = args.out / "runs"
-    if kept.exists() and not (kept / MADE_HERE).exists():
-        raise SitusError(f"{kept}: is there and not of an earlier demo; choose another folder", field="out")
-    with tempfile.TemporaryDirectory(dir=args.out, prefix=".runs-") as aside:
-        runs = Path(aside) / "runs"
-        runs.mkdir()
-        (runs / MADE_HERE).touch()
-        _show(args, runs)
-        if kept.exists():
-            shutil.rmtree(kept)
-        runs.replace(kept)
-    print(args.out / "report.html")
 
-
-def _show(args: Args, runs: Path) -> None:
+def _show(args: Demo, runs: Path) -> None:
     """All findings, the page, and what is printed of them."""
     progress, began = _Progress(), time.monotonic()
     with progress.step("loading torch and timm"):
@@ -127,7 +126,7 @@ NEXT = (
 """What a user would try next, on own data."""
 
 FURTHER = (
-    "situs analyze reconstruct runs/mp3 --out look",
+    "situs evaluate reconstruct runs/mp3 --out look",
     "situs evaluate knn runs/mp3 --count 500 --out look",
     "situs report runs/after-MP3 runs/from-random-weights --out look",
     "situs audit split runs/after-MP3 --defences none,noise=0.5 --attacks order,linkage --out look",

@@ -16,6 +16,7 @@ over the preset and the user's TOML, and each `choice` in it is a flag by itself
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -76,7 +77,7 @@ def configured(
     return field(default_factory=cls, kw_only=True, metadata={"situs.configured": held})
 
 
-def parse(args_type: type[T], argv: Sequence[str], prog: str, description: str = "") -> T:
+def parse(args_type: type[T], argv: Sequence[str], prog: str) -> T:
     """The verb's Args; a `SitusError` of one sentence where that cannot be. Prints help and exits with 0."""
     held, topic = configured_of(args_type), asked_topic(argv)
     start, below = None, {}
@@ -85,7 +86,7 @@ def parse(args_type: type[T], argv: Sequence[str], prog: str, description: str =
         start = from_dict(held[1].cls, laid(held[1].cls, below.values()), where=named(below))
     flags = [*flags_of(args_type, start), *SHELL]
     if topic is not None:
-        print_help(flags, start, topic, prog, description, _peek(argv, "--preset"))
+        print_help(flags, start, topic, prog, inspect.getdoc(args_type) or "", _peek(argv, "--preset"))
         raise SystemExit(0)
     given = words_of(flags, argv, prog)
     own = {f.fields[0]: convert(f.kind, value, f.fields[0]) for f, value in given if f.own and f not in SHELL}

@@ -12,7 +12,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -88,12 +88,17 @@ def flags_of(args_type: type[Any], start: Any = None, *, every: bool = False) ->
         by_path = {flag.fields[0]: flag for flag in config}
         found += [_short(name, by_path[paths[0]], paths) for name, paths in held[1].short.items()]
         found += config
-    return found
+    topics = {name: topic for topic, names in getattr(args_type, "topics", {}).items() for name in names}
+    return [replace(flag, group=topics.get(_field(flag), flag.group)) for flag in found]
+
+
+def _field(flag: Flag) -> str:
+    """What a flag is called in `topics`."""
+    return flag.fields[0] if flag.own else flag.name[2:].replace("-", "_")
 
 
 def _own(args_type: type[Any], config: str) -> Iterator[Flag]:
     kinds, texts = _hints(args_type, include_extras=True), texts_of(args_type)
-    topics = {name: topic for topic, names in getattr(args_type, "topics", {}).items() for name in names}
     for each in fields(args_type):
         if each.name == config:
             continue
@@ -103,8 +108,7 @@ def _own(args_type: type[Any], config: str) -> Iterator[Flag]:
         positional = POSITIONAL in notes
         name = metavar if positional else (told.name or (flag_name(each.name),))[0]  # pyright: ignore[reportIndexIssue]
         default = each.default if each.default_factory is MISSING else each.default_factory()
-        own = {"group": topics.get(each.name, ""), "own": True, "positional": positional}
-        yield Flag(name, (each.name,), kind, default, texts[each.name], metavar, **own)
+        yield Flag(name, (each.name,), kind, default, texts[each.name], metavar, own=True, positional=positional)
 
 
 def _choices(start: Any) -> Iterator[Flag]:

@@ -62,14 +62,13 @@ def other_flags(flags: Sequence[Flag], groups: Sequence[str], prog: str, *, pres
     told = textwrap.wrap(topics, _width(), **_WHOLE)
     column = max(map(len, groups)) + 4
     for group in groups:
-        members = [flag for flag in flags if flag.group == group]
-        own = [flag.name for flag in members if flag.own]
-        names = list(dict.fromkeys(_short(f.name.removeprefix(f"--{group}.")) for f in members if not f.own))
-        names = own + [f"--{group}.{name}" for name in names[:1]] + names[1:]
-        lead = f"  {group:<{column - 2}}"
-        told += textwrap.wrap(
-            ", ".join(names) or "none", _width(), initial_indent=lead, subsequent_indent=" " * column, **_WHOLE
-        )
+        members = [flag.name for flag in flags if flag.group == group]
+        keys = dict.fromkeys(_short(name.removeprefix(f"--{group}.")) for name in members if f"--{group}." in name)
+        names = [*(name for name in members if f"--{group}." not in name), *keys]
+        if keys:
+            names[-len(keys)] = f"--{group}.{names[-len(keys)]}"
+        line = ", ".join(names) or "none"
+        told.append(f"  {group:<{column - 2}}{textwrap.shorten(line, _width() - column, placeholder=' …', **_WHOLE)}")
     return "\n".join(told)
 
 

@@ -11,6 +11,7 @@ import cyclopts
 from cyclopts import App, Parameter
 
 from situs.cli.parser.flags import Flag
+from situs.cli.retired import FLAGS as RETIRED
 
 
 def app_of(flags: Sequence[Flag], prog: str, about: str = "") -> App:
@@ -130,6 +131,8 @@ def sentence(error: cyclopts.CycloptsError, prog: str, flags: Sequence[Flag] = (
     match error:
         case cyclopts.UnknownOptionError():
             word = (error.token.keyword or error.token.value).partition("=")[0]
+            if instead := RETIRED.get(prog.removeprefix("situs "), {}).get(word):
+                return f"{word} is gone: {instead}"
             other = meant(word, flags)
             return f"{word}: {prog} has no such flag{f'; perhaps {other}' if other else perhaps}"
         case cyclopts.UnusedCliTokensError():

@@ -118,7 +118,7 @@ class PositionAudit(Result):
             ]
             caption = (
                 f"{look.table.kind.capitalize()} of {look.shape}: the places with neighbours joined; lines along a row "
-                "share a colour. `situs analyze positions` shows more."
+                "share a colour. `situs evaluate position` (vectors) shows more."
             )
             if look.table.kind == "learned table":
                 caption += (

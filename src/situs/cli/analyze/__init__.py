@@ -1,1 +1,0 @@
-"""The verbs that show what a model has learned: `situs analyze …` and `situs report`, one file each."""

@@ -1,1 +1,0 @@
-"""The verbs that attack: `situs audit …`, one file each."""

@@ -1,1 +1,0 @@
-"""The verbs that say what a step costs: `situs bench …`, one file each."""

@@ -1,1 +1,0 @@
-"""Verbs about sets of images, before a run reads them."""

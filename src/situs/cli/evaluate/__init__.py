@@ -1,1 +1,0 @@
-"""The verbs that measure: `situs evaluate …`, one file each, and `situs features`."""

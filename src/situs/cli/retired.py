@@ -1,0 +1,50 @@
+"""Verbs and flags of earlier versions, and what stands in their place; who gives one is told so in one sentence."""
+
+from __future__ import annotations
+
+VERBS = {
+    "verify": "use situs info MODEL --verify",
+    "key": "use situs keygen",
+    "key new": "use situs keygen",
+    "evaluate perplexity": "use situs evaluate accuracy, which knows a language model",
+    "evaluate segments": "use situs evaluate accuracy, which knows a segmentation",
+    "evaluate objects": "use situs evaluate accuracy, which knows a detection",
+    "evaluate ensemble": "use situs evaluate accuracy MODEL MODEL",
+    "analyze": "use situs evaluate",
+    "analyze attention": "use situs evaluate attention",
+    "analyze correlation": "use situs evaluate attention --kind correlation",
+    "analyze positions": "use situs evaluate position --kind vectors",
+    "analyze reconstruct": "use situs evaluate reconstruct",
+    "audit positions": "use situs evaluate position --kind all",
+    "audit curve": "use situs audit sweep",
+    "audit finetuning": "use situs study run lock, or situs finetune with and without --key",
+    "bench step": "use situs bench",
+    "bench compare": "use situs bench --compare BEFORE,AFTER",
+    "bench cost": "use situs bench, with --batches and --models for the points of the curve",
+    "split cost": "use situs study run st-figure8, or python benchmarks/split.py --count with a server",
+    "study list": "use situs study show, without a name",
+    "study pack": "use python scripts/study_parcel.py pack",
+    "study unpack": "use python scripts/study_parcel.py unpack",
+}
+"""verb -> what stands in its place."""
+
+FLAGS = {
+    "audit gradients": {
+        "--attack": "use --attacks",
+        "--defence": "use --defences",
+        "--setting": "use --settings",
+        "--texts": "use situs audit texts MODEL --data FILE",
+        "--find-defence": "use situs audit sweep MODEL --find METRIC=NUMBER",
+        "--private-images": "use situs audit sweep MODEL --find METRIC=NUMBER",
+    },
+    "audit sweep": {
+        "--attack": "use --attacks",
+        "--defence": "use --defences",
+        "--texts": "use --data FILE.txt",
+        "--find-defence": "use --find METRIC=NUMBER",
+    },
+    "audit lock": {"--attacker": "use --attacks"},
+    "split train": {"--defence": "use --defences"},
+    "evaluate accuracy": {"--pictures": "use --show IMAGES"},
+}
+"""verb -> flag -> what stands in its place."""

@@ -1,1 +1,0 @@
-"""Split learning: a client with the data, a server with the blocks."""

@@ -1,1 +1,0 @@
-"""The verbs about tables and figures of papers: `study list`, `study run`, `study show`, one file each."""

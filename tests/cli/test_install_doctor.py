@@ -1,0 +1,122 @@
+"""`situs doctor` reads what is installed, and fails only where something needed is broken."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from situs.cli import install as doctor
+from situs.cli.main import main
+
+Report = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def report(capsys: pytest.CaptureFixture[str]) -> Report:
+    def run() -> tuple[int, dict[str, Any]]:
+        status = main(["doctor", "--json"])
+        return status, {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+
+    return run
+
+
+def test_a_sound_machine(report: Report) -> None:
+    status, found = report()
+    assert status == 0
+    assert found["python"]["value"].startswith(platform.python_version())
+    for name in ("torch", "torchvision", "timm", "cyclopts", "rich", "numpy"):
+        assert (found[name]["state"], found[name]["value"]) == ("ok", version(name))
+    assert re.match(r"\d+ cores, ", found["cpu"]["value"])
+    assert found["dev"]["state"] == "ok"
+    assert {"cuda", "cuda:0"} & found.keys()
+    assert {"disk", "torch.compile", "hf", "split", "umap"} <= found.keys()
+
+
+def test_text_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if line and not line.startswith(" ")] == [
+        "Packages",
+        "Extras",
+        "Devices",
+        "Machine",
+        "Everything that situs needs is here.",
+    ]
+
+
+def test_torchvision_that_does_not_load_is_broken(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    def fails(name: str) -> Any:
+        if name == "torchvision":
+            raise RuntimeError("operator torchvision::nms\n does not exist")
+        return sys.modules.get(name)
+
+    monkeypatch.setattr(doctor, "import_module", fails)
+    status, found = report()
+    assert status == 1
+    assert found["torchvision"]["state"] == "broken"
+    assert "RuntimeError: operator torchvision::nms does not exist" in found["torchvision"]["value"]
+    assert "made for this torch" in found["torchvision"]["advice"]
+
+
+def test_missing_and_old_packages_come_with_the_command(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    held, real = {"scipy": "", "numpy": "1.26.4", "transformers": ""}, doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: held[name] if name in held else real(name))
+    status, found = report()
+    assert status == 1
+    assert (found["scipy"]["state"], found["scipy"]["value"]) == ("broken", "not installed")
+    assert found["scipy"]["advice"].startswith("pip install 'scipy>=")
+    assert found["numpy"]["state"] == "broken"
+    assert found["numpy"]["value"].startswith("1.26.4, not >=2")
+    # An extra that is missing is no failure by itself.
+    assert (found["hf"]["state"], found["hf"]["value"]) == ("missing", "transformers")
+    assert found["hf"]["advice"] == "pip install 'situs[hf]'"
+
+
+def test_requirements_are_read_with_their_extras(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    lines = ["torch>=2.9", "pyright[nodejs]>=1.1.400; extra == 'dev'", 'nosuch>=0.5 ; extra == "umap"', "rich"]
+    monkeypatch.setattr(doctor, "requires", lambda _: lines)
+    status, found = report()
+    assert status == 0
+    assert [name for name, each in found.items() if each["section"] == "Packages"] == ["python", "torch", "rich"]
+    assert found["dev"]["value"] == f"pyright {version('pyright')}"
+    assert (found["umap"]["state"], found["umap"]["value"]) == ("missing", "nosuch")
+
+
+def test_no_compiler_and_no_headers_are_warnings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
+    finding = doctor.compiler()
+    assert (finding.state, finding.value) == ("warning", "no C++ compiler found")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda _: str(tmp_path))
+    finding = doctor.compiler()
+    assert finding.state == "warning"
+    assert "python3-dev" in finding.advice
+    (tmp_path / "Python.h").touch()
+    assert doctor.compiler().state == "ok"
+
+
+def test_little_disk_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=doctor.GIB, total=doctor.GIB // 16))
+    found = {finding.name: finding for finding in doctor.machine()}
+    assert (found["disk"].state, found["disk"].value) == ("warning", "1.0 GiB free here")
+    if Path("/dev/shm").is_dir():
+        assert found["shared memory"].state == "warning"
+
+
+def test_a_cuda_device_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="H200", total_memory=139 * doctor.GIB, major=9)
+    cuda = {"is_available": lambda: True, "device_count": lambda: 2, "get_device_properties": lambda _: properties}
+    for name, made in cuda.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", made)
+    found = {finding.name: finding for finding in doctor.devices()}
+    assert found["cuda:0"].value == "H200, 139 GiB, bf16 yes"
+    assert "cuda:1" in found
