@@ -207,7 +207,7 @@ class Activation:
         made = [self._along(u, one.expand_as(u)) for one in ones]
         return made[0][0], torch.stack([moved for _, moved in made], dim=1)
 
-    def pushed(self, u: Tensor, directions: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
+    def carried(self, u: Tensor, directions: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
         """a [Q, H] at `units`, and what directions [Q, f, H'] do to it, [Q, f, ·]."""
         if not self.plain:
             with warnings.catch_warnings():
@@ -226,6 +226,8 @@ class Descent:
     """One system: the family of each place, the span that a must lie in, and the units of it that are looked at.
 
     known [k, k]: of the last k directions of the span, as in `Peel.left`: a has nothing of these, and that is weighed.
+    functionals [k, rank]: on coordinates in the span; the residual is divided by their size at the token, which lets no
+    token come to rest where they vanish. Without them, by the token's own size.
     """
 
     def __init__(
@@ -237,6 +239,7 @@ class Descent:
         units: Tensor | None = None,
         dtype: torch.dtype = torch.float64,
         known: Tensor | None = None,
+        functionals: Tensor | None = None,
     ) -> None:
         self.activation, self.family, self.pixels, self.dtype = activation, family, pixels, dtype
         block, every = activation.block, torch.arange(activation.hidden, device=span.column.device)
@@ -260,6 +263,7 @@ class Descent:
         if known is not None and count:
             off = (upper[-count:, -count:] @ known).norm(dim=1) * count**0.5
             self._worth[-count:] = (HELD / off.clamp(min=HELD)).to(dtype)
+        self._functionals = None if functionals is None else (functionals @ upper.T).to(dtype)
         self._column = span.column[self.units].to(dtype)
         self._x, self._dx = family.fixed.x.to(dtype), along.x.to(dtype)
         self._ends = [end.to(dtype) for end in pixels]
@@ -284,14 +288,17 @@ class Descent:
         turn = centred @ moved.T / (centred.shape[1] * size)
         rows = self._rows
         directions = self._moved[:, rows] - bare[:, rows].unsqueeze(1) * turn.unsqueeze(-1)
-        a, jacobian = self.activation.pushed(bare + self._added, directions, self.units)
+        a, jacobian = self.activation.carried(bare + self._added, directions, self.units)
         a, jacobian = a * self._column, jacobian * (self._column / size).unsqueeze(1)
         inside = a @ self._inside.T
-        scale = inside.norm(dim=1, keepdim=True).clamp(min=1e-30)
-        r, e = (a - inside @ self._inside) / scale, inside * self._worth / scale
         across = jacobian @ self._inside.T
+        counted, carried = inside, across
+        if self._functionals is not None:
+            counted, carried = inside @ self._functionals.T, across @ self._functionals.T
+        scale = counted.norm(dim=1, keepdim=True).clamp(min=1e-30)
+        r, e = (a - inside @ self._inside) / scale, inside * self._worth / scale
         along = (jacobian @ r.unsqueeze(-1) + (across * self._worth) @ e.unsqueeze(-1)).squeeze(-1)
-        grown = (across @ (inside / scale).unsqueeze(-1)).squeeze(-1)
+        grown = (carried @ (counted / scale).unsqueeze(-1)).squeeze(-1)
         left = r.square().sum(dim=1, keepdim=True) + e.square().sum(dim=1, keepdim=True)
         inner = across * (1 - self._worth.square()).sqrt()
         whole = torch.baddbmm(jacobian @ jacobian.mT, inner, inner.mT, alpha=-1)

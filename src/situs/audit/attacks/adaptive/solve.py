@@ -13,17 +13,17 @@ functionals that vanish on them and on the shown tokens: dividing residuals by t
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vmap
 
+from situs.audit.attacks import solver
 from situs.audit.attacks.adaptive.algebra import Partly, Smoothness, smoothest
 from situs.audit.attacks.patchembed.equations import svd
-from situs.audit.attacks.solver import Flat, Group, blur, descend
+from situs.audit.attacks.solver import Activation, Descent, Flat, Group, Range, Tokens, blur
 from situs.audit.attacks.spans import SOLVED, TELLING, Norm, Span
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.deadline import Deadline
@@ -100,9 +100,6 @@ nearly linear (a gate that is still shut), every token of the family fits."""
 DOUBTFUL = SOLVED * (1 + SOLVED)
 """Up to this fit a token is one that noise explains, though nothing proves it: a guess, but better than smoothness."""
 
-ABREAST = 2**25
-"""Numbers of a Jacobian that are held at a time."""
-
 
 @dataclass(frozen=True)
 class Effort:
@@ -174,28 +171,22 @@ class Trial:
     def everywhere(self) -> Tensor:
         return torch.arange(len(self.partly.base), device=self.partly.base.device)
 
+    @cached_property
+    def activation(self) -> Activation:
+        return Activation(self.block.block)
+
+    def descent(self, functionals: Tensor | None = None) -> Descent:
+        """The search for roots within the family."""
+        fixed, along = (Tokens(m[:, :0], m[:, :0], torch.zeros_like(m), m) for m in self.family[:2])
+        family, nothing = solver.Family(fixed, along, along.m[:0, 0]), Range(fixed.x[0], fixed.x[0])
+        return Descent(self.activation, family, self.block.fc2, nothing, functionals=functionals)
+
 
 def search(trial: Trial, places: Tensor, phi: Tensor, functionals: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Levenberg-Marquardt for many tokens at once, each with its own f unknowns: φ [Q, f], and its fit [Q].
-
-    places: [Q], whose family a token is of. functionals: [k, T]; the residual is divided by their size at the token,
-    which lets no token come to rest where they vanish. Without them, by the token's own size.
-    """
-    side = max(1, ABREAST // (phi.shape[1] * trial.block.fc2.column.shape[0]))
-    with warnings.catch_warnings():
-        # torch scripts some of its forward derivatives, and warns of its own scripts.
-        warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
-        parts = [_search(trial, p, f, functionals) for p, f in zip(places.split(side), phi.split(side), strict=True)]
-    return torch.cat([at for at, _ in parts]), torch.cat([fit for _, fit in parts])
-
-
-def _search(trial: Trial, places: Tensor, phi: Tensor, functionals: Tensor | None) -> tuple[Tensor, Tensor]:
-    def normal(rows: Tensor, phi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        out, jacobian = _residuals(trial.block, trial.family, places[rows], phi, functionals)
-        return out.square().sum(dim=1), (jacobian @ out.unsqueeze(-1)).squeeze(-1), jacobian @ jacobian.mT
-
-    phi = descend(normal, phi, trial.effort.steps, trial.deadline.over)[0]
-    return phi, _fit(trial, places, phi)
+    """φ [Q, f] where the search of each token from φ [Q, f] ends, and its fit [Q]. places: [Q], whose family a token is
+    of. functionals: as in `Descent`."""
+    rest = trial.descent(functionals).run(places, phi, trial.effort.steps, trial.deadline.over)
+    return rest.phi, _fit(trial, places, rest.phi)
 
 
 def _fit(trial: Trial, places: Tensor, phi: Tensor) -> Tensor:
@@ -206,32 +197,9 @@ def _fit(trial: Trial, places: Tensor, phi: Tensor) -> Tensor:
     picture = trial.family.theta(places, phi).norm(dim=1) <= trial.loud
     fit = (residual / expected).nan_to_num(torch.inf)
     # What proves nothing is no fit, but it keeps its rank among the others that are none (`DOUBTFUL`).
-    jacobian = _residuals(trial.block, trial.family, places, phi, None)[1]
-    moved = expected * blur(jacobian @ jacobian.mT, trial.family.turn, span)
+    moved = expected * blur(trial.descent().run(places, phi, 0).normal, trial.family.turn, span)
     proves = (residual <= TELLING) & (moved <= SHARP * trial.loud)
     return torch.where(picture, torch.where(proves, fit, SOLVED * (1 + fit)), torch.inf)
-
-
-def _residuals(
-    block: FirstBlock, family: Family, places: Tensor, phi: Tensor, functionals: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """What sticks out of the last layer's span over the token's size, [Q, H], and its derivative by φ, [Q, f, H]."""
-    span = block.fc2
-    m = family.streams(places, phi)
-
-    def along(direction: Tensor) -> Tensor:
-        return jvp(block.late, (m,), (direction.expand_as(m),))[1]
-
-    late, turned = block.late(m), vmap(along, out_dims=1)(family.along)
-    a, da = late * span.column, turned * span.column
-    inside, d_inside = a @ span.inside.T, da @ span.inside.T
-    out, d_out = a - inside @ span.inside, da - d_inside @ span.inside
-    if functionals is not None:
-        inside, d_inside = inside @ functionals.T, d_inside @ functionals.T
-    size = inside.norm(dim=1, keepdim=True).clamp(min=1e-300)
-    d_size = (d_inside * (inside / size).unsqueeze(1)).sum(dim=-1, keepdim=True)
-    out = out / size
-    return out, (d_out - d_size * out.unsqueeze(1)) / size.unsqueeze(1)
 
 
 # --- all patches of an image -----------------------------------------------------------------------------------------
