@@ -12,15 +12,7 @@ from typing import Any
 from situs.data.config import DataConfig
 from situs.data.modalities import KINDS, MODALITIES, modality_of
 from situs.data.modalities.image import one_class
-from situs.data.sources.base import (
-    SPLIT_WORDS,
-    SPLITS,
-    Source,
-    TensorSource,
-    Wanted,
-    choose_split,
-    list_shards,
-)
+from situs.data.sources.base import SPLIT_WORDS, SPLITS, Source, TensorSource, Wanted, choose_split, list_shards
 from situs.data.sources.memory import addressed, is_memory, memory_splits, open_memory
 from situs.data.sources.parquet import open_parquet
 from situs.data.sources.remote import is_remote, mount

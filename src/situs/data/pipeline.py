@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from situs.data.augment.mix import soft_labels
 from situs.data.batch import Batch
 from situs.data.sampler import sample_of
 from situs.data.sources.base import Source
@@ -59,6 +60,7 @@ class Pipeline(ABC):
     row_bytes = 0
     in_memory = ""
     held: Any = None
+    carries: ClassVar[tuple[str, ...]] = ()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -136,9 +138,13 @@ class Pipeline(ABC):
         """The values of one batch, of which several workers have read some rows each."""
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if len(parts) > 1 else parts[0]
 
-    def to(self, device: torch.device) -> Self:  # noqa: ARG002  (those who hold tensors use it)
-        """A copy whose tensors lie on the device."""
-        return copy.copy(self)
+    def to(self, device: torch.device) -> Self:
+        """A copy whose tensors, those that `carries` names, lie on the device."""
+        moved = copy.copy(self)
+        for name in self.carries:
+            value = getattr(self, name)
+            setattr(moved, name, None if value is None else value.to(device))
+        return moved
 
     def move(self, values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """What a worker made, on the device; a modality may do there what a worker left to it."""
@@ -154,6 +160,13 @@ class Pipeline(ABC):
     @abstractmethod
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
         """The batch that a method sees."""
+
+    def labels(self, values: Mapping[str, Tensor], smoothing: float) -> dict[str, Tensor]:
+        """The targets of a batch whose samples have one class each, where they have one."""
+        if "label" not in values or not smoothing:
+            return {"label": values["label"]} if "label" in values else {}
+        assert self.source.classes is not None, "labels come with classes"
+        return {"label": soft_labels(values["label"], len(self.source.classes), smoothing)}
 
     def shown(self, inputs: Tensor) -> Tensor:
         """A model's inputs as pictures for people, [B, C, H, W] in [0, 1]."""

@@ -19,11 +19,7 @@ _ATTEMPTS = 10
 
 
 def resized_crop_boxes(
-    noise: Tensor,
-    height: Tensor | int,
-    width: Tensor | int,
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
+    noise: Tensor, height: Tensor | int, width: Tensor | int, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> Tensor:
     """Boxes of random area (uniform, a share in `scale`) and aspect (log-uniform in `ratio`): [B, 4] top, left, h, w.
 

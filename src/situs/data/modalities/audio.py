@@ -6,11 +6,10 @@ frames takes patches of a whole frame (40 × 1), one of spectrogram patches squa
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,10 +17,9 @@ from torch import Tensor
 from situs.core.random import uniform
 from situs.data.audio import AudioConfig, spectrogram
 from situs.data.augment.audio import add_noise, gain_at, mask_frames, shift
-from situs.data.augment.mix import soft_labels
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
-from situs.data.modalities.base import Measured
+from situs.data.modalities.base import Measured, grey_levels, measure
 from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.audio import (
@@ -36,41 +34,19 @@ from situs.data.sources.audio import (
 )
 from situs.data.sources.base import Source, Wanted
 from situs.data.sources.parquet import COLUMNS
-from situs.data.sources.subset import Subset
-from situs.errors import BrokenSampleError, DataError, SitusError
+from situs.errors import SitusError
 from situs.files import absolute
 
 if TYPE_CHECKING:
     from situs.data.config import DataConfig
 
 _FULL = 32768.0
-_SHOWN = 3.0  # deviations from the mean that are black and white in a picture
 
 
-class Scale(NamedTuple):
-    """mean, std: [width], of the training set's features; what a model sees is (features - mean) / std."""
-
-    mean: Tensor
-    std: Tensor
-
-
-def measure_scale(source: Source, config: AudioConfig, count: int = 1000) -> Scale:
-    """Mean and deviation of each number of a frame, over a random choice of `count` clips, broken ones aside."""
-    total = squares = torch.zeros(config.size[0], dtype=torch.float64)
-    seen, last = 0, "it is empty"
-    part = Subset(source, count)
-    for index in range(len(part)):
-        try:
-            wave = part.read(index)["wave"]
-        except BrokenSampleError as error:
-            last = str(error)
-            continue
-        frames = spectrogram(from_bits(to_bits(wave[None])), config)[0].double()
-        total, squares, seen = total + frames.sum(1), squares + frames.square().sum(1), seen + frames.shape[1]
-    if not seen:
-        raise DataError(f"{source.name}: none of the {len(part)} clips looked at can be read; the last: {last}")
-    mean = total / seen
-    return Scale(mean.float(), (squares / seen - mean.square()).clamp(min=1e-6).sqrt().float())
+def measure_scale(source: Source, config: AudioConfig) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each number of a frame, [width] each."""
+    mean, std, _ = measure(source, lambda sample: spectrogram(from_bits(to_bits(sample["wave"][None])), config)[0])
+    return mean.float(), std.float()
 
 
 def to_bits(wave: Tensor) -> Tensor:
@@ -86,17 +62,18 @@ def from_bits(waves: Tensor) -> Tensor:
 class AudioPipeline(Pipeline):
     """A source of clips ("wave", and "label" where there is one) to batches of features.
 
-    scale: of the training set. augment: None for evaluation. noise_bank: what background noise is cut from; none: no
-    noise is added.
+    scale: mean and deviation [width] of the training set's features. augment: None for evaluation. noise_bank: what
+    background noise is cut from; none: no noise is added.
     """
 
+    carries = ("mean", "std", "bank")
     beside = False  # a spectrogram forbids TF32 for a moment, to all threads
 
     def __init__(
         self,
         source: Source,
         config: AudioConfig,
-        scale: Scale,
+        scale: tuple[Tensor, Tensor],
         *,
         augment: AugmentConfig | None = None,
         noise_bank: NoiseBank | None = None,
@@ -107,20 +84,14 @@ class AudioPipeline(Pipeline):
             raise SitusError(
                 f"{source.name}: has no background noise to add", field="audio.snr_db", value=config.snr_db
             )
-        self.config, self.scale, self.bank, self.seed, self.augment = config, scale, noise_bank, seed, augment
+        self.config, self.bank, self.seed, self.augment = config, noise_bank, seed, augment
+        self.mean, self.std = scale
         self.row_bytes = 2 * config.samples
 
     @property
     def facts(self) -> dict[str, Any]:
         """The noise of an evaluation."""
         return {} if self.training or self.config.snr_db is None else {"snr_db": self.config.snr_db}
-
-    def to(self, device: torch.device) -> Self:
-        """A copy whose scale and noise lie on the device."""
-        moved = copy.copy(self)
-        moved.scale = Scale(*(each.to(device) for each in self.scale))
-        moved.bank = None if self.bank is None else self.bank.to(device)
-        return moved
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"bank": None}  # workers only read: the noise stays with the loader
@@ -146,24 +117,20 @@ class AudioPipeline(Pipeline):
         return found
 
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
-        targets = {"label": values["label"]} if "label" in values else {}
-        if self.augment is not None and self.augment.label_smoothing and targets:
-            assert self.source.classes is not None, "labels come with classes"
-            targets["label"] = soft_labels(targets["label"], len(self.source.classes), self.augment.label_smoothing)
+        smoothing = 0.0 if self.augment is None else self.augment.label_smoothing
+        targets = self.labels(values, smoothing)
         return Batch(self._view(values["wave"], noise), ids, targets)
 
     def _view(self, samples: Tensor, noise: Noise) -> Tensor:
         """Features [B, 1, width, frames] of waves [B, T] int16, of mean 0 and deviation 1 over the training set."""
         waves = self._heard(from_bits(samples), noise)
-        mean, std = self.scale
-        frames = (spectrogram(waves, self.config) - mean[:, None]) / std[:, None]
+        frames = (spectrogram(waves, self.config) - self.mean[:, None]) / self.std[:, None]
         if "masks" in noise and self.augment is not None:
             frames = mask_frames(frames, noise["masks"], self.augment.audio)
         return frames[:, None].contiguous()
 
     def shown(self, inputs: Tensor) -> Tensor:
-        """Grey levels [B, 1, width, frames] in [0, 1]: three deviations below the mean are 0, three above are 1."""
-        return (inputs / (2 * _SHOWN) + 0.5).clamp(0.0, 1.0)
+        return grey_levels(inputs)
 
     def _heard(self, waves: Tensor, noise: Noise) -> Tensor:
         """Shifted and with noise, as training or the wish for a noisy evaluation asks."""
@@ -255,8 +222,8 @@ class Audio(Measured):
             source.notes += notes
             if bank is None:
                 source.notes.append(f"{source.name}: has no background noise, so that none is mixed in")
-        scale = Scale(*(torch.tensor(part) for part in self.normalisation(data)))
-        pipeline = AudioPipeline(source, data.audio, scale, augment=augment, noise_bank=bank, seed=data.seed)
+        mean, std = map(torch.tensor, self.normalisation(data))
+        pipeline = AudioPipeline(source, data.audio, (mean, std), augment=augment, noise_bank=bank, seed=data.seed)
         # Decoding a second of sound costs more than training a small model on it.
         fits = len(source) * 2 * data.audio.samples <= data.resident_gib * 2**30
         pipeline.held = data.resident == "always" or (data.resident == "auto" and fits)

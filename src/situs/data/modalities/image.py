@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ class PixelPipeline(Pipeline):
     smaller one of the values that a batch pads to one shape, beside its images."""
 
     fills: ClassVar[dict[str, float]] = {}
+    carries = ("mean", "std")
 
     def __init__(
         self,
@@ -63,11 +64,6 @@ class PixelPipeline(Pipeline):
 
     def prepare(self) -> None:
         """What else follows from its fields."""
-
-    def to(self, device: torch.device) -> Self:
-        moved = super().to(device)
-        moved.mean, moved.std = self.mean.to(device), self.std.to(device)
-        return moved
 
     def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """Floats where any part has floats, as within one; padded to the largest of all parts."""

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -21,10 +21,9 @@ from torch import Tensor
 
 from situs.config import Checked
 from situs.core.random import uniform
-from situs.data.augment.mix import soft_labels
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
-from situs.data.modalities.base import Measured, Scale
+from situs.data.modalities.base import Measured, Scale, grey_levels, measure
 from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.audio import AUDIO_SUFFIXES
@@ -33,7 +32,6 @@ from situs.data.sources.folder import FolderSource, split_folders
 from situs.data.sources.images import IMAGE_SUFFIXES, check_bytes, read_npy, read_npy_header
 from situs.data.sources.labels import LABEL_COLUMNS, class_names, classes_of, is_list, is_missing
 from situs.data.sources.parquet import ParquetSource, open_parquet, reading
-from situs.data.sources.subset import Subset
 from situs.errors import BrokenSampleError, DataError, SitusError
 from situs.limits import Count
 
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 SUFFIXES = frozenset({".npy", ".npz"})
 COLUMNS = ("series", "signal", "values", "sequence", "waveform", "ecg", "eeg", "emg")
 _OTHERS = (IMAGE_SUFFIXES | AUDIO_SUFFIXES) - SUFFIXES
-_LOOKED_AT = 1000  # recordings that the mean and deviation are measured on
-_SHOWN = 3.0  # deviations from the mean that are black and white in a picture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,39 +267,10 @@ class Windows(Source):
         return whole, row
 
 
-def measure(source: Source) -> tuple[Tensor, Tensor, int]:
-    """Mean and deviation of each channel over some recordings [C], and the steps of the shortest; broken ones aside.
-
-    A channel that is the same everywhere has deviation 1.
-    """
-    part, reason = Subset(source, _LOOKED_AT), "it is empty"
-    total = squares = around = least = most = torch.zeros(0, dtype=torch.float64)
-    count, shortest = 0, 0
-    for index in range(len(part)):
-        try:
-            values = part.read(index)["series"].double()
-        except BrokenSampleError as error:
-            reason = str(error)
-            continue
-        if not count:
-            total = squares = values.new_zeros(len(values))
-            around, least, most = values[:, :1], values[:, 0], values[:, 0]
-        if len(values) != len(total):
-            said = f"recordings of {len(total)} and of {len(values)} channels; {part.key(index)} has {len(values)}"
-            raise DataError(f"{source.name}: holds {said}")
-        least, most = torch.minimum(least, values.amin(1)), torch.maximum(most, values.amax(1))
-        values = values - around  # squares of large numbers would leave nothing of a small deviation
-        total, squares = total + values.sum(1), squares + values.square().sum(1)
-        count, shortest = count + values.shape[1], min(shortest or values.shape[1], values.shape[1])
-    if not count:
-        raise DataError(f"{source.name}: none of its recordings can be read; the last: {reason}")
-    mean = total / count
-    std = torch.where(least < most, (squares / count - mean.square()).clamp(min=0).sqrt(), 0.0)
-    return mean + around[:, 0], torch.where(std > 0, std, 1.0), shortest
-
-
 class SeriesPipeline(Pipeline):
     """Recordings [C, T] to batches [B, C, 1, steps] of mean 0 and deviation 1."""
+
+    carries = ("mean", "std")
 
     def __init__(self, source: Source, data: DataConfig, normalisation: Scale, augment: AugmentConfig | None) -> None:
         super().__init__(source, training=augment is not None)
@@ -312,11 +279,6 @@ class SeriesPipeline(Pipeline):
         self.alone = data.series.scale == "each"
         self.mean, self.std = (torch.tensor(part)[:, None] for part in normalisation)
         self.row_bytes = 4 * self.steps * self.channels
-
-    def to(self, device: torch.device) -> Self:
-        moved = super().to(device)
-        moved.mean, moved.std = self.mean.to(device), self.std.to(device)
-        return moved
 
     def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:
         """Its window: a random one in training, else the middle one; zeros behind what is shorter."""
@@ -347,16 +309,11 @@ class SeriesPipeline(Pipeline):
         if self.alone:
             mean = series.sum(-1, keepdim=True) / steps
             std = (((series - mean) * real).square().sum(-1, keepdim=True) / steps).sqrt().clamp(min=1e-6)
-        targets = {}
-        if "label" in values:
-            label = values["label"]
-            count = len(self.source.classes or ())
-            targets = {"label": soft_labels(label, count, self.smoothing) if self.smoothing else label}
-        return Batch(((series - mean) / std * real)[:, :, None], ids, targets)
+        return Batch(((series - mean) / std * real)[:, :, None], ids, self.labels(values, self.smoothing))
 
     def shown(self, inputs: Tensor) -> Tensor:
         """A row of grey levels, the mean of the channels."""
-        return (inputs.mean(1, keepdim=True) / (2 * _SHOWN) + 0.5).clamp(0.0, 1.0)
+        return grey_levels(inputs.mean(1, keepdim=True))
 
 
 def _is_series(file: Path) -> bool:
@@ -392,7 +349,8 @@ class Series(Measured):
         """With the channels, the steps of a window, and the mean and deviation over the training split."""
         if data.img_size is not None and data.mean and data.std:
             return data
-        mean, std, shortest = measure(opened(replace(data, split=None, series=replace(data.series, stride=None))))
+        source = opened(replace(data, split=None, series=replace(data.series, stride=None)))
+        mean, std, shortest = measure(source, lambda sample: sample["series"])
         scale = {"mean": data.mean or tuple(mean.tolist()), "std": data.std or tuple(std.tolist())}
         size = data.img_size or (1, data.series.steps or shortest)
         return replace(data, channels=len(mean), img_size=size, **scale)

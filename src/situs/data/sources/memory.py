@@ -20,14 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from situs.data.sources.base import (
-    SPLIT_WORDS,
-    SPLITS,
-    Source,
-    TensorSource,
-    Wanted,
-    choose_split,
-)
+from situs.data.sources.base import SPLIT_WORDS, SPLITS, Source, TensorSource, Wanted, choose_split
 from situs.data.sources.images import decode, from_array, from_pillow
 from situs.data.sources.labels import LABEL_COLUMNS, classes_of, note_unseen, number_names
 from situs.errors import BrokenSampleError, DataError, SitusError, counted

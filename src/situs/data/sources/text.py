@@ -16,15 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.data.sources.base import (
-    SPLITS,
-    Source,
-    Wanted,
-    choose_split,
-    list_shards,
-    split_of,
-    splits_of,
-)
+from situs.data.sources.base import SPLITS, Source, Wanted, choose_split, list_shards, split_of, splits_of
 from situs.data.sources.labels import (
     LABEL_COLUMNS,
     class_names,

@@ -24,16 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from situs.data.batch import VOID
-from situs.data.sources.base import (
-    ANY,
-    SPLITS,
-    Blocks,
-    EncodedSource,
-    Wanted,
-    check_state,
-    find_shards,
-    split_of,
-)
+from situs.data.sources.base import ANY, SPLITS, Blocks, EncodedSource, Wanted, check_state, find_shards, split_of
 from situs.data.sources.folder import OTHER, SPECIAL, LeftOut, plain
 from situs.data.sources.images import IMAGE_SUFFIXES, check_bytes
 from situs.data.sources.labels import note_unseen, number_names
