@@ -11,7 +11,7 @@ from situs.audit.run import Card
 from situs.audit.split.attackers import ATTACKS as SPLIT
 from situs.audit.text.attack import NAME as SENTENCES
 from situs.findings import HONEST, ThreatModel
-from situs.locks.attacks.recovery import ATTACKERS, NEEDS
+from situs.locks.attacks.audit import ATTACKS as LOCK
 from situs.results import Cell, Table
 
 FINDS = "nothing: what it does not find may still be there"
@@ -57,8 +57,8 @@ class Lock:
     @staticmethod
     def cards() -> Iterator[Card]:
         proves = "the share of the key that is right, where the auditor has the true one; else nothing"
-        for name, about in ATTACKERS.items():
-            yield Card(name, "lock", NEEDS[name], proves, "ours", about)
+        for name, attack in LOCK.items():
+            yield Card(name, "lock", attack.needs, proves, "ours", attack.about)
 
 
 SCENARIOS: Plugins[type[Images | Texts | Split | Lock]] = Plugins(
