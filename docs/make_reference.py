@@ -1,6 +1,6 @@
 """The tables of reference/verbs.md, config.md and attacks.md, made from the code whenever the docs are built (conf.py).
 
-.venv/bin/python docs/make_reference.py verbs    (or config, attacks) prints a page as Markdown.
+.venv/bin/python docs/make_reference.py verbs    (or config, attacks) prints a page; flags counts every flag.
 """
 
 from __future__ import annotations
@@ -46,6 +46,20 @@ def _verb(kind: type[Any]) -> Iterator[str]:
         yield "Every field of [a training's config](config.md#a-training) is a flag too, as `--optim.lr 1e-3`."
         yield ""
     yield from _table(HEADER["verbs"], ((_flag(flag), _shown(flag.default), _text(flag.help)) for flag in flags))
+
+
+def flags_page() -> str:
+    """Every flag that verbs have by themselves, how it is written, and in how many verbs it stands."""
+    verbs: dict[str, list[str]] = {}
+    written: dict[str, set[str]] = {}
+    for verb in (verb for section in SECTIONS.values() for verb in section):
+        for flag in flags_of(verb_type(verb)):
+            if not flag.positional and (flag.own or "." not in flag.name):
+                verbs.setdefault(flag.name, []).append(verb)
+                written.setdefault(flag.name, set()).add("" if flag.kind is bool else flag.metavar)
+    most = sorted(verbs, key=lambda name: (-len(verbs[name]), name))
+    rows = ((_code(name), str(len(verbs[name])), _text(", ".join(sorted(written[name])))) for name in most)
+    return "\n".join(_table(("flag", "verbs", "value"), rows))
 
 
 def _flag(flag: Flag) -> str:
@@ -199,5 +213,7 @@ def add_tables(app: object, name: str, source: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "flags":
+        sys.exit(print(flags_page()))
     hand = Path(__file__).parent / "reference" / f"{sys.argv[1]}.md"
     print(f"{hand.read_text(encoding='utf-8')}\n{PAGES[f'reference/{sys.argv[1]}']()}")

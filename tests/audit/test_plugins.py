@@ -111,7 +111,7 @@ def test_the_gate_the_page_the_sweep_and_the_table_know_an_attack_of_ones_own(
     known: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["vit_tiny_patch16_224", "--data", "samples", "--img-size", "32", "--count", "5", "--device", "cpu"]
-    words += ["--attack", "brightness,patchembed", "--defence", "none", "--out", str(tmp_path)]
+    words += ["--attacks", "brightness,patchembed", "--defences", "none", "--out", str(tmp_path)]
     assert main(["audit", "gradients", *words, "--fail-above", "blind", "--no-pictures"]) == 3
     told = json.loads((tmp_path / "gradients.json").read_text())
     assert [pair["attack"] for pair in told["pairs"]][:2] == ["brightness", "patchembed"]
