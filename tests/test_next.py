@@ -23,8 +23,8 @@ from served import serving  # pyright: ignore[reportMissingImports]
 SHAPE = "--backbone.model-args.depth 1 --backbone.model-args.embed-dim 16 --backbone.model-args.num-heads 2"
 MODEL = f"--backbone vit_tiny_patch16_224 --backbone.patch-size 7 {SHAPE} --data.img-size 28 --data.workers 0"
 QUICK = "--steps 2 --device cpu --train.precision fp32 --optim.warmup-epochs 0"
-PRINTING = {"adapt.py", "pretrain.py", "split/train.py", "split/merge.py"}
-"""Files of the command line that print such a line; finetune ends as pretrain does."""
+PRINTING = {"train.py", "split.py"}
+"""Files of the command line that print such a line."""
 
 
 @pytest.fixture

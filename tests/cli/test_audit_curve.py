@@ -33,8 +33,8 @@ def test_files_of_a_curve(photographs: Path, tmp_path: Path, capsys: pytest.Capt
         (["--data", "x", "--find", "psnr=20", "--defences", "noise"], "defences: has no part in --find"),
         (["--data", "x", "--find", "beauty=3"], "(--find)"),
         (
-            ["--data", "x", "--over", "noise", "--tune-data", "x"],
-            "tune_data: has no part in curves; leave it out (--tune-data)",
+            ["--data", "x", "--over", "noise", "--private-epochs", "3"],
+            "private_epochs: has no part in curves; leave it out (--private-epochs)",
         ),
     ],
 )

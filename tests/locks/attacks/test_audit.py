@@ -49,6 +49,7 @@ def test_who_has_the_base_has_the_key(folders, opened):
     assert (audit.sizes, audit.inner > 0, audit.judged) == ((24,), True, False)
     written = audit.to_json()
     assert written["strength_bits"] == 0 and "keys" not in written["attacks"][0]
+    assert [each.answer for each in audit.judge().judgements] == ["above"] and audit.tone == "bad"
 
 
 def test_no_strength_without_the_attack_that_anybody_can_make(folders):
@@ -61,6 +62,9 @@ def test_no_strength_without_the_attack_that_anybody_can_make(folders):
     assert unjudged.strength is None and unjudged.attacks[0].bits is None
     less = audit_lock(place / "less", key=KEY, attacker=["images"], images="samples")
     assert less.attacks == () and less.strength is None
+    for inconclusive in (audit, unjudged, less):
+        [judgement] = inconclusive.judge().judgements
+        assert judgement.answer == "incomplete" and inconclusive.tone == "unsure"
     assert less.verdict.startswith("Not attacked: no strength can be given.")
 
 

@@ -19,6 +19,8 @@ from situs.config import Checked
 from situs.data.open import addressed
 from situs.data.text import Columns
 from situs.errors import SitusError, counted, unknown_name
+from situs.findings import HONEST, Exposure, Finding, Metric, Remark, ThreatModel
+from situs.gate import Ruling, judge
 from situs.limits import Count, NotNegative
 from situs.locks.attacks.adapter import AdapterConfig, Labelled, accuracy_of, recover_with_labels
 from situs.locks.attacks.columns import recover_with_activations
@@ -292,6 +294,7 @@ class LockAudit(Result):
     """
 
     file: ClassVar[str] = "audit"
+    threat: ClassVar[ThreatModel] = HONEST
 
     model: str
     sizes: tuple[int, ...]
@@ -312,7 +315,17 @@ class LockAudit(Result):
     @property
     def tone(self) -> Tone:
         """A lock is obfuscation: that an attack failed is never good, and one that leaves no bit to try is bad."""
-        return "bad" if any(each.bits == 0 for each in self.attacks) else "unsure"
+        return "bad" if any(one.above for finding in self.findings for one in finding.exposures) else "unsure"
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What the gate reads: the key is the one sample, and above where an attack leaves no bit to try."""
+        rest = [Finding(name, LOCK, "refused" if name in self.idle else "not_run", asked=1) for name in self.untried]
+        return (*(_finding(result) for result in self.attacks), *rest)
+
+    def judge(self) -> Ruling:
+        """What the one gate says: above, or inconclusive; a lock never passes."""
+        return judge(self.findings, things="keys", threat=self.threat)
 
     @property
     def untried(self) -> tuple[str, ...]:
@@ -348,11 +361,30 @@ class LockAudit(Result):
         told = ("attacker", "size", "right", "share", "bits", "seconds", "cost", "agreement", "failed")
         fields = (*told, "before", "after", "owner", "control", "tested", "doubt")
         held = [{name: getattr(result, name) for name in fields} for result in self.attacks]
-        said = {"model": self.model, "strength_bits": self.strength, "verdict": self.verdict, "attacks": held}
+        said = {
+            "threat": self.threat.name,
+            "model": self.model,
+            "strength_bits": self.strength,
+            "verdict": self.verdict,
+            "attacks": held,
+        }
         return said | {
             "not_tried": {name: ATTACKS[name].needs for name in self.untried},
             "public_weights": self.published,
         }
+
+
+LOCK, SHARE = "lock", Metric("share of the key")
+
+
+def _finding(result: KeyRecovery) -> Finding:
+    """One attack as the gate reads it."""
+    remarks = [Remark("doubt", result.doubt)] if result.doubt else []
+    share = result.share if result.share is not None else 0.0
+    exposures = [Exposure("the key", SHARE, share, above=result.bits == 0)]
+    return Finding(
+        result.attacker, LOCK, samples=["the key"], asked=1, exposures=exposures, remarks=remarks, shown=result
+    )
 
 
 def _row(result: KeyRecovery, judged: bool, sure: bool) -> list[str | None]:
