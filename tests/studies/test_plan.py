@@ -83,9 +83,7 @@ def test_a_scale_is_laid_over_and_leaves_out_what_rests_on_what_it_leaves_out() 
 
 
 def test_which_data_a_job_reads() -> None:
-    jobs = planned(
-        study(jobs={**FILE["jobs"], "other": {"verb": "info", "after": "look"}})
-    )
+    jobs = planned(study(jobs={**FILE["jobs"], "other": {"verb": "info", "after": "look"}}))
     assert data_of(study(), jobs["look"]) == ("first",)
     assert data_of(study(), jobs["other"]) == ()
     listed = replace(jobs["look"], options={"more": ["{data.second}"]})

@@ -8,44 +8,11 @@ from typing import ClassVar
 from situs.audit.engine import Images
 from situs.audit.plugins import Plugins
 from situs.audit.run import Card
-from situs.audit.split.attackers import ATTACKS as SPLIT
-from situs.audit.text.attack import NAME as SENTENCES
+from situs.audit.split.audit import Split
+from situs.audit.text.audit import Texts
 from situs.findings import HONEST, ThreatModel
 from situs.locks.attacks.audit import ATTACKS as LOCK
 from situs.results import Cell, Table
-
-FINDS = "nothing: what it does not find may still be there"
-
-
-class Texts:
-    """Gradients of sentences."""
-
-    name: ClassVar[str] = "texts"
-    threat: ClassVar[ThreatModel] = HONEST
-
-    @staticmethod
-    def cards() -> Iterator[Card]:
-        knows = "the weights before the step, the tokeniser, the size of the batch, the noise"
-        paper = "DAGER (Petrov et al., 2024)"
-        apart = (
-            "words are also named by the rows of the tables; sentences are held against the second block's gradients"
-        )
-        yield Card(SENTENCES, "texts", knows, FINDS, paper, apart)
-
-
-class Split:
-    """Features that a client of split learning sends."""
-
-    name: ClassVar[str] = "split"
-    threat: ClassVar[ThreatModel] = HONEST
-
-    @staticmethod
-    def cards() -> Iterator[Card]:
-        paper = "Permutation equivariance of transformers (Xu et al., 2023)"
-        for name, (_, knows) in SPLIT.items():
-            plain = name == "decoder"
-            apart = "a regression first, then a small transformer" if plain else "knows of permutations and undoes them"
-            yield Card(name, "split", f"{knows}; public images", FINDS, paper if plain else "ours", apart)
 
 
 class Lock:

@@ -20,6 +20,9 @@ from situs.progress import task
 KEEP_EVERY = 5.0
 """Seconds, at least, between two looks at a report that is not whole yet."""
 
+FINDS = "nothing: what it does not find may still be there"
+"""What an attack proves that only searches."""
+
 AnyReport = TypeVar("AnyReport", bound=Report)
 
 

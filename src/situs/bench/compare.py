@@ -11,7 +11,7 @@ from situs.bench.cases import MEANS
 from situs.bench.measure import StepRow
 from situs.bench.step import StepTable, read_steps
 from situs.errors import SitusError
-from situs.results import Cell, Provenance, Result, Summary, Table
+from situs.results import Cell, Figure, Provenance, Result, Summary, Table
 
 ENOUGH = 3
 """Repeats on each side from which a spread says something."""
@@ -61,7 +61,21 @@ class StepComparison(Result):
         if self.differs:
             rows = [[name, *map(_said, values)] for name, values in self.differs.items()]
             tables.insert(0, Table("what differs besides", ["", one, two], rows))
-        return Summary(said, tuple(tables), tuple(self._notes()))
+        numbers = tuple((f"{pair.ratio:.2f} ×", f"time of a step, {pair.after.case.label}") for pair in self.pairs[:1])
+        return Summary(said, tuple(tables), tuple(self._notes()), numbers)
+
+    @property
+    def title(self) -> str:
+        """Of the page."""
+        return f"Steps of {' and '.join(self.names)}"
+
+    def figures(self) -> list[Figure]:
+        """The first pairs."""
+        return [
+            Figure("", f"A step of {pair.after.case.label}.", "bars",
+                   ({name: 1e3 * row.times.median for name, row in zip(self.names, pair, strict=True)}, "ms"))
+            for pair in self.pairs[:4]
+        ]  # fmt: skip
 
     def _notes(self) -> Iterator[str]:
         if hardware := [name for name in ("device", "cores", "threads") if f"machine: {name}" in self.differs]:

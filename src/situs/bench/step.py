@@ -18,11 +18,19 @@ from situs.config import from_dict, to_dict
 from situs.errors import SitusError, counted
 from situs.files import read_json
 from situs.progress import tracked
-from situs.results import Cell, Provenance, Result, Summary, Table, percent
+from situs.results import Cell, Figure, Provenance, Result, Summary, Table, percent
 from situs.train import distributed
 
 Progress = Callable[["StepTable", str], None]
 """Told after each case: the table so far, and a line on the case."""
+
+MEANING = """
+A step is all that a run does but its data: draws, forward, backward, clipping, the optimiser. The ceiling is the rate
+of one large matrix product in the same arithmetic, measured in the same run; a step's operations are its matrix
+products, attention among them, and nothing that is computed twice. Busy is the share of a step in which the GPU runs a
+kernel: the union of the kernels that the profiler saw over the time of a step without it. The first step holds the
+compiling.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class StepTable(Result):
     """
 
     file: ClassVar[str] = "step"
+    meaning: ClassVar[str] = MEANING
     rows: tuple[StepRow, ...]
     ceilings: Mapping[str, float]
     machine: Mapping[str, Any]
@@ -47,11 +56,31 @@ class StepTable(Result):
 
     def summary(self) -> Summary:
         """The table; what failed and what was not measured stand below it."""
-        table = Table(self.title(), HEADER, [self._cells(row) for row in self.rows])
+        table = Table(self.heading(), HEADER, [self._cells(row) for row in self.rows])
         kernels = kernel_tables(self.rows) if self.profile else ()
-        return Summary(self._sentence(), (*kernels, table), tuple(self._notes()))
+        fastest = max(self.rows, key=lambda row: row.images_per_second, default=None)
+        rate = (
+            ()
+            if fastest is None
+            else ((f"{fastest.images_per_second:,.0f}", f"samples a second, {fastest.case.label}"),)
+        )
+        return Summary(self._sentence(), (*kernels, table), tuple(self._notes()), rate)
 
+    @property
     def title(self) -> str:
+        """Of the page."""
+        return "What a training step costs"
+
+    def figures(self) -> list[Figure]:
+        """The time of each step."""
+        times = {f"{row.case.label}, batch {row.case.batch}": 1e3 * row.times.median for row in self.rows}
+        return [Figure("", "", "bars", (times, "ms"))]
+
+    def details(self) -> list[Table]:
+        """The machine."""
+        return [Table("The machine", ["", ""], list(self.machine.items()))]
+
+    def heading(self) -> str:
         """The machine, and how it was measured."""
         timing = self.timing
         how = f"medians of {timing.repeats} × {counted(timing.steps, 'steps')}, ± half the spread"

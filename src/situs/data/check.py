@@ -26,7 +26,7 @@ from situs.data.sources.manifest import MANIFEST, check_shard, read_manifest
 from situs.data.sources.remote.transfer import RemoteError, is_remote
 from situs.data.work import in_order
 from situs.errors import BrokenSampleError, SitusError, counted, unknown_name
-from situs.results import Provenance, Result, Summary, Table, Tone
+from situs.results import Figure, Provenance, Result, Summary, Table, Tone
 
 GREY, CMYK, DEEP, TURNED, BROKEN, ALPHA = (1 << bit for bit in range(6))
 BAD, MARKED, NOTHING = "broken", "annotation", "no object"
@@ -219,9 +219,35 @@ class DataCheck(Result):
             notes.append(
                 "the pixels were not decoded: an image may still be broken, and only equal bytes are duplicates"
             )
-        return Summary(
-            sentence, (Table("Found", ["kind", "images", "for example"], rows or [["–", 0, "–"]]),), tuple(notes)
-        )
+        table = Table("Found", ["kind", "images", "for example"], rows or [["–", 0, "–"]])
+        number = (f"{sum(self.counts.values()):,}", f"findings in {counted(total, 'images')}")
+        return Summary(sentence, (table,), tuple(notes), (number,))
+
+    @property
+    def title(self) -> str:
+        return f"{self.provenance.facts.get('data', 'images')}: checked"
+
+    @property
+    def mark(self) -> str:
+        nothing = "Nothing found" if self.decoded else "Nothing found, but not decoded"
+        return "Look at these" if any(self.counts.values()) else nothing
+
+    def figures(self) -> list[Figure]:
+        """How many of each kind, the most first."""
+        tones = {kind: ("bad" if kind in FAILING else "unsure") if count else "good"
+                 for kind, count in self.counts.items()}  # fmt: skip
+        most = sorted(self.counts.items(), key=lambda each: -each[1])
+        return [Figure("", "", "bars", ({kind: (count, tones[kind]) for kind, count in most}, "found"))]
+
+    def details(self) -> list[Table]:
+        """All that is listed of each kind."""
+        return [
+            Table(kind.capitalize(), ["split", "image", "what"],
+                  [[each.split or "all", each.name, each.what or None] for each in every],
+                  f"{self.counts[kind]:,} in all, {len(every):,} listed: {KINDS[kind]}.")
+            for kind, every in self.found.items()
+            if every
+        ]  # fmt: skip
 
     def numbers(self) -> dict[str, Any]:
         found = {kind: [each._asdict() for each in every] for kind, every in self.found.items() if every}

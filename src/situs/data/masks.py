@@ -15,7 +15,7 @@ from torch import Tensor
 
 from situs.config import Checked
 from situs.data.batch import VOID
-from situs.data.sources.base import EncodedSource, Source, Wanted, choose_split, list_shards, splits_of
+from situs.data.sources.base import EncodedSource, Source, Wanted, choose_split, has_shards, list_shards, splits_of
 from situs.data.sources.folder import FileSource, plain, split_folders, walk
 from situs.data.sources.images import decode, decode_numbers, read_bytes, said_size
 from situs.data.sources.labels import LABEL_COLUMNS
@@ -252,7 +252,7 @@ class MaskRows(MaskReader, ParquetSource):
 def open_masks(path: Path, wanted: Wanted) -> Source:
     """Images with masks at `path`. Classes that nobody names are those of a list beside the data, or are counted."""
     masks = wanted.settings
-    kind = MaskRows if path.suffix == ".parquet" or (path.is_dir() and list_shards(path, ".parquet")) else MaskFiles
+    kind = MaskRows if has_shards(path, ".parquet") else MaskFiles
     if masks.classes:
         source, others = _noted(kind(path, wanted)), ()
         with suppress(SitusError):  # a list that cannot be used names no other classes

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 
 from situs.audit.deadline import Deadline
-from situs.audit.run import run
+from situs.audit.run import FINDS, Card, run
 from situs.audit.scores.metrics import baselines
 from situs.audit.split.attackers import ATTACKS, SplitFinding, attack
 from situs.audit.split.result import METRICS, SplitAudit, exposures_of
@@ -127,6 +127,14 @@ class Split:
         guesses = {name: self.stage.scores(guess) for name, guess in baselines(self.stage.pictures).items()}
         common = self.stage.commonest()
         return guesses | ({"commonest labels": common} if common else {})
+
+    @staticmethod
+    def cards() -> Iterator[Card]:
+        paper = "Permutation equivariance of transformers (Xu et al., 2023)"
+        for name, (_, knows) in ATTACKS.items():
+            plain = name == "decoder"
+            apart = "a regression first, then a small transformer" if plain else "knows of permutations and undoes them"
+            yield Card(name, Split.name, f"{knows}; public images", FINDS, paper if plain else "ours", apart)
 
     def planned(self) -> Iterator[SplitFinding]:
         asked = len(self.stage.z)

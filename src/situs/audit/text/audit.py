@@ -16,7 +16,7 @@ from situs.audit.client import DTYPES, StepConfig
 from situs.audit.deadline import Deadline
 from situs.audit.defences import DEFENCES, Defence, Gradients, Step, create_defence
 from situs.audit.evidence import evidence
-from situs.audit.run import run
+from situs.audit.run import FINDS, Card, run
 from situs.audit.text.attack import NAME, find_sentences, reads_embedding, refusal
 from situs.audit.text.found import UNNAMED, Found, Read, pick, score
 from situs.audit.text.result import METRICS, TextAudit, TextFinding, finding_of
@@ -183,6 +183,15 @@ class Texts:
     @property
     def things(self) -> str:
         return self.start.provenance.things
+
+    @staticmethod
+    def cards() -> Iterator[Card]:
+        knows = "the weights before the step, the tokeniser, the size of the batch, the noise"
+        paper = "DAGER (Petrov et al., 2024)"
+        apart = (
+            "words are also named by the rows of the tables; sentences are held against the second block's gradients"
+        )
+        yield Card(NAME, "texts", knows, FINDS, paper, apart)
 
     def planned(self) -> Iterator[TextFinding]:
         return (finding_of(row.label, len(self.sentences)) for row in self.rows)

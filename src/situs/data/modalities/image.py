@@ -23,7 +23,7 @@ from situs.data.batch import Batch
 from situs.data.modalities.base import Modality, Scale
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.resize import centre_fit, channels_of, pack, resize_packed, resized
-from situs.data.sources.base import Source, TensorSource, Wanted, list_shards, splits_of
+from situs.data.sources.base import Source, TensorSource, Wanted, has_shards, list_shards, splits_of
 from situs.data.sources.cifar import find_cifar, open_cifar
 from situs.data.sources.folder import TABLES, FolderSource, split_folders
 from situs.data.sources.images import IMAGE_SUFFIXES, to_channels
@@ -316,9 +316,8 @@ class Image(Modality):
     def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:  # noqa: ARG002
         if _has_table(path, wanted.multi_label):
             return TableSource(path, wanted)
-        # Shards of any split: what decides the kind of a folder must not depend on the split asked for.
         for suffix, kind in ((".parquet", ParquetSource), (".tar", TarSource)):
-            if path.suffix == suffix if path.is_file() else list_shards(path, suffix):
+            if has_shards(path, suffix):
                 if wanted.multi_label and kind is TarSource:
                     raise one_class(path)
                 return kind(path, wanted)

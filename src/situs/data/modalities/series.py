@@ -27,7 +27,7 @@ from situs.data.modalities.base import Measured, Scale, grey_levels, measure
 from situs.data.modalities.image import check_scale
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.audio import AUDIO_SUFFIXES
-from situs.data.sources.base import SPLITS, EncodedSource, Source, Wanted, list_shards, split_of, splits_of
+from situs.data.sources.base import SPLITS, EncodedSource, Source, Wanted, has_shards, list_shards, split_of, splits_of
 from situs.data.sources.folder import FolderSource, split_folders
 from situs.data.sources.images import IMAGE_SUFFIXES, check_bytes, read_npy, read_npy_header
 from situs.data.sources.labels import LABEL_COLUMNS, class_names, classes_of, is_list, is_missing
@@ -89,8 +89,7 @@ class Recordings(EncodedSource):
             values = np.array(part, np.float32, order="C")
         if not np.isfinite(values).all():
             raise BrokenSampleError(f"{self.entry(index)}: holds values that are no numbers")
-        sample, label = {"series": torch.from_numpy(values)}, self.label(index)
-        return sample if label is None else sample | {"label": label}
+        return self.labelled({"series": torch.from_numpy(values)}, index)
 
     def length(self, index: int) -> int:
         """Steps of a recording."""
@@ -401,7 +400,7 @@ class Series(Measured):
         return splits_of(shards) if shards else set(split_folders(path))
 
     def open(self, path: Path, wanted: Wanted, data: DataConfig) -> Source:
-        rows = path.suffix == ".parquet" or (path.is_dir() and list_shards(path, ".parquet"))
+        rows = has_shards(path, ".parquet")
         if not rows and not path.is_dir():
             raise DataError(f"{path}: must be a folder of .npy or .npz files, or parquet")
         return (SeriesRows if rows else SeriesFiles)(path, wanted, data.series)

@@ -27,7 +27,7 @@ from situs.errors import DataError, SitusError, counted
 from situs.files import read_json, write_text
 from situs.folder_lock import NAME as LOCK
 from situs.folder_lock import lock_folder
-from situs.results import Provenance, Result, Summary, Table
+from situs.results import Figure, Provenance, Result, Summary, Table, Tone
 
 Progress = Callable[[int, int, str], None]
 """Called with images done, images in all and the split."""
@@ -50,11 +50,19 @@ class BrokenImage(NamedTuple):
     reason: str
 
 
+PACKED = """
+Each image whose shorter side was longer than the limit was shrunk to it and written anew; the others keep their bytes.
+Images that could not be decoded are left out. `manifest.json` beside the shards holds the SHA-256 of each, to which
+`situs data check` holds them.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Packed(Result):
     """A folder of shards. manifest: what its manifest.json says. again: whether it was there already, and was left."""
 
     file = "pack"
+    meaning = PACKED
 
     manifest: dict[str, Any]
     again: bool = False
@@ -81,7 +89,31 @@ class Packed(Result):
         notes = [f"broken: {each['reason']}" for each in self.broken[:_LISTED]]
         more = len(self.broken) - _LISTED
         notes += [f"and {more:,} more, which manifest.json lists"] if more > 0 else []
-        return Summary(sentence, (Table("Packed", header, rows),), tuple(notes))
+        return Summary(sentence, (Table("Packed", header, rows),), tuple(notes), ((f"{images:,}", "images packed"),))
+
+    @property
+    def title(self) -> str:
+        return f"{self.provenance.facts.get('data', 'images')}: packed"
+
+    @property
+    def tone(self) -> Tone:
+        return "unsure" if self.broken else "good"
+
+    @property
+    def mark(self) -> str:
+        return "Some left out" if self.broken else "All packed"
+
+    def figures(self) -> list[Figure]:
+        """The images of each split."""
+        images: dict[str, int] = {}
+        for shard in self.manifest["shards"]:
+            images[shard["split"] or "all"] = images.get(shard["split"] or "all", 0) + shard["images"]
+        return [Figure("", "", "bars", (images, "images"))]
+
+    def details(self) -> list[Table]:
+        """Every image that was left out."""
+        rows = [[each["split"] or "all", each["name"], each["reason"]] for each in self.broken]
+        return [Table("Broken images", ["split", "image", "why"], rows)] if rows else []
 
     def numbers(self) -> dict[str, Any]:
         return {**self.manifest, "was_packed_already": self.again}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from situs.core.random import uniform
 from situs.data.audio import AUDIO, AudioConfig
-from situs.data.sources.base import EncodedSource, Source, Wanted, choose_split, list_shards, splits_of
+from situs.data.sources.base import EncodedSource, Source, Wanted, choose_split, has_shards, list_shards, splits_of
 from situs.data.sources.folder import FolderSource, split_folders, walk
 from situs.data.sources.parquet import ParquetSource
 from situs.data.sources.subset import class_labels
@@ -110,8 +110,7 @@ class ClipReader(EncodedSource):
 
     def read(self, index: int) -> dict[str, Any]:
         wave = fit(decode_wave(self.payload(index), self.entry(index), self.clip.rate), self.clip.samples)
-        label = self.label(index)
-        return {"wave": wave} if label is None else {"wave": wave, "label": label}
+        return self.labelled({"wave": wave}, index)
 
 
 class ClipFiles(ClipReader, FolderSource):
@@ -154,7 +153,7 @@ def open_clips(path: Path, wanted: Wanted, audio: AudioConfig = AUDIO) -> Source
     Without a split it is the training split, and of a flat folder all of it.
     """
     part = part_of(wanted.split)
-    if path.suffix == ".parquet" or (path.is_dir() and list_shards(path, ".parquet")):
+    if has_shards(path, ".parquet"):
         source: ClipReader = ClipRows(path, wanted, audio)
     elif path.is_dir():
         source = ClipFiles(path, wanted, audio)

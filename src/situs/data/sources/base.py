@@ -104,6 +104,11 @@ class Source(ABC):
         """The label as `read` gives it, None where there is none; those who can tell it without the sample do."""
         return self.read(index).get("label")
 
+    def labelled(self, sample: dict[str, Any], index: int) -> dict[str, Any]:
+        """What was read of sample `index`, and its label where there is one."""
+        label = self.label(index)
+        return sample if label is None else sample | {"label": label}
+
     def seen(self) -> Sequence[str]:
         """The classes of which there is a sample, as far as the set knows without looking at all of them."""
         return self.classes or ()
@@ -183,7 +188,7 @@ class EncodedSource(Source):
         """What an error calls this item: its file, or its shard and row."""
 
     def read(self, index: int) -> dict[str, Any]:
-        return _sample(decode(self.payload(index), self.entry(index), self.channels), self.label(index))
+        return self.labelled({"image": decode(self.payload(index), self.entry(index), self.channels)}, index)
 
 
 class TensorSource(Source):
@@ -214,13 +219,12 @@ class TensorSource(Source):
     def __len__(self) -> int:
         return self.images.shape[0]
 
+    def label(self, index: int) -> int | Tensor | None:
+        return None if self.labels is None else self.labels[index] if self.multi_label else int(self.labels[index])
+
     def read(self, index: int) -> dict[str, Any]:
-        label = None if self.labels is None else self.labels[index] if self.multi_label else int(self.labels[index])
-        return _sample(to_channels(self.images[index], self.channels, f"{self.name}, image {index}"), label)
-
-
-def _sample(image: Tensor, label: int | Tensor | None) -> dict[str, Any]:
-    return {"image": image} if label is None else {"image": image, "label": label}
+        image = to_channels(self.images[index], self.channels, f"{self.name}, image {index}")
+        return self.labelled({"image": image}, index)
 
 
 def choose_split(available: Iterable[str], split: str | None, where: str) -> str | None:
@@ -267,6 +271,11 @@ def list_shards(path: Path, suffix: str) -> list[Path]:
         return [path]
     folders = [path, path / "data", *(path / word for word in SPLIT_WORDS)]
     return sorted(file for folder in folders for file in folder.glob(f"*{suffix}") if file.is_file())
+
+
+def has_shards(path: Path, suffix: str) -> bool:
+    """Whether a set is files of this suffix: shards of any split, for the kind of a folder does not depend on it."""
+    return path.suffix == suffix if path.is_file() else bool(list_shards(path, suffix))
 
 
 def splits_of(files: Iterable[Path]) -> set[str]:

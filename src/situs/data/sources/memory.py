@@ -127,8 +127,7 @@ class MemorySource(Source):
 
     def read(self, index: int) -> dict[str, Any]:
         image = _image(_sample(self.items, index, self.name)[0], f"{self.name}, sample {index}", self.channels)
-        label = self.label(index)
-        return {"image": image} if label is None else {"image": image, "label": label}
+        return self.labelled({"image": image}, index)
 
     def label(self, index: int) -> int | Tensor | None:
         if self.labels is None:

@@ -304,8 +304,7 @@ class TextSource(Source):
         sample: dict[str, Any] = {"text": self.text(index)} if self.ids is None else {"ids": _tensor(self.ids[index])}
         if self.ids is not None and not self.length(index):
             raise BrokenSampleError(f"{self.entry(index)}: the sentence has no word that the tokeniser knows")
-        label = self.label(index)
-        return sample if label is None else sample | {"label": label}
+        return self.labelled(sample, index)
 
     def label(self, index: int) -> int | None:
         if self._labels is None:
