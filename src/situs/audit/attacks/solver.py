@@ -225,7 +225,7 @@ class Activation:
 class Descent:
     """One system: the family of each place, the span that a must lie in, and the units of it that are looked at.
 
-    known [k, k]: of the last k directions of the span, as in `Peel.left`: a has nothing of these, and that is weighed.
+    known [k, k]: of the last k directions of the span, as in `Deflation.left`: a has none of these, which is weighed.
     functionals [k, rank]: on coordinates in the span; the residual is divided by their size at the token, which lets no
     token come to rest where they vanish. Without them, by the token's own size.
     """

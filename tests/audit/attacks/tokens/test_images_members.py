@@ -1,4 +1,4 @@
-"""Who is whose company: linear in what attention gave, held against the truth."""
+"""Who stands in whose image: linear in what attention gave, held against the truth."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from victims import HEADS, hugging_face, odd, vit
 from situs.audit.attacks.solver import Tokens
 from situs.audit.attacks.tokens import images
 from situs.audit.attacks.tokens.block import Block
-from situs.audit.attacks.tokens.images import agree, company, make_images, read_heads
+from situs.audit.attacks.tokens.images import agree, make_images, read_heads, same_image
 from situs.audit.attacks.tokens.search import Roots
 from situs.core.tokens import patchify
 
@@ -49,15 +49,15 @@ def test_the_heads_are_found_by_trying(make: Any) -> None:
 def test_attention_of_another_kind_is_told() -> None:
     block = Block(odd(qk_norm=True).requires_grad_(False))
     assert read_heads(block) is None
-    assert company(block, scene(block)[0], BATCH) is None
+    assert same_image(block, scene(block)[0], BATCH) is None
 
 
 @torch.no_grad()
-def test_without_anything_missing_company_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_anything_missing_it_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "MISSED", 1e-8)
     block = sharp(4)
     roots, owner, _ = scene(block)
-    links = company(block, roots, BATCH)
+    links = same_image(block, roots, BATCH)
     assert links is not None
     torch.testing.assert_close(links, (owner[:, None] == owner[None]).double(), rtol=0, atol=1e-3)
 
@@ -83,7 +83,7 @@ def test_places_that_share_their_equations_may_be_of_one_image() -> None:
     block = sharp()
     roots, owner, _ = scene(block)
     loose = Roots(torch.zeros_like(roots.place), roots.tokens, roots.fit, torch.tensor([BATCH * 16] + [0] * 15))
-    links = company(block, loose, BATCH)
+    links = same_image(block, loose, BATCH)
     assert links is not None
     own = torch.stack([links[:, owner == image].mean(dim=1) for image in range(BATCH)], dim=1)
     assert torch.equal(own.argmax(dim=1), owner)

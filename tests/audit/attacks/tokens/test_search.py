@@ -133,9 +133,9 @@ def test_the_truth_fits_and_sums_of_tokens_do_not() -> None:
 @pytest.mark.parametrize("name", ["ViT", "SwiGLU"])
 def test_a_token_that_is_taken_out_leaves_the_spans_of_the_others(name: str) -> None:
     search, patches = scene(LEARNED[name](), 2)
-    tokens, peel = true_tokens(search, patches), search.peel
-    assert bool(peel.take(tokens.m[:5]).all())
-    spans, late, known = peel.left()
+    tokens, deflation = true_tokens(search, patches), search.deflation
+    assert bool(deflation.take(tokens.m[:5]).all())
+    spans, late, known = deflation.left()
     assert spans.fc1.rank == search.spans.fc1.rank - 5 and late.rank == search.span.rank
     h, a = search.block.norm2.apply(tokens.m), search.block.late(tokens.m)
     assert float(late.residual(a).max()) < 1e-6  # the same span
@@ -144,17 +144,17 @@ def test_a_token_that_is_taken_out_leaves_the_spans_of_the_others(name: str) -> 
         assert float(out[5:].max()) < 1e-6 < 1e-4 < float(out[:5].min())
     assert known.shape == (5, 5) and float(known.norm()) < 1e-8  # in float64 they are sure
     wrong = tokens.m[5:6] + 0.1 * (tokens.m[7:8] - tokens.m[6:7])
-    assert not bool(peel.take(wrong).any()) and len(peel.first) == 5  # no δ passes at what is no token
+    assert not bool(deflation.take(wrong).any()) and len(deflation.first) == 5  # no δ passes at what is no token
 
 
 @torch.no_grad()
 def test_how_far_rounding_turns_what_is_taken_out_is_told_by_the_tokens_found() -> None:
     """The last directions of a token that is left are as far from 0 as those found say, whom no truth has told."""
     search, patches = scene(LEARNED["ViT"](), 2, sent=torch.float32)
-    tokens, peel = true_tokens(search, patches), search.peel
-    assert int(peel.take(tokens.m[:12]).sum()) >= 8
-    _, late, known = peel.left()
-    count = len(peel.first)
+    tokens, deflation = true_tokens(search, patches), search.deflation
+    assert int(deflation.take(tokens.m[:12]).sum()) >= 8
+    _, late, known = deflation.left()
+    count = len(deflation.first)
     a = search.block.late(tokens.m[12:]) * late.column @ late.inside.T
     off = (a[:, -count:] / a.norm(dim=1, keepdim=True)).square().mean(dim=0).sqrt()
     ratio = off.norm() / known.norm()

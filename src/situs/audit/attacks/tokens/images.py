@@ -26,7 +26,7 @@ from situs.methods.mp3 import MP3
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Which tokens are of one image, from the attention of the first block alone (`solver.pulls`). Least squares near
-# y = 1 / batch give every token's company, also where some tokens were not found.
+# y = 1 / batch give who stands with every token, also where some tokens were not found.
 
 
 MISSED = 0.1
@@ -53,7 +53,7 @@ def read_heads(block: Block) -> Heads | None:
     return None
 
 
-def company(block: Block, roots: Roots, batch: int) -> Tensor | None:
+def same_image(block: Block, roots: Roots, batch: int) -> Tensor | None:
     """How far tokens are of one image [T, T], near 1 or 0; None where the attention is not a plain one.
 
     Two of one place are of different images, unless places share their equations.
@@ -288,7 +288,7 @@ def _points(block: Block, roots: Roots, batch: int, sure: Tensor) -> Tensor:
     """[T, ·], near each other for tokens of one image; those that are not sure tell nothing of others."""
     o, found = roots.tokens.o, sure.nonzero()[:, 0]
     known = Roots(roots.place[found], roots.tokens.at(found), roots.fit[found], roots.wanted)
-    links = company(block, known, batch) if len(found) else None
+    links = same_image(block, known, batch) if len(found) else None
     if links is None:
         away = o - o[sure].mean(dim=0)
         # The strongest directions alone: what a token's own query adds is noise here.

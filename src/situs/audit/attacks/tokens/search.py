@@ -35,7 +35,7 @@ from situs.audit.stem import patches_of
 # holds for the tokens that were found.
 
 
-class Peel:
+class Deflation:
     """The spans of one upload less the tokens that were found.
 
     first, last [·, n]: the y of those tokens, as coordinates in the spans of the MLP's first and last layers; found
@@ -131,7 +131,7 @@ def _turned(span: Span, taken: Tensor) -> tuple[Span, Tensor]:
 # Tokens that linear equations leave open: what the MLP's activation tells apart, and when a token is believed.
 #
 # A token's a = late(m) must lie in the row space of the gradient of the MLP's last layer. Sums of tokens pass every
-# linear test and not this one. Paths are followed in what the tokens found so far leave (`peel`), where fewer
+# linear test and not this one. Paths are followed in what the tokens found so far leave (`deflation`), where fewer
 # directions are open; whether an end is a token is judged by the gradients themselves, all of them and in float64.
 
 
@@ -190,7 +190,7 @@ class Search:
         self.effort, self.stop, self.say = effort or Effort(), stop, say
         self.chance = torch.Generator().manual_seed(0)
         self.span = Span(upload[block.layers.fc2], counts.fc2, *blur)
-        self.peel = Peel(block, upload, spans, self.span, blur)
+        self.deflation = Deflation(block, upload, spans, self.span, blur)
         self.family = family_of(block, spans, counts.open + self.effort.loose)
         self.activation = Activation(block)
         self._whole = Descent(self.activation, self.family, self.span, pixels)
@@ -198,8 +198,8 @@ class Search:
 
     def stage(self, present: Tensor) -> Descent:
         """The system of the tokens that were not taken out; present: the places that have some."""
-        block, counts, taken = self.block, self.counts, len(self.peel.first)
-        spans, late, known = self.peel.left()
+        block, counts, taken = self.block, self.counts, len(self.deflation.first)
+        spans, late, known = self.deflation.left()
         table = table_rank(block, counts.x, block.base[present])
         tokens = counts.structural + counts.table - taken
         free = max(tokens - table, counts.general - taken, 1) + self.effort.loose
@@ -357,7 +357,7 @@ def find_roots(search: Search, batch: int) -> Roots:
         fresh = roots.tokens.m[before:]
         idle = 0 if len(fresh) else idle + 1
         if len(fresh):
-            taken = torch.cat([taken, search.peel.take(fresh)])
+            taken = torch.cat([taken, search.deflation.take(fresh)])
             present = roots.lacking > 0
             present[roots.place[~taken]] = True
             stage = search.stage(present) if bool((roots.lacking > 0).any()) else stage
