@@ -34,7 +34,7 @@ from situs.methods.segmentation import Segmentation
 from situs.models.inference import evaluating
 from situs.progress import note, task
 from situs.train.assemble import Hooks, RunConfig, make_eval_loader
-from situs.train.contract import Hook, RunState
+from situs.train.contract import Beginner, Hook, RunState
 
 FLATTERED = (
     "the data has one split beside that of the training, so that the best is chosen by what an evaluation judges it "
@@ -172,7 +172,7 @@ def validation_hooks(every: int, field: str = "validate_every") -> Hooks:
     """
     check_value(field, every, ">= 0")
 
-    def make(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook]:
+    def make(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook | Beginner]:
         first = probe_head(config, loader, _precision(config, device))
         if not every:
             return first
@@ -195,7 +195,7 @@ def _judged_alike(config: RunConfig) -> bool:
     return config.train.keep_best and len(found - {*SPLITS["train"]}) < 2
 
 
-def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook]:
+def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook | Beginner]:
     """For `train_run`: kNN and position accuracy every `probe_every` epochs; validation where labels are learned."""
     if METHODS[config.method_name].needs_targets:
         return validation_hooks(config.probe_every, "probe_every")(config, loader, device)

@@ -33,7 +33,7 @@ from situs.progress import note
 from situs.train import distributed, restart
 from situs.train.checkpoint import check_target
 from situs.train.config import TrainConfig
-from situs.train.contract import Hook
+from situs.train.contract import Beginner, Hook
 from situs.train.inputs import check_held_out, fitted, share_held_out
 from situs.train.optim import OptimConfig, gentle
 from situs.train.private.accounting import DpConfig
@@ -108,7 +108,7 @@ def settled(config: RunConfig) -> RunConfig:
     return replace(config, backbone=backbone, data=data, init=init)
 
 
-Hooks = Callable[[RunConfig, Loader, torch.device], Sequence[Hook]]
+Hooks = Callable[[RunConfig, Loader, torch.device], Sequence[Hook | Beginner]]
 Start = Callable[[RunConfig, Backbone], Sequence[str]]
 
 
@@ -139,7 +139,7 @@ class Assembled:
     ranks: distributed.Ranks
     loader: Loader
     method: Method
-    hooks: Sequence[Hook]
+    hooks: Sequence[Hook | Beginner]
     total: int
     private: Private | None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from situs.methods.base import Batch, Method
 from situs.train.ema import Ema
@@ -48,10 +48,20 @@ class RunState:
     log: Callable[[dict[str, float]], None]
 
 
+@runtime_checkable
+class Beginner(Protocol):
+    """Something that is done before the first update of a new run, such as fitting its head."""
+
+    def begin(self, method: Method) -> None:
+        """Called with the weights that the run starts from, on every rank."""
+        ...
+
+
+@runtime_checkable
 class Hook(Protocol):
     """Something that looks on, such as a probe. It cannot disturb the run: torch's generators are put back.
 
-    One with `begin(method)` too is shown the weights that a new run starts from.
+    One that is a `Beginner` too is shown the weights that a new run starts from.
     """
 
     def after_step(self, state: RunState) -> None:

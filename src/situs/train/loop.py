@@ -26,7 +26,7 @@ from situs.train import distributed
 from situs.train.checkpoint import RunFolder
 from situs.train.checkpoint.state import capture, restore, seed_generators
 from situs.train.config import TrainConfig
-from situs.train.contract import Hook, RunState, TrainLoader, TrainResult
+from situs.train.contract import Beginner, Hook, RunState, TrainLoader, TrainResult
 from situs.train.interrupt import Interrupt
 from situs.train.log import Log, machine, memory_gib
 from situs.train.nan import FiniteCheck, save_bad_step
@@ -63,7 +63,7 @@ def fit(
     optim: OptimConfig,
     run: RunFolder,
     *,
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[Hook | Beginner] = (),
     stepper: Callable[..., Stepper] = Stepper,
     quiet: bool = False,
 ) -> TrainResult:
@@ -119,10 +119,10 @@ class _Loop:
 
     def __init__(
         self, method: Method, loader: TrainLoader, config: TrainConfig, optim: OptimConfig, run: RunFolder,
-        hooks: Sequence[Hook], interrupt: Interrupt, quiet: bool, stepper: Callable[..., Stepper],
+        hooks: Sequence[Hook | Beginner], interrupt: Interrupt, quiet: bool, stepper: Callable[..., Stepper],
     ) -> None:  # fmt: skip
         self.method, self.loader, self.config, self.optim, self.run = method, loader, config, optim, run
-        self.hooks, self.interrupt = hooks, interrupt
+        self.hooks, self.interrupt = [hook for hook in hooks if isinstance(hook, Hook)], interrupt
         self.per_epoch = loader.steps_per_epoch
         self.total = config.total_steps(self.per_epoch)
         self.peak = peak_rate(optim, loader.global_batch, updates=self.total, few=trains_few(method))
@@ -152,7 +152,7 @@ class _Loop:
                 f"the warm-up of {asked} does not end within the run: it is shortened to {warmup} of the {self.total} "
                 f"steps (optim.warmup_{'steps' if by_steps else 'epochs'})"
             )
-        if config.keep_best and not hooks:
+        if config.keep_best and not self.hooks:
             note(f"nothing is validated, {NEWEST}")
         self.began = self.mark = time.perf_counter()
         self.waited = loader.data_wait

@@ -27,7 +27,7 @@ from situs.progress import clock, note, notes_to, silent
 from situs.train import distributed, restart
 from situs.train.assemble import Assembled, RunConfig, Setup, assemble, check_place, make_method, settled
 from situs.train.checkpoint import CLASSES, MARK, Checkpoint, RunFolder, read_config, run_and_step
-from situs.train.contract import TrainResult
+from situs.train.contract import Beginner, TrainResult
 from situs.train.export import load_checkpoint
 from situs.train.loop import LONG, fit, shorter
 from situs.train.private.secret import FILE as SECRET
@@ -95,8 +95,8 @@ def _begin(parts: Assembled) -> None:
     """What comes before the first update: how long it will all take, and what hooks look at first."""
     _note_time(parts)
     for hook in parts.hooks:
-        if (begin := getattr(hook, "begin", None)) is not None:
-            begin(parts.method)
+        if isinstance(hook, Beginner):
+            hook.begin(parts.method)
 
 
 def _note_time(parts: Assembled) -> None:

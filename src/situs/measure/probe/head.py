@@ -22,7 +22,6 @@ from situs.methods.base import Batch, Method
 from situs.models.inference import evaluating
 from situs.progress import note, task
 from situs.train.assemble import RunConfig
-from situs.train.contract import RunState
 from situs.train.step import autocast
 
 SMALL = 5_000
@@ -71,7 +70,7 @@ def fold_in(linear: Linear, head: nn.Linear) -> None:
 
 
 class ProbeHead:
-    """A hook that fits the classifier of a new run before its first update."""
+    """Fits the classifier of a new run before its first update."""
 
     def __init__(self, config: RunConfig, train: Loader, precision: str) -> None:
         self.config, self.train, self.precision = config, train, precision
@@ -92,15 +91,9 @@ class ProbeHead:
             return
         note("the classifier begins with the weights of a linear probe on the frozen features (tuning.head)")
 
-    def after_step(self, state: RunState) -> None:
-        """Nothing: it has done its part."""
-
-    def after_epoch(self, state: RunState) -> None:
-        """Nothing: it has done its part."""
-
 
 def probe_head(config: RunConfig, train: Loader, precision: str) -> list[ProbeHead]:
-    """The hook, where the head of this run begins with a probe's weights; else none."""
+    """What fits the head, where that of this run begins with a probe's weights; else nothing."""
     asked = config.tuning.head
     if asked == "new" or (asked is None and config.init is None):
         return []
