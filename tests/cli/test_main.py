@@ -87,7 +87,7 @@ def test_overview_lists_every_verb_once(words: list[str], capsys: pytest.Capture
 
 
 def test_there_are_few_verbs() -> None:
-    assert len(cli.VERBS) <= 39  # 38 once `audit finetuning` is gone
+    assert len(cli.VERBS) <= 38
 
 
 @pytest.mark.parametrize("verb", sorted(retired.VERBS))

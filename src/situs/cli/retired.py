@@ -36,6 +36,7 @@ FLAGS = {
         "--texts": "use situs audit texts MODEL --data FILE",
         "--find-defence": "use situs audit sweep MODEL --find METRIC=NUMBER",
         "--private-images": "use situs audit sweep MODEL --find METRIC=NUMBER",
+        "--private-epochs": "use situs audit sweep MODEL --find METRIC=NUMBER",
     },
     "audit sweep": {
         "--attack": "use --attacks",
