@@ -323,7 +323,7 @@ def to_json(look: Look) -> dict[str, Any]:
 # --- the tables ---------------------------------------------------------------------------------------------------
 
 INSTEAD = (
-    "ask `situs evaluate attention` what its heads do with them, `evaluate position --kind all` what its features know"
+    "ask `situs evaluate attention` what its heads do with them, `evaluate position` (kind all) what its features know"
 )
 
 
@@ -385,7 +385,7 @@ def _nothing(backbone: Backbone, places: Positions) -> str:
         return f"its positions are biases between pairs of tokens, so that no place has a vector; {INSTEAD}"
     if "rows" in backbone.refusals:
         return f"has no table of positions: {backbone.refusals['rows']}; {INSTEAD}"
-    return "has no positions, so there is nothing to analyse; `situs evaluate position --kind all` says what its features know"
+    return "has no positions, so there is nothing to analyse; `situs evaluate position` (kind all) tells what it knows"
 
 
 def _check_rows(name: str, table: PositionTable) -> None:
