@@ -62,7 +62,7 @@ def outcome(
         facts=list(facts),
         shown=pictures,
         remarks=[Remark(kind, text) for kind, text in texts.items() if text],
-        certificates=[Certificate(True)] * count if made.closed_form else [],
+        certificates=[Certificate(True, unique=True, order_known=True)] * count if made.closed_form else [],
     )
 
 

@@ -31,7 +31,7 @@ FALLS = Metric("distance", rises=False)
 METRICS = {metric.name: metric for metric in (CLOSE, SHARE, FALLS)}
 SAMPLES = ("a", "b")
 
-HOLDS = Certificate(True, 1e-7, 1e-7)
+HOLDS = Certificate(True, 1e-7, 1e-7, unique=True, order_known=True)
 CERTIFICATES = {
     "holds": (HOLDS, HOLDS),
     "holds, not unique beneath noise": (HOLDS, HOLDS._replace(unique=False)),
@@ -280,3 +280,22 @@ def test_a_finding_says_what_it_is_and_why_not() -> None:
             {"kind": "doubt", "text": "z"},
         ],
     }
+
+
+@pytest.mark.parametrize("guess", [None, math.nan, math.inf])
+def test_every_metric_that_has_a_margin_needs_a_guess_that_is_a_number(guess: float | None) -> None:
+    other = Metric("likeness", margin=0.1)
+    exposures = [Exposure(name, CLOSE, 9.0, 10.0) for name in SAMPLES]
+    exposures += [Exposure(name, other, 0.9, guess) for name in SAMPLES]
+    assert status_of(finding(exposures=exposures), *bounds()) != PASSED
+    assert status_of(finding(), *bounds(exposures=exposures)) != PASSED
+
+
+def test_an_oracle_that_saw_no_sample_was_not_asked() -> None:
+    empty = [Finding("oracle", "noise", bound=True, hardest=hardest) for hardest in (False, True)]
+    assert status_of(finding(), *empty) == NOT_JUDGED
+
+
+def test_a_certificate_that_says_little_proves_nothing() -> None:
+    assert not Certificate(True).holds
+    assert status_of(finding(certificates=(Certificate(True), Certificate(True))), *bounds()) == NOT_JUDGED

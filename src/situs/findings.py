@@ -91,8 +91,8 @@ class Certificate(NamedTuple):
     fits: bool
     residual: float | None = None
     expected: float | None = None
-    unique: bool = True
-    order_known: bool = True
+    unique: bool = False
+    order_known: bool = False
     unseen: int = 0
     verdict: str = ""
 

@@ -343,9 +343,11 @@ def _few(findings: Sequence[Finding]) -> list[str]:
 
 def _unbounded(findings: Sequence[Finding], limit: Limit, things: str, hardest: bool) -> list[str]:
     """What else keeps a gate from being passed where no attack is above: blind guesses, and the bound."""
-    bounds = [finding for finding in findings if finding.bound and finding.status == "done"]
+    bounds = [finding for finding in findings if finding.bound and finding.status == "done" and finding.samples]
     for finding in [*(each for each in findings if each.proof), *bounds]:
-        if not {*finding.samples} <= {one.sample for one in finding.exposures if one.limit is not None}:
+        held = [one for one in finding.exposures if one.metric.margin is not None]
+        guessed = all(one.limit is not None and math.isfinite(one.limit) for one in held)
+        if not guessed or not {*finding.samples} <= {one.sample for one in held}:
             return [f"no blind guess was measured to hold all {things} of {finding.attack} against"]
     over = [one for finding in bounds for one in exposed(finding, limit)]
     if over:

@@ -220,3 +220,8 @@ def test_without_noise_every_path_gives_its_image() -> None:
             test = TestSet(PICTURES[:2], torch.arange(2), HALVES)
             audit = attack_gradients(backbone, test, [create_attack("patchembed")], [create_defence("none")])
             assert audit.judge(psnr=20).status == ABOVE and audit.pairs[0].exact == 2
+
+
+def test_samples_of_one_name_are_told_apart() -> None:
+    test = TestSet(PICTURES, torch.arange(6) % 3, HALVES, names=["a", "b", "a", "a"])
+    assert test.names == ["a (number 1)", "b", "a (number 3)", "a (number 4)", "4", "5"]

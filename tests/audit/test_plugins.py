@@ -133,3 +133,10 @@ def test_the_table_has_every_attack_of_every_scenario() -> None:
 def test_a_class_that_lacks_something_is_refused() -> None:
     with pytest.raises(SitusError, match="has no about and no prepare and no recover"):
         ATTACKS.add(type("Mine", (), {"name": "mine"}))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_class_from_outside_does_not_take_the_place_of_ours() -> None:
+    ours = ATTACKS["patchembed"]
+    with pytest.raises(SitusError, match="is called 'patchembed', as one of Situs"):
+        ATTACKS.add(type("Mine", (ours,), {}))
+    assert ATTACKS["patchembed"] is ours

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -66,8 +67,10 @@ class TestSet:
     public: Tensor | None = None
 
     def __post_init__(self) -> None:
-        named = [*self.names, *(str(i) for i in range(len(self.names), len(self.pixels)))]
-        object.__setattr__(self, "names", named)
+        names = [*self.names, *(str(i) for i in range(len(self.names), len(self.pixels)))]
+        twice = {name for name, count in Counter(names).items() if count > 1}  # a gate tells samples by their names
+        unique = [f"{name} (number {i + 1})" if name in twice else name for i, name in enumerate(names)]
+        object.__setattr__(self, "names", unique)
 
     def __len__(self) -> int:
         return len(self.pixels)

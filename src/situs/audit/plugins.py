@@ -22,6 +22,7 @@ class Plugins(Mapping[str, T]):
     def __init__(self, classes: Mapping[str, T], group: str, needs: tuple[str, ...]) -> None:
         """needs: names that every class must have."""
         self.group, self.needs, self._classes = group, needs, dict(classes)
+        self._ours = frozenset(classes)
         self._points: dict[str, EntryPoint] | None = None
 
     def add(self, kind: T) -> T:
@@ -29,7 +30,13 @@ class Plugins(Mapping[str, T]):
         lacking = [name for name in self.needs if not hasattr(kind, name)]
         if lacking:
             raise SitusError(f"{getattr(kind, '__name__', kind)}: has no {' and no '.join(lacking)} ({self.group})")
-        self._classes[str(getattr(kind, "name"))] = kind  # noqa: B009  (a T is known by what it has)
+        name = str(getattr(kind, "name"))  # noqa: B009  (a T is known by what it has)
+        if self._classes.get(name, kind) is not kind and name in self._ours:
+            raise SitusError(
+                f"{getattr(kind, '__name__', kind)}: is called {name!r}, as one of Situs; give it a name of its own "
+                f"({self.group})"
+            )
+        self._classes[name] = kind
         return kind
 
     def __getitem__(self, name: str) -> T:

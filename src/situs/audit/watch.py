@@ -207,6 +207,7 @@ class Guard:
     def _look(
         self, images: Tensor, gradients: Mapping[str, Tensor] | None, local_steps: int, passes: list[Pass] | None
     ) -> Look:
+        self.findings = []  # none of the look before, should this one fail
         sent = gradients
         if sent is None:
             sent = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}

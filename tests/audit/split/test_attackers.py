@@ -143,7 +143,7 @@ def test_an_attacker_that_breaks_down_is_not_tried(held: Stage, monkeypatch) -> 
 
     monkeypatch.setitem(ATTACKS, "linkage", (singular, "nothing"))
     found = tried(held, "linkage", "none")
-    assert (found.status, found.figures) == ("stopped", {})
+    assert (found.status, found.figures) == ("refused", {})
     assert found.reason.startswith("it broke down: linalg.cholesky")
 
 

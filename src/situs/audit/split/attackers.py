@@ -226,7 +226,7 @@ def attack(name: str, scene: Scene) -> SplitFinding:
         return replace(planned, status="refused", remarks=[Remark("refused", str(why))])
     except torch.linalg.LinAlgError as why:  # pyright: ignore[reportPrivateImportUsage]  # images that are all alike
         broken = f"it broke down: {str(why).splitlines()[0][:80]}"
-        return replace(planned, status="stopped", remarks=[Remark("stopped", broken)])
+        return replace(planned, status="refused", remarks=[Remark("refused", broken)])
     seen = {} if pictures is None else scene.stage.scores(pictures)
     remarks = [Remark("lower_bound", weak)] if weak else []
     samples = [f"sample {number + 1}" for number in range(count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -226,7 +227,11 @@ THREAT = {
 }
 
 
-METRICS = {name: Metric(name, unit="dB" if "psnr" in name else "") for name in SCORES if name not in ("ssim", "fsim")}
+METRICS = {
+    name: Metric(name, unit="dB", most=math.inf) if "psnr" in name else Metric(name)
+    for name in SCORES
+    if name not in ("ssim", "fsim")
+}
 """What is held against guesses; the picture's own PSNR speaks for its other scores."""
 
 
@@ -388,6 +393,8 @@ def verdict(audit: SplitAudit) -> str:
     """What the settings leave to the server, in sentences: those with the same conclusion together."""
     if audit.stopped is not None and not audit.settings:
         return f"Stopped by {audit.stopped}, before any attack was through: this page says nothing about the model."
+    if not audit.settings:
+        return "No attack was tried, which is no protection."
     groups: dict[str, list[SettingFound]] = {}
     for found in audit.settings:
         groups.setdefault(_conclusion(found), []).append(found)

@@ -299,7 +299,7 @@ class _Trial:
     def _finding(self) -> TextFinding:
         """What came of all batches until now."""
         asked, remarks = len(self.texts.sentences), [Remark("gap", reason) for reason in dict.fromkeys(self.gaps)]
-        done = f"{len(self.reads)} of {counted(asked, 'sentences')}" if self.at < self.total else None
+        done = f"{len(self.reads)} of {counted(asked, 'sentences')}" if len(self.reads) < asked else None
         if stopped := self.cut or done:
             remarks.append(Remark("stopped", stopped))
         status = "stopped" if stopped else "done"
