@@ -624,7 +624,7 @@ audit OWN:named --attacks matching --iterations 1000000 --time-limit 1 --count 2
 echo "stopped $?"; cp j.xml stopped.xml
 audit OWN:plain --img-size 16 --count 2 --defences noise=1e3 > nothing.txt; echo "nothing applies $?"
 cp j.xml nothing.xml
-audit test_vit --img-size 64 --attacks magic 2> wrong.txt; echo "wrong call $?"
+audit test_vit --img-size 64 --attacks magic --out none 2> wrong.txt; echo "wrong call $?"
 "$PYTHON" -m situs audit gradients OWN:plain --img-size 16 --data "$IMAGES" --no-pictures --fail-above psnr=150 \
     --attacks matching --defences noise=1e3 --iterations 1000000 --junit j.xml > ctrl-c.txt 2> ctrl-c.err & pid=$!
 until grep -q "matching: iteration" ctrl-c.err || ! kill -0 $pid; do sleep 0.2; done
