@@ -6,6 +6,7 @@ epoch while the last batches of this one are used.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections import deque
@@ -173,7 +174,8 @@ def _end_workers(loader: DataLoader[Any], owner: int | None = None) -> None:
     if workers is not None and owner not in (None, os.getpid()):
         workers._shutdown = True  # or torch would ask after them when it is let go
     elif workers is not None:  # told, and not only let go: the traceback of an error may hold them yet
-        workers._shutdown_workers()
+        with contextlib.suppress(RuntimeError):  # one that was killed is ended too
+            workers._shutdown_workers()
 
 
 def _by_batch(tasks: list[list[WorkerBatch]], sizes: list[list[int]]) -> Iterator[list[WorkerBatch]]:

@@ -47,12 +47,13 @@ def _end_with_parent(_: int) -> None:
     """A worker ends when its parent does, and not before.
 
     One whose parent was killed would wait for ever until somebody takes what it made. Ctrl-C and a scheduler's SIGTERM
-    reach the whole process group: the parent still wants the batches of the step it is in, so that the first is left to
-    it.
+    reach the whole process group: the parent still wants the batches of the step it is in, and ends its workers itself,
+    by a second SIGTERM where they do not end.
     """
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+    for name in ("SIGINT", "SIGHUP"):
         if (number := getattr(signal, name, None)) is not None:
-            signal.signal(number, lambda number, _: signal.signal(number, signal.SIG_DFL))
+            signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, _: signal.signal(number, signal.SIG_DFL))
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
