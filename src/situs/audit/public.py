@@ -22,8 +22,8 @@ from situs.audit.client import DTYPES, StepConfig, least_likely, victim_gradient
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, NoDefence, Step, create_defence, method_of
 from situs.audit.evidence import evidence
+from situs.audit.frozen import describe_upload
 from situs.audit.gradients import Audit, attack_gradients
-from situs.audit.left import what_is_left
 from situs.audit.scores.exposure import METRICS
 from situs.audit.scores.lpips import Lpips
 from situs.audit.settings import RATIO, Comparison, compare_settings, contestants, with_informed
@@ -39,9 +39,12 @@ from situs.models.data import AnyData
 from situs.progress import latest, shown
 from situs.results import Provenance
 
-ATTACKED = ("patchembed", "april", "tokens", "patchembed-prior")
-"""The attacks where none are named: closed forms, which take seconds where no search is left to make, and the one with
-priors, which takes seconds an image where there is noise."""
+ATTACKED = ("patchembed", "tokens", "patchembed-prior")
+"""The default attacks: closed forms, which take seconds unless a search is needed, and the one with priors, which takes
+seconds an image where there is noise."""
+
+TABLE_ATTACKED = ("patchembed", "april", "tokens", "patchembed-prior")
+"""The default attacks in the settings of MJP's Table 5, whose own attacker is APRIL."""
 
 AUTO, DEFENDED, AS_IT_IS = ("auto",), ("none", "noise", "clip", "no-pe-gradient"), ("none",)
 """The defences where none are named: for a page, and for a gate, which judges what would be sent."""
@@ -164,7 +167,7 @@ def audit_settings(
     data: AnyData = None,
     settings: Sequence[str] = tuple(SETTINGS),
     *,
-    attacks: Sequence[str | Attack] = ATTACKED,
+    attacks: Sequence[str | Attack] = TABLE_ATTACKED,
     defences: Sequence[str | Defence] = AUTO,
     deadline: Deadline | None = None,
     keep: Callable[[Comparison], Any] | None = None,
@@ -275,7 +278,7 @@ def open_audit(
         made = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
     test = load_test_set(victim, data, count or config.count or COUNT, config.split, opened.device)
     if opened.tuning.parts != "all" and isinstance(victim.trains, Method):
-        victim = replace(victim, notes={**victim.notes, **what_is_left(victim.trains, test)})
+        victim = replace(victim, notes={**victim.notes, **describe_upload(victim.trains, test)})
     if lpips is not None:
         lpips.check(test.pixels)
     height, width = test.pixels.shape[2:]

@@ -76,7 +76,7 @@ nothing is known.
 """
 
 REMEDIES = """
-Aggregate securely over many images, so that only sums over a large batch are seen. patchembed and april fail from two
+Aggregate securely over many images, so that only sums over a large batch are seen. patchembed fails from two
 images on, but a small batch is no remedy: with fewer tokens than channels the gradients of the first block still hold
 every patch, and gradient matching takes any batch and only gets harder with every image. A batch of one is always
 exposed, and several local steps on one image do not help.

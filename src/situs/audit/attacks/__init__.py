@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from situs.audit.attacks.adaptive.attack import AdaptiveMJP
-from situs.audit.attacks.april import April
+from situs.audit.attacks.april import April, AprilOptimisation
 from situs.audit.attacks.base import Attack
-from situs.audit.attacks.matching import AprilOptimisation, Matching
+from situs.audit.attacks.matching import Matching
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
 from situs.audit.attacks.prior import PatchEmbeddingPrior
 from situs.audit.attacks.tokens.attack import TokenSpans

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, known_numbers
+from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused, known_numbers
 from situs.audit.attacks.patchembed.equations import svd
 from situs.audit.client import Walk, hidden_places, parameter_names
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
-from situs.audit.stem import find_stem, noise_for, require_stem, table_rows
+from situs.audit.stem import find_stem, noise_for, table_rows
 from situs.backbones.base import Backbone
 from situs.config import Checked
 from situs.core.tokens import pair
@@ -514,32 +514,3 @@ def _facts(found: BestGuesses, config: MatchingConfig) -> list[dict[str, Fact]]:
     fixed: dict[str, Fact] = {"iterations": found.done, "restarts": config.restarts}
     # No number where nothing it saw was one.
     return [{"distance": d if math.isfinite(d) else None, **fixed} for d in found.distance.tolist()]
-
-
-class AprilOptimisation(Matching):
-    """APRIL's optimisation form (Lu et al., CVPR 2022, arXiv 2112.14087): matching that counts the table again.
-
-    The paper adds the cosine distance of ∂l/∂E_pos to the squared distance of all gradients, because that one gradient
-    has a row for each patch. Here it stands beside the distance of `matching`, with a weight of its own.
-    """
-
-    paper: ClassVar[str] = "APRIL's optimisation (Lu et al., CVPR 2022)"
-    difference: ClassVar[str] = "the search of matching, with the cosine of the table's gradient"
-    name: ClassVar[str] = "april-optimisation"
-    about: ClassVar[str] = "gradient matching that counts the gradient of the position table a second time"
-
-    def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
-        stem = find_stem(backbone)
-        if isinstance(stem, str):
-            return Refused(stem)
-        return absent(sent, [stem.table]) or super().prepare(backbone, sent, known)
-
-    def measure(self, target: Gradients, backbone: Backbone, noise: float) -> Callable[[Gradients], Tensor]:
-        table, plain = require_stem(backbone).table, super().measure(target, backbone, noise)
-        sent = {table: target[table]}
-
-        def distance(guess: Gradients) -> Tensor:
-            rows = gradient_distances({table: guess[table]}, sent, "cosine").mean(dim=1)
-            return plain(guess) + self.config.table * rows
-
-        return distance

@@ -28,7 +28,7 @@ from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, R
 from situs.audit.attacks.patchembed.attack import PatchEmbedding, patch_rows, see_through
 from situs.audit.attacks.patchembed.equations import judge, whiten
 from situs.audit.attacks.spans import SOLVED
-from situs.audit.attacks.tokens.block import Block, first_linears, read_block
+from situs.audit.attacks.tokens.block import Block, first_matrices, read_block
 from situs.audit.client import hidden_places
 from situs.audit.deadline import Deadline
 from situs.audit.defences import UNKNOWN, Gradients
@@ -73,7 +73,7 @@ class AdaptiveMJP(Attack):
                 f"{tokens} tokens are not fewer than {backbone.dim} channels: most row spaces of the first block are "
                 "full and say nothing, so patches are guessed by smoothness where the algebra leaves them open"
             )
-        return Ready((*(found.reads or ()), *first_linears(backbone)), said)
+        return Ready((*(found.reads or ()), *first_matrices(backbone)), said)
 
     @torch.no_grad()
     def recover(
