@@ -295,7 +295,7 @@ class Nothing(nn.Module):
 
 
 def test_reasons() -> None:
-    assert "no layer was found" in str(adapt(Nothing(), 8).stem)
+    assert "none of its layers multiplies" in str(adapt(Nothing(), 8).stem)
     frozen: Any = Odd()
     frozen.places.requires_grad_(False)
     assert "no position table" in str(adapt(frozen, 8).stem)
