@@ -32,7 +32,7 @@ SMALL = [NAME, "--model-args.depth", "1"]
 @pytest.fixture(autouse=True)
 def fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle is asked about one image and not four, and the attacker with priors learns of four and not 40."""
-    monkeypatch.setattr("situs.audit.bound.IMAGES", 1)
+    monkeypatch.setattr("situs.audit.oracle.IMAGES", 1)
     monkeypatch.setattr("situs.audit.attacks.prior.GRADIENTS", 4)
 
 

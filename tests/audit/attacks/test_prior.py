@@ -183,14 +183,14 @@ def test_other_weights_have_other_gradients() -> None:
     image = photographs(1)
     known = Knowledge(Noise(noise_for(backbone, image, 0.5)))
     attack.recover(backbone, [sent(backbone, image, known.defence)], known)
-    assert attack._seen is not None
-    before = attack._seen[2]
+    assert attack._cached is not None
+    before = attack._cached[2]
     with torch.no_grad():
         for parameter in backbone.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
     upload = [sent(backbone, image, known.defence)]
     found = attack.recover(backbone, upload, known).images
-    assert not torch.equal(attack._seen[2], before)
+    assert not torch.equal(attack._cached[2], before)
     assert torch.equal(found, PatchEmbeddingPrior().recover(backbone, upload, known).images)
 
 
