@@ -112,7 +112,7 @@ def estimate(
 
     enough: asked about the picture every few steps; where it is true the rest is skipped.
     """
-    sigma = known.defence.noise_level(known.batch)
+    sigma = known.defence.noise_level(known.step.batch)
     assert sigma > 0, "without noise there is nothing to bound"
     x, root, pictures, ended = images.double(), Prior(images.double()), list[Tensor](), True
     names = [name for name in upload if upload[name].numel()]

@@ -21,7 +21,7 @@ from situs.audit.attacks.patchembed.attack import facts_of, see_through
 from situs.audit.attacks.patchembed.equations import Solution, solve_pixels
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Gradients
+from situs.audit.defences import Gradients, Step
 from situs.audit.stem import Stem, find_stem, flat_weight, noise_for, require_stem, table_rows
 from situs.backbones.base import Backbone
 
@@ -64,7 +64,7 @@ class April(Attack):
         if stem.first != backbone.num_prefix:
             return Refused("some of its prefix tokens (registers) have no row in the table, so A lacks their rows")
         reads = (stem.table, *attention)
-        return absent(sent, reads) or Ready(reads, _caveat(backbone, known.batch))
+        return absent(sent, reads) or Ready(reads, _caveat(backbone, known.step.batch))
 
     def recover(
         self,
@@ -83,7 +83,7 @@ class April(Attack):
         finite = torch.stack([g.isfinite().all(dim=-2) for g in gradients]).all(dim=0)
         tokens = zip(solution.patches[:, stem.first :], finite, strict=True)
         patches = torch.stack([_pixels(z, parameters, stem, channels) for z, channels in tokens])
-        holds = known.batch == 1 and _holds(backbone)
+        holds = known.step.batch == 1 and _holds(backbone)
         facts = [_with_verdict(facts_of(solution, index, table.shape[1]), holds) for index in range(len(uploads))]
         return Recovery(see_through(patches, backbone, stem, known, facts).float(), facts)
 
@@ -115,7 +115,7 @@ def _holds(backbone: Backbone) -> bool:
     assert backbone.input.shape is not None
     images = noise_for(backbone, 1, backbone.input.channels, *backbone.input.shape)
     labels = torch.zeros(1, dtype=torch.int64, device=like.device)
-    gradients = victim_gradients(backbone, images, labels, dtype=like.dtype)
+    gradients = victim_gradients(backbone, images, labels, step=Step(dtype=like.dtype))
     weights = [dict(backbone.named_parameters())[name].detach() for name in names]
     table = table_rows(gradients[stem.table], stem, prefix=True)[None]
     return bool(solve_tokens(table, weights, [gradients[name][None] for name in names], like.dtype).fits)
