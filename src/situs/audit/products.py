@@ -83,7 +83,9 @@ class Recorder(TorchFunctionMode):
         if product is None:
             return func(*args, **kwargs)
         self.products.append(product)
-        if number == self.until or (self.fused and {*self.names.values()} <= {each.name for each in self.products}):
+        if number == self.until or (
+            self.fused and {*self.names.values()} <= {product.name for product in self.products}
+        ):
             raise EnoughError
         return self.outputs[number] if number in self.outputs else func(*args, **kwargs)
 

@@ -143,7 +143,7 @@ class Reidentified(NamedTuple):
 
 
 class Guard:
-    """Created by `guard`. looks: all looks so far; findings: of the last look, as those of an audit. `close` removes its
+    """Created by `guard`. looks: all so far; findings: of the last look, as those of an audit. `close` removes its
     hooks."""
 
     def __init__(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from victims import LEARNED, vit
 
-from situs.audit.attacks.solver import HELD, Descent, Range, Tokens
+from situs.audit.attacks.solver import DEFLATED, Descent, Range, Tokens
 from situs.audit.attacks.spans import SOLVED
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.linear import count, read_spans
@@ -84,7 +84,7 @@ def test_derivatives_are_those_of_autograd(name: str) -> None:
         basis, worth = axes.T, torch.zeros(span.rank, dtype=torch.float64)
         if known is not None:  # what drawn numbers of deviation 1 do to the last two directions of these units
             drawn = upper[-2:, -2:] @ known @ torch.randn(2, 100_000, dtype=torch.float64)
-            worth[-2:] = HELD / (2**0.5 * drawn.std(dim=1))
+            worth[-2:] = DEFLATED / (2**0.5 * drawn.std(dim=1))
             torch.testing.assert_close(descent._worth, worth, rtol=2e-2, atol=0)
             worth = descent._worth
 

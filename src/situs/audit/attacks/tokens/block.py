@@ -264,7 +264,7 @@ class Block(Behind):
         qkv, proj, fc1, last = groups[:4]
         self._fc1, self._fc2 = fc1[0], last[0]
         inputs = [product.inputs for product in products[: last[0]]]
-        if any(each.dim() != 3 or each.shape[1] < self.places for each in inputs):
+        if any(rows.dim() != 3 or rows.shape[1] < self.places for rows in inputs):
             raise NoBlockError(shape)
         names = [product.name for product in products]
         self.layers = Layers(
