@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from situs.audit import ATTACKS, DEFENCES, create_attack, create_defence, trace_defences
-from situs.audit.registry import SCENARIOS, attacks_table, cards
+from situs.audit.registry import SCENARIOS, attacks_table, cards, neighbours_table
 from situs.audit.run import run
 from situs.cli.main import main
 from situs.errors import SitusError
@@ -127,7 +127,9 @@ def test_the_table_has_every_attack_of_every_scenario() -> None:
     table = attacks_table()
     assert {row[1] for row in table.rows} == {"images", "texts", "split", "lock"}
     assert {row[0] for row in table.rows if row[1] == "images"} == set(ATTACKS)
-    assert all(row[2] and row[3] and row[4] for row in table.rows)
+    assert all(all(row[2:6]) for row in table.rows)
+    assert {row[2] for row in table.rows} == {"honest-but-curious"}
+    assert all("arXiv" in str(row[1]) and all(row) for row in neighbours_table().rows)
 
 
 def test_a_class_that_lacks_something_is_refused() -> None:

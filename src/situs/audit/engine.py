@@ -66,7 +66,8 @@ class Images:
     @staticmethod
     def cards() -> Iterator[Card]:
         for kind in ATTACKS.values():
-            yield Card(kind.name, Images.name, kind.knows, kind.proof(), kind.paper, kind.difference)
+            needs = "; ".join(filter(None, (kind.needs, f"knows {kind.knows}")))
+            yield Card(kind.name, Images.name, needs, kind.proof(), kind.paper, kind.difference, kind.measured)
 
     def planned(self) -> Iterator[ImageFinding]:
         return (case.finding("not_run") for case in self.cases if not case.by_itself)

@@ -49,7 +49,9 @@ class April(Attack):
     """The closed form: exact on the paper's block, and inexact by its own residual on all others."""
 
     paper: ClassVar[str] = "APRIL (Lu et al., CVPR 2022)"
+    needs: ClassVar[str] = "gradients of the first attention and of a learned position table"
     difference: ClassVar[str] = "its residual shows where the model's first block breaks the equation"
+    measured: ClassVar[str] = "study mjp-table5"
     name: ClassVar[str] = "april"
     closed_form: ClassVar[bool] = True
     about: ClassVar[str] = "APRIL: tokens from the gradients of the first attention, pixels by a pseudo-inverse"
@@ -149,6 +151,7 @@ class AprilOptimisation(Matching):
     """
 
     paper: ClassVar[str] = "APRIL's optimisation (Lu et al., CVPR 2022)"
+    needs: ClassVar[str] = "any gradients, that of a learned position table among them"
     difference: ClassVar[str] = "the search of matching, with the cosine of the table's gradient"
     name: ClassVar[str] = "april-optimisation"
     about: ClassVar[str] = "gradient matching that counts the gradient of the position table a second time"

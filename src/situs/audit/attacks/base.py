@@ -208,8 +208,8 @@ class Attack(ABC):
     difference: ClassVar[str] = ""
     """The paper that it implements, and how ours differs."""
 
-    figure: ClassVar[str] = ""
-    """The section of docs/results.md with its measurements, as a heading's anchor."""
+    measured: ClassVar[str] = ""
+    """The benchmark or study that gives its figures."""
 
     slow: ClassVar[bool] = False
     """Whether it takes long enough to print its progress."""

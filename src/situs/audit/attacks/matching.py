@@ -363,7 +363,9 @@ def infer_labels(upload: Gradients, classifier: Classifier, batch: int, noise: f
 class Matching(Attack):
     """Images whose gradients match, by double backward."""
 
+    needs: ClassVar[str] = "any gradients"
     knows: ClassVar[str] = "the weights before the step, how it is made, the defence; optionally the labels"
+    measured: ClassVar[str] = "benchmarks/attacks.py"
     paper: ClassVar[str] = "DLG (Zhu et al., 2019), Geiping et al. (2020), GradViT (Hatamizadeh et al., 2022)"
     difference: ClassVar[str] = (
         "signed Adam, total variation and smooth patch borders in one search, through the defence"

@@ -419,7 +419,10 @@ BELIEVED = 1.25
 class PatchEmbeddingPrior(Attack):
     """∂l/∂W_patch = G^T X under noise, factorised with priors of images and of gradients."""
 
-    knows: ClassVar[str] = "as patchembed, and other images of the same kind"
+    needs: ClassVar[str] = "as patchembed, for one image under noise"
+    knows: ClassVar[str] = "other images of the same kind"
+    difference: ClassVar[str] = "variational factorisation with priors of images and of gradients"
+    measured: ClassVar[str] = "benchmarks/verdicts.py"
     name: ClassVar[str] = "patchembed-prior"
     about: ClassVar[str] = "patchembed under noise, with priors of photographs and of the model's gradients"
 

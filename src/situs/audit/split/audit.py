@@ -130,11 +130,12 @@ class Split:
 
     @staticmethod
     def cards() -> Iterator[Card]:
-        paper = "Permutation equivariance of transformers (Xu et al., 2023)"
+        paper = "Permutation equivariance of transformers and its applications (Xu et al., CVPR 2024)"
         for name, (_, knows) in ATTACKS.items():
             plain = name == "decoder"
-            apart = "a regression first, then a small transformer" if plain else "knows of permutations and undoes them"
-            yield Card(name, Split.name, f"{knows}; public images", FINDS, paper if plain else "ours", apart)
+            apart = "a regression first, then a small transformer" if plain else "undoes the permutations first"
+            needs = f"the features at the cut; knows {knows}; public images"
+            yield Card(name, Split.name, needs, FINDS, paper if plain else "ours", apart, "benchmarks/split.py")
 
     def planned(self) -> Iterator[SplitFinding]:
         asked = len(self.stage.z)

@@ -196,12 +196,14 @@ class Texts:
 
     @staticmethod
     def cards() -> Iterator[Card]:
-        knows = "the weights before the step, the tokeniser, the size of the batch, the noise"
-        paper = "DAGER (Petrov et al., 2024)"
-        apart = (
-            "words are also named by the rows of the tables; sentences are held against the second block's gradients"
+        needs = (
+            "gradients of the first two blocks; knows the weights before the step, the tokeniser, the batch, the noise"
         )
-        yield Card(NAME, "texts", knows, FINDS, paper, apart)
+        difference = (
+            "words are also read off the rows of the word and position tables; an encoder's sentences are solved for "
+            "by the first block's attention instead of searched"
+        )
+        yield Card(NAME, "texts", needs, FINDS, "DAGER (Petrov et al., NeurIPS 2024)", difference, "benchmarks/text.py")
 
     def planned(self) -> Iterator[TextFinding]:
         return (finding_of(row.label, len(self.sentences)) for row in self.rows)

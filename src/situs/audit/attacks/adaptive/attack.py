@@ -50,6 +50,8 @@ class AdaptiveConfig(Effort):
 class AdaptiveMJP(Attack):
     """The mask, the shown patches, the hidden ones, and their order."""
 
+    needs: ClassVar[str] = "as patchembed, and gradients of the first block; one image"
+    measured: ClassVar[str] = "study mjp-table5"
     knows: ClassVar[str] = "MJP with its weights (E_unk, DAL); optionally an MP3 that predicts places"
     difference: ClassVar[str] = "answers MJP's Table 5 (Ren et al., CVPR 2023), whose attacker does not know MJP"
     name: ClassVar[str] = "adaptive-mjp"

@@ -295,7 +295,9 @@ def _caveat(backbone: Backbone, stem: Stem, known: Knowledge) -> str | None:
 class PatchEmbedding(Attack):
     """∂l/∂W_patch = G^T X, solved for X."""
 
-    difference: ClassVar[str] = "needs no attention equation: the table's gradient is the embedding's"
+    needs: ClassVar[str] = "gradients of the patch embedding and of a learned position table"
+    difference: ClassVar[str] = "APRIL's table gradient as G in the patch embedding's own equation: holds for any block"
+    measured: ClassVar[str] = "benchmarks/gradients.py"
     name: ClassVar[str] = "patchembed"
     about: ClassVar[str] = "one linear solve with the gradients of the patch embedding and of the position table"
     closed_form: ClassVar[bool] = True

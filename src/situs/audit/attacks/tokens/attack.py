@@ -66,7 +66,9 @@ TURN = 2.0
 class TokenSpans(Attack):
     """The tokens of the first block, from the row spaces of its gradients."""
 
-    difference: ClassVar[str] = "reads the row spaces of the first block's gradients, without any gradient of positions"
+    needs: ClassVar[str] = "gradients of the patch embedding and the first block; fewer tokens than channels"
+    difference: ClassVar[str] = "row spaces of gradients, as in DAGER, for patches: a continuous family is solved for"
+    measured: ClassVar[str] = "benchmarks/tokens.py"
     name: ClassVar[str] = "tokens"
     about: ClassVar[str] = (
         "pixels from the row spaces of the first block's gradients: no gradient of positions is needed, and it does "
