@@ -9,6 +9,7 @@ import inspect
 import pkgutil
 import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import situs
-from situs.audit.registry import attacks_table, neighbours_table
+from situs.audit.registry import attacks_table
 from situs.cli.main import SECTIONS, verb_type
 from situs.cli.parser.flags import Flag, configured_of, flags_of, metavar_of, texts_of
 from situs.config import Checked, choices_of
@@ -198,11 +199,12 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str
 
 def attacks_page() -> str:
     """Every attack of every scenario, and the papers around them."""
-    lines: list[str] = []
-    for heading, table in (("Ours", attacks_table()), ("Neighbours in the literature", neighbours_table())):
-        rows = ([_text(cell) for cell in row] for row in table.cells()[1:])
-        lines += [f"## {heading}", "", *_table(map(str, table.header), rows)]
-    return "\n".join(lines)
+    table = attacks_table()
+    rows = ([_text(cell) for cell in row] for row in table.cells()[1:])
+    lines = ["## Ours", "", *_table(map(str, table.header), rows), "## Neighbours in the literature", ""]
+    papers = tomllib.loads((Path(__file__).parent / "neighbours.toml").read_text(encoding="utf-8"))["neighbours"]
+    header = ("name", "paper", "threat model", "what it does", "here")
+    return "\n".join([*lines, *_table(header, ([_text(cell) for cell in paper.values()] for paper in papers))])
 
 
 PAGES = {"reference/verbs": verbs_page, "reference/config": config_page, "reference/attacks": attacks_page}

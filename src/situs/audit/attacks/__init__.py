@@ -1,4 +1,4 @@
-"""Attacks: what a server can make of the gradients that a client sends."""
+"""Attacks of a server on the gradients that a client sends, by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ATTACKS: Plugins[type[Attack]] = Plugins(
 
 
 def create_attack(name: str | Attack, *configs: object) -> Attack:
-    """An attack by name, with that of the configs which is its own; without one as it is by default."""
+    """An attack by name, with the config of its type among `configs`, else with its defaults."""
     if isinstance(name, Attack):
         return name
     if name not in ATTACKS:

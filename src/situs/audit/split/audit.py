@@ -131,11 +131,11 @@ class Split:
     @staticmethod
     def cards() -> Iterator[Card]:
         paper = "Permutation equivariance of transformers and its applications (Xu et al., CVPR 2024)"
-        for name, (_, knows) in ATTACKS.items():
+        for name, (run, knows) in ATTACKS.items():
             plain = name == "decoder"
-            apart = "a regression first, then a small transformer" if plain else "undoes the permutations first"
+            about = "a regression first, then a small transformer" if plain else (run.__doc__ or "").rstrip(".")
             needs = f"the features at the cut; knows {knows}; public images"
-            yield Card(name, Split.name, needs, FINDS, paper if plain else "ours", apart, "benchmarks/split.py")
+            yield Card(name, Split.name, needs, FINDS, paper if plain else "ours", about, "benchmarks/split.py")
 
     def planned(self) -> Iterator[SplitFinding]:
         asked = len(self.stage.z)
