@@ -133,7 +133,8 @@ class Split:
         paper = "Permutation equivariance of transformers and its applications (Xu et al., CVPR 2024)"
         for name, (run, knows) in ATTACKS.items():
             plain = name == "decoder"
-            about = "a regression first, then a small transformer" if plain else (run.__doc__ or "").rstrip(".")
+            about = (run.__doc__ or "").partition("\n")[0].rstrip(".")
+            about = "a regression first, then a small transformer" if plain else about
             needs = f"the features at the cut; knows {knows}; public images"
             yield Card(name, Split.name, needs, FINDS, paper if plain else "ours", about, "benchmarks/split.py")
 
