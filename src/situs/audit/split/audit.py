@@ -131,9 +131,9 @@ class Split:
     @staticmethod
     def cards() -> Iterator[Card]:
         paper = "Permutation equivariance of transformers and its applications (Xu et al., CVPR 2024)"
-        for name, (run, knows) in ATTACKS.items():
+        for name, (function, knows) in ATTACKS.items():
             plain = name == "decoder"
-            about = (run.__doc__ or "").partition("\n")[0].rstrip(".")
+            about = (function.__doc__ or "").partition("\n")[0].rstrip(".")
             about = "a regression first, then a small transformer" if plain else about
             needs = f"the features at the cut; knows {knows}; public images"
             yield Card(name, Split.name, needs, FINDS, paper if plain else "ours", about, "benchmarks/split.py")
