@@ -143,21 +143,32 @@ class Reidentified(NamedTuple):
 
 
 class Guard:
-    """Created by `guard`. looks: all so far; findings: of the last look, as those of an audit. `close` removes its
-    hooks."""
+    """Attacks the gradients of your own training loop before they are sent: at step 0 and every `every` steps.
+
+    module: turns normalised images into logits. optimizer: its steps are watched; None where you call `look`.
+    img_size: needed for a module that Situs does not know. limit: on the most exposed image, beside that by its blind
+    guesses; "blind" for these alone. act: raise `LeakError`, log (logger situs.audit.guard), or a function that gets
+    each `Look`. defence: what you do to the gradients ("noise=1e-3"); the real noise is measured, and the attackers
+    know it. seconds: for one look; where it is stopped and nothing is above, it is inconclusive. normalisation: mean
+    and deviation of each channel, where the module's are not known. model: further options of `open_model` (in_chans).
+
+    looks: all looks so far. findings: of the last look, as those of an audit. `close` removes its hooks.
+    """
 
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | None = None,
         *,
-        limit: str,
-        every: int,
-        act: Literal["raise", "log"] | Callable[[Look], None],
-        attacks: Sequence[str | Attack],
-        defence: str | Defence,
-        seconds: float,
-        model: Mapping[str, Any],
+        img_size: Size | None = None,
+        limit: str = "psnr=20",
+        every: int = 100,
+        act: Literal["raise", "log"] | Callable[[Look], None] = "raise",
+        attacks: Sequence[str | Attack] = ATTACKED,
+        defence: str | Defence = "none",
+        seconds: float = 120.0,
+        normalisation: Normalisation | None = None,
+        **model: Any,
     ) -> None:
         _check_options(module, optimizer, every, seconds, act, attacks)
         self.module, self.limit, self.every, self.act = module, parse_limit(limit, METRICS, "limit"), every, act
@@ -169,9 +180,9 @@ class Guard:
         self._decoys: deque[Tensor] = deque(maxlen=DECOYS)
         self._reidentified: dict[str, deque[Reidentified]] = {}
         with self._undisturbed():
-            victim = open_victim(module, **{name: value for name, value in model.items() if name != "normalisation"})
+            victim = open_victim(module, **model, **({} if img_size is None else {"img_size": img_size}))
         self.backbone = victim.model.backbone
-        normalisation = model.get("normalisation") or victim.model.data.normalisation
+        normalisation = normalisation or victim.model.data.normalisation
         self.normalisation = _checked(normalisation, self.backbone.input.channels)
         ours = {id(parameter): name for name, parameter in self.backbone.named_parameters()}
         self._names = {name: ours[id(p)] for name, p in module.named_parameters() if id(p) in ours}
@@ -714,27 +725,5 @@ def _check_options(module: Any, optimizer: Any, every: Any, seconds: Any, act: A
         raise SitusError(field="attacks", value=attacks, allowed="a list of one or more of them")
 
 
-def guard(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    img_size: Size | None = None,
-    limit: str = "psnr=20",
-    every: int = 100,
-    act: Literal["raise", "log"] | Callable[[Look], None] = "raise",
-    attacks: Sequence[str | Attack] = ATTACKED,
-    defence: str | Defence = "none",
-    seconds: float = 120.0,
-    **model: Any,
-) -> Guard:
-    """Attacks the gradients of your own training loop before they are sent: at step 0 and every `every` steps.
-
-    module: turns normalised images into logits. optimizer: its steps are watched; None where you call `Guard.look`.
-    img_size: needed for a module that Situs does not know. limit: on the most exposed image, beside that by its blind
-    guesses; "blind" for these alone. act: raise `LeakError`, log (logger situs.audit.guard), or a function that gets
-    each `Look`. defence: what you do to the gradients ("noise=1e-3"); the real noise is measured, and the attackers
-    know it. seconds: for one look; where it is stopped and nothing is above, it is inconclusive. model: further options
-    of `open_model` (normalisation, in_chans).
-    """
-    options = {"limit": limit, "every": every, "act": act, "attacks": attacks, "defence": defence, "seconds": seconds}
-    return Guard(module, optimizer, **options, model=model if img_size is None else {**model, "img_size": img_size})
+guard = Guard
+"""The name that a loop calls it by."""
