@@ -1,7 +1,7 @@
 """Headline figures, written once in figures.toml (or a study's `ours`) and filled into README.md and the pages.
 
-.venv/bin/python docs/make_figures.py            writes every figure between its markers, and the table of docs/results.md
-.venv/bin/python docs/make_figures.py --check    changes nothing; says what differs or was typed by hand, and then exits with 1
+.venv/bin/python docs/make_figures.py            writes figures between their markers, and the table of docs/results.md
+.venv/bin/python docs/make_figures.py --check    says what differs or was typed by hand, and exits with 1 if anything
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _run(entry: dict[str, Any]) -> Run:
     if "study" in entry:
         study = tomllib.loads((STUDIES / f"{entry['study']}.toml").read_text(encoding="utf-8"))
         entry = {
-            "command": f"situs study run {entry['study']} --data PATH --out DIR",
+            "command": f"situs study run {entry['study']}",
             "machine": study["measured"]["machine"],
             "day": study["measured"]["date"],
         } | entry
@@ -100,7 +100,8 @@ def table(runs: list[Run]) -> str:
         shown = [
             f"{figure.shows}: {text}"
             for name, figure in run.figures.items()
-            if (text := f"**{figure.value}{f' {figure.unit}' if figure.unit else ''}**") and name + "-spread" not in run.figures
+            if (text := f"**{figure.value}{f' {figure.unit}' if figure.unit else ''}**")
+            and name + "-spread" not in run.figures
         ]
         command = f"`{run.command}`" if run.command.startswith(("situs ", "python ")) else run.command
         lines.append(f"| [{run.title}]({run.page}) | {'; '.join(shown)} | {command} | {run.machine}, {run.day} |")
@@ -119,7 +120,9 @@ def filled(text: str, runs: list[Run]) -> str:
         value = figure.value
         if digits is not None:
             if figure.number is None:
-                raise SystemExit(f"{name}:{digits}: only a number of a study or of seeds can be asked for in other digits")
+                raise SystemExit(
+                    f"{name}:{digits}: only a number of a study or of seeds can be asked for in other digits"
+                )
             value = f"{figure.number:.{digits}f}"
         return match[0].replace(f"-->{match[3]}<!--", f"-->{value}<!--")
 
@@ -127,9 +130,13 @@ def filled(text: str, runs: list[Run]) -> str:
     return TABLE.sub(lambda match: match[1] + table(runs) + match[2], text)
 
 
-def typed(text: str, runs: list[Run], *, strict: bool = False) -> Iterator[str]:
-    """Figures of a page that stand outside of a marker; strict: also any other percentage, decibel or "N of M"."""
+def typed(text: str, runs: list[Run], *, strict: bool = False, tables: bool = True) -> Iterator[str]:
+    """Figures of a page that stand outside of a marker; strict: also any other percentage, decibel or "N of M".
+
+    tables: False for the pages of docs/results, whose tables hold many other numbers, some of them equal by chance.
+    """
     text = TABLE.sub("", text)
+    text = text if tables else re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"`[^`\n]*`", "", MARKED.sub("<figure>", text))
     others = {unit: "|".join(map(re.escape, [each for each in UNITS if each != unit])) for unit in ("", *UNITS)}
@@ -143,6 +150,15 @@ def typed(text: str, runs: list[Run], *, strict: bool = False) -> Iterator[str]:
         for match in re.finditer(r"(?<![\w=.])[\d,.]*\d (?:%|dB\b|of \d)", text):
             line = text[: match.start()].count("\n")
             yield f"{match[0]} in: {text.splitlines()[line][:100]}"
+
+
+def missing(runs: list[Run]) -> Iterator[tuple[str, str]]:
+    """Figures that their own page does not take from here, and those pages."""
+    for run in runs:
+        marked = {match[0] for match in MARKED.findall((DOCS / run.page.partition("#")[0]).read_text(encoding="utf-8"))}
+        for name in run.figures:
+            if name not in marked and f"{name}-spread" not in marked:
+                yield name, run.page
 
 
 def pages() -> list[Path]:
@@ -161,12 +177,16 @@ def main(arguments: list[str]) -> int:
         text, name = page.read_text(encoding="utf-8"), page.relative_to(DOCS.parent).as_posix()
         new = filled(text, runs)
         markers += len(MARKED.findall(text))
-        mistakes += [f"{name}: typed by hand: {each}" for each in typed(new, runs, strict=name in STRICT)]
+        mistakes += [
+            f"{name}: typed by hand: {each}"
+            for each in typed(new, runs, strict=name in STRICT, tables=not name.startswith("docs/results/"))
+        ]
         if new != text and "--check" in arguments:
             mistakes.append(f"{name}: differs from figures.toml")
         elif new != text:
             page.write_text(new, encoding="utf-8")
             print(f"wrote {name}")
+    mistakes += [f"{page}: has no {name}, whose page it is" for name, page in missing(runs)]
     print("\n".join([*mistakes, f"{len(by_name(runs))} figures, {markers} places"]))
     return 1 if mistakes else 0
 
