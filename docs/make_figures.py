@@ -19,6 +19,8 @@ STUDIES = DOCS.parent / "src" / "situs" / "studies" / "papers"
 MARKED = re.compile(r"<!--f:([a-z0-9-]+)(?::(\d))?-->(.*?)<!--/f-->", flags=re.DOTALL)
 TABLE = re.compile(r"(<!--figures-->\n).*?(<!--/figures-->)", flags=re.DOTALL)
 UNITS = ("%", "dB", "img/s", "images/s", "s", "ms", "GiB", "px", "points", "patches", "MiB", "MB", "µs")
+BREAKS = re.compile(r"^\s*(?:[-*+>]|\d+\.)?\s*(<!--f:[a-z0-9-]+)", flags=re.MULTILINE)
+"""A comment at the start of a line ends the paragraph: Markdown takes it for a block of HTML."""
 STRICT = ("README.md", "docs/results.md", "docs/gradients_for_managers.md", "docs/which_method.md")
 """Pages on which every percentage, decibel and "N of M" must come from figures.toml."""
 
@@ -181,6 +183,7 @@ def main(arguments: list[str]) -> int:
             f"{name}: typed by hand: {each}"
             for each in typed(new, runs, strict=name in STRICT, tables=not name.startswith("docs/results/"))
         ]
+        mistakes += [f"{name}: {each}: a marker must not begin a line" for each in BREAKS.findall(new)]
         if new != text and "--check" in arguments:
             mistakes.append(f"{name}: differs from figures.toml")
         elif new != text:

@@ -89,3 +89,15 @@ def test_links_lead_somewhere(root: Path) -> None:
         links = re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
         missing = [link for link in links if not (page.parent / link).exists()]
         assert missing == [], page.name
+
+
+def test_the_changelog_is_short_and_the_version_is_the_same_everywhere(root: Path) -> None:
+    parts = re.split(
+        r"^## \[(.+?)\] - \d{4}-\d\d-\d\d$", (root / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    versions = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert next(iter(versions)) == situs.__version__
+    for version, text in versions.items():
+        assert len([line for line in text.splitlines() if line.strip()]) <= 20, version
+        assert text.lstrip().startswith("You gain:"), version
+    assert f"\nversion: {situs.__version__}\n" in (root / "CITATION.cff").read_text(encoding="utf-8")

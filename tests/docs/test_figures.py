@@ -36,6 +36,13 @@ def test_no_figure_differs_or_is_typed_by_hand(figures: ModuleType, capsys: pyte
     assert covered >= 55 and places >= 150
 
 
+def test_a_marker_never_begins_a_line(figures: ModuleType) -> None:
+    """There a comment is a block of HTML, and cuts the paragraph in two."""
+    marked = "<!--f:cifar-mp3-->55.0<!--/f--> %"
+    assert all(figures.BREAKS.search(f"It has\n{start}{marked}") for start in ("", "  ", "- ", "1. "))
+    assert not figures.BREAKS.search(f"It has {marked}\n| {marked} |")
+
+
 def test_every_run_names_command_machine_and_day_and_where_it_is_told(figures: ModuleType) -> None:
     for run in figures.load():
         assert run.command and run.machine and re.fullmatch(r"2026-\d\d-\d\d", run.day), run.title
