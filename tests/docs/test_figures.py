@@ -72,7 +72,7 @@ def test_a_figure_that_changes_in_its_source_changes_on_every_page(tmp_path: Pat
     source = [(tmp_path / "README.md").read_text(encoding="utf-8")]
     copied.add_figures(None, "README", source)  # what Sphinx does when it builds a page
     assert copied.main([]) == copied.main(["--check"]) == 0
-    pages = {page.name: page.read_text(encoding="utf-8") for page in copied.pages()}
+    pages = {page.relative_to(tmp_path).as_posix(): page.read_text(encoding="utf-8") for page in copied.pages()}
     assert source[0] == pages["README.md"]
     for name, old, new in (("cifar-mp3", "55.0", "54.3"), ("mjp-exact", "59 of 64", "58 of 64")):
         following = [page for page, text in pages.items() if f"<!--f:{name}-->{new}<!--/f-->" in text]
