@@ -89,7 +89,7 @@ def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Pa
     assert names(bank).isdisjoint(names(test)) and len(names(bank) | names(test)) == 40
     assert names(test) == names(load_set(subject, flat, split="val", held_out=0.2, batch=8))
     assert test.source.notes[-1] == (
-        f"{flat}: has no split to be judged on, so that 0.2 of it, by names, is held out; held_out says another share"
+        f"{flat}: has no split for evaluation, so 0.2 of it, by names, is held out; held_out says another share"
     )
 
 
@@ -139,7 +139,7 @@ def test_a_share_is_refused_of_data_with_a_split_of_its_own(
         shutil.copytree(flat, tmp_path / "own" / split)
     own = str(tmp_path / "own")
     capsys.readouterr()
-    said = f"situs: held_out=0.1: {own} has its own split to be judged on (val), and nothing more is held out; leave it"
+    said = f"situs: held_out=0.1: {own} has its own evaluation split (val), and nothing more is held out; leave it"
     assert main(["pretrain", "--data", own, "--data.held-out", ".1", "--out", str(tmp_path / "new")]) == 2
     assert capsys.readouterr().err == f"{said} out (--data.held-out)\n"
     assert main(["evaluate", "knn", str(run), "--data", own, "--held-out", ".1", "--device", "cpu"]) == 2

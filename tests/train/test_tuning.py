@@ -98,7 +98,7 @@ def test_a_setting_of_lora_without_lora_is_refused(tmp_path: Path, name: str, va
 
 def test_the_flag_stands_beside_the_table_of_the_same_name_and_a_start_is_needed(base: Path, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"method": "supervised", "backbone": SMALL, "batch": 16, "out": tmp_path / "run"}
-    with pytest.raises(SitusError, match=r"tuning.parts=head: leaves the other weights as they are") as error:
+    with pytest.raises(SitusError, match=r"tuning.parts=head: freezes the other weights") as error:
         situs.pretrain(IMAGES, **asked, tuning={"parts": "head"})
     assert error.value.field == "tuning.parts"
     with pytest.raises(SitusError, match=r"half.*'all', 'head', 'lora'"):

@@ -216,7 +216,7 @@ def load_bank(
     if bank.classes != test.classes:
         raise SitusError(f"{test.source.name}: its classes are not those of the training split", field="data")
     if alone:
-        said = f"{own.path}: has no split to be judged on, so that {HELD_OUT:g} of it, by names, is held out"
+        said = f"{own.path}: has no split for evaluation, so {HELD_OUT:g} of it, by names, is held out"
         learned = model.method is not None and model.method.needs_targets and absolute(own.path) == model.samples.path
         more = ", whose labels the training has seen too" if learned else ""
         test.source.notes.append(f"{said}{more}; held_out says another share")
