@@ -88,14 +88,14 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
     assert held_out_of("mp3") == 0
     out, _ = told("finetune", "--from", "mp3", "--steps", "2", "--out", "ft")
     line = f"my photos: has no split for evaluation, so {len(val)} of its 37 images are held out and never"
-    assert f"{line} trained on; data.held_out sets the share; 0 trains on all" in out
+    assert f"{line} trained on (data.held_out sets the share; 0 trains on all)" in out
     assert "1 of its 4 classes has one image only ('one fox'), which is trained on: too small to be tested" in out
     assert "val top1" in out and held_out_of("ft") == 0.2
     for judged in ("accuracy", "knn", "probe"):
         more = {"knn": ["--k", "2"], "probe": ["--kind", "class", "--weight-decays", "0.1"]}.get(judged, [])
         for model in ("ft", "mp3") if judged != "accuracy" else ("ft",):
             _, err = told("evaluate", judged, model, "--out", f"look/{model}", *more)
-            fifth = "so that 0.2 of it, by names, is held out; held_out says another share"
+            fifth = "so that 0.2 of it, by names, is held out; held_out sets the share"
             assert (fifth in err) == (model == "mp3")  # the tuned run has its own part
     accuracy = json.loads(next(Path("look/ft").glob("*accuracy.json")).read_text())
     assert accuracy["count"] == len(val) and accuracy["data"] == "my photos, the 0.2 held out"

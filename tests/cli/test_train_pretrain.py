@@ -182,8 +182,8 @@ def test_a_run_without_a_whole_checkpoint_is_refused(
     [damaged] = (out / "checkpoints").iterdir()
     (damaged / "state.json").write_text((damaged / "state.json").read_text().replace('"step": ', '"step": 1'))
     assert refused(["pretrain", "--resume", str(out), "--device", "cpu"], capsys) == (
-        f"{out}: the run has no whole checkpoint left (the checkpoint of step 1 is damaged (state.json is not as it "
-        "was written)); start it again in another folder (--out)"
+        f"{out}: the run has no whole checkpoint left (the checkpoint of step 1 is damaged (state.json has changed "
+        "since it was written)); start it again in another folder (--out)"
     )
 
 
@@ -386,4 +386,4 @@ def test_a_run_that_ends_at_chance_says_so(
         steps = ["--steps", "2" if told else "60", "--data.count", "64", "--optim.lr", rate, "--train.log-every", "5"]
         assert main([*small, "--method", "mp3", *steps, "--out", str(tmp_path / rate)]) == 0
         printed = capsys.readouterr().err
-        assert ("is near chance (0.0625): in 2 updates the run has learned hardly anything" in printed) is told, printed
+        assert ("is near chance (0.0625): the run has learned hardly anything in 2 updates" in printed) is told, printed

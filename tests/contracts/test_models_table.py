@@ -291,7 +291,7 @@ def test_what_a_kind_lacks_is_told_by_the_model_itself(
     from situs.models import open_model
     from situs.models.export import export_run
     from situs.models.model import check_classifier, puzzle_method
-    from situs.models.start import beginning
+    from situs.models.start import finetune_source
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     shape = {"img_size": 8, "patch_size": 4}
@@ -311,7 +311,7 @@ def test_what_a_kind_lacks_is_told_by_the_model_itself(
         "evaluate attention": lambda: check_attention_maps(model.backbone),
         "evaluate attention --kind correlation": lambda: model.backbone.require("tokens"),
         "evaluate position": lambda: kind == "run" or puzzle_method(model),
-        "finetune --from": lambda: beginning(begun),
+        "finetune --from": lambda: finetune_source(begun),
         "export": lambda: kind == "run" or export_run(source, world.base / "never"),
     }
     for verb, ask in asks.items():

@@ -79,7 +79,7 @@ def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Pa
     subject = open_model(str(run)).holding_out(0.0)
     loader = load_set(subject, flat, batch=8)
     assert len(loader.source) == 40
-    taken = "flat: is not split, so that all its images were taken, those of the training too; a share can be held out"
+    taken = "flat: is not split, so all its images were taken, those of the training too; a share can be held out"
     assert loader.source.notes[-1] == load_set(subject, batch=8).source.notes[-1] == taken  # named or not
     other = shutil.copytree(flat, tmp_path / "other")
     assert "all its images were taken; a share" in load_set(subject, other, batch=8).source.notes[-1]
@@ -89,7 +89,7 @@ def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Pa
     assert names(bank).isdisjoint(names(test)) and len(names(bank) | names(test)) == 40
     assert names(test) == names(load_set(subject, flat, split="val", held_out=0.2, batch=8))
     assert test.source.notes[-1] == (
-        f"{flat}: has no split for evaluation, so 0.2 of it, by names, is held out; held_out says another share"
+        f"{flat}: has no split for evaluation, so 0.2 of it, by names, is held out; held_out sets the share"
     )
 
 
@@ -107,7 +107,7 @@ def test_every_verb_follows_the_rule(verb: str, flat: Path, tmp_path: Path, caps
     learns = verb in {"evaluate knn", "evaluate probe"}
     assert main(words) == 0
     said = capsys.readouterr().err
-    assert ("so that 0.2 of it, by names, is held out" if learns else "so that all its images were taken") in said
+    assert ("so that 0.2 of it, by names, is held out" if learns else "so all its images were taken") in said
     if not learns:
         assert main([*words, "--split", "val"]) == 2
         assert "--held-out" in capsys.readouterr().err

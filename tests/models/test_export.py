@@ -96,7 +96,7 @@ def test_scrambled_blocks_go_into_no_graph(tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir()
     (tmp_path / "locked" / MANIFEST).write_text('{"format": "situs-lock"}')
     for form in ("onnx", "timm"):
-        with pytest.raises(SitusError, match="it is a locked folder, and situs unlock writes the model that it holds"):
+        with pytest.raises(SitusError, match="it is a locked folder, and situs unlock writes its model"):
             export_model(tmp_path / "locked", tmp_path / "x", form=form)
     assert [path.name for path in tmp_path.iterdir()] == ["locked"]
 

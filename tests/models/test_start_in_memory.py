@@ -105,7 +105,7 @@ def test_a_model_that_is_gone_is_told() -> None:
     for seed in (2, 3):
         torch.manual_seed(seed)
         addressed_model(timm.create_model("vit_tiny_patch16_224", **SMALL))
-    with pytest.raises(SitusError, match="VisionTransformer: was a model in memory, which is there no more"):
+    with pytest.raises(SitusError, match="VisionTransformer: was a model in memory and is gone"):
         situs.finetune(first, data=DATA, out="never")
 
 

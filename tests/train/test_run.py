@@ -415,7 +415,7 @@ def test_a_folder_with_files_in_it_is_no_place_for_a_run(tmp_path: Path) -> None
     with pytest.raises(SitusError, match=said):
         RunFolder.create(tmp_path, config())
     (tmp_path / "picture.png").touch()
-    with pytest.raises(SitusError, match=r"it holds notes\.txt and 1 more;"):
+    with pytest.raises(SitusError, match=r"it has notes\.txt and 1 more;"):
         RunFolder.create(tmp_path, config())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "picture.png"]
     (tmp_path / "empty").mkdir()

@@ -277,7 +277,7 @@ def test_perplexity_is_that_of_transformers(world: Path) -> None:
     assert "has a perplexity of" in found.summary().sentence
     with pytest.raises(SitusError, match="has no head for the next word"):
         evaluate_perplexity(world / "bert", world / "plain")
-    with pytest.raises(SitusError, match="lm: tells the next word, and no class"):
+    with pytest.raises(SitusError, match="lm: predicts the next word and no class"):
         evaluate_accuracy(world / "lm")
 
 
@@ -343,9 +343,9 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
         data={"path": str(world / "set"), "text": {"tokeniser": str(large)}},
     )
     told: dict[str, Any] = {"method": "mae", "device": "cpu", "quiet": True}
-    with pytest.raises(SitusError, match=r"mae learns from images and clips, and .* holds sentences"):
+    with pytest.raises(SitusError, match=r"mae learns from images and clips, and .* has sentences"):
         api.pretrain(world / "set", backbone=str(world / "bert"), out=tmp_path / "run", **told)
-    with pytest.raises(SitusError, match=r"takes images, and .* holds sentences"):
+    with pytest.raises(SitusError, match=r"takes images, and .* has sentences"):
         api.pretrain(
             world / "set", method="supervised", backbone="vit_tiny_patch16_224", out=tmp_path / "run", device="cpu"
         )

@@ -28,9 +28,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return situs.pretrain(IMAGES, **asked, optim={"lr": 1e-3, "warmup_epochs": 0})
 
 
-def tune(base: Path, out: Path, train: str, steps: int = 4, **more: Any) -> Path:
+def tune(base: Path, out: Path, train: str, steps: int = 4, tuning: dict[str, Any] | None = None, **more: Any) -> Path:
+    """With a new head: to fit one by a probe takes longer than the run, and has tests of its own."""
     asked = {"data": IMAGES, "batch": 16, "optim": OPTIM, "validate_every": 0, "quiet": True}
-    return situs.finetune(base, out=out, train=train, steps=steps, **asked, **more)
+    return situs.finetune(
+        base, out=out, train=train, steps=steps, tuning={"head": "new"} | (tuning or {}), **asked, **more
+    )
 
 
 def weights(run: Path, kind: str = "model") -> dict[str, torch.Tensor]:
