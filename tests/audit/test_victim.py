@@ -91,8 +91,8 @@ def test_own_modules_of_every_kind(which: str, told: str | None, own: str) -> No
 @pytest.mark.parametrize(
     ("which", "said"),
     [
-        (":Wide", "called with no arguments and ends with TypeError.*'width'"),
-        (":broken", "ends with KeyError"),
+        (":Wide", "called with no arguments, it raised TypeError.*'width'"),
+        (":broken", "it raised KeyError"),
         (":number", "is int, and must be a module"),
         ("_torn:Net", "ValueError: not today"),
     ],

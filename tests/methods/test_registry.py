@@ -188,7 +188,7 @@ def test_a_method_needs_a_config_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_ours_have_each_a_config_of_their_own() -> None:
-    configs = [kind.Config for kind in METHODS.own.values()]
+    configs = [kind.Config for kind in METHODS.built_in.values()]
     assert len(set(configs)) == len(configs)
     assert Choice(METHODS, "mp3").name_of(MAEConfig()) == "mae"
     assert method_class("mp3") is MP3

@@ -27,8 +27,8 @@ class Model:
     """An opened model, on its device and in eval mode (a module in the mode it was in).
 
     method: a run's method with its heads and tokens; None for what is no run. input: how its images, clips or sentences
-    are prepared (and, for a run, where they are); None where unknown. classes: their names, where known. facts: where it
-    comes from, no paths. classifier: whether it has a trained head. positions: whether its positions were used in
+    are prepared (and, for a run, where they are); None where unknown. classes: their names, where known. facts: its
+    origin, no paths. classifier: whether it has a trained head. positions: whether its positions were used in
     training. locked: whether it is a locked folder opened without its key. identity: a hash of where it was opened
     from, which distinguishes the results of two models. home: its folder's or its weights' name, which distinguishes
     models of one name. notes: what a reader of its results must know, by name. when: a run's last step, for its

@@ -1,5 +1,5 @@
-"""What a training starts from: a run, a model's folder, a locked folder, a name with its weights, a file of weights, or a
-model in memory, which has an address that is used like a path.
+"""What a training starts from: a run, a model's folder, a locked folder, a name with its weights, a file of weights, or
+a model in memory, which has an address that is used like a path.
 
 `finetune_source` tells how to make its model again, `initialise` loads its weights into a new backbone. A run's config
 has the address of a model in memory; the weights are read when the run begins, and are then in its checkpoints.

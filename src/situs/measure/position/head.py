@@ -20,7 +20,7 @@ from situs.methods.base import Batch
 from situs.methods.measured import SolvesPuzzles
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.models.inference import Total, evaluating
-from situs.models.model import puzzle_method, anchor_notes
+from situs.models.model import anchor_notes, puzzle_method
 from situs.results import Figure, Result, Summary, Table, percent
 from situs.train.step import autocast
 
