@@ -119,7 +119,7 @@ def from_dict(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
     except SitusError as error:
         if not where:
             raise
-        raise error.said_of(where) from None
+        raise error.prefixed(where) from None
 
 
 def to_dict(config: Any) -> dict[str, Any]:

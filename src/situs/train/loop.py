@@ -21,7 +21,7 @@ from torch import Tensor
 from situs.core.when import When
 from situs.errors import SitusError, counted, verb
 from situs.methods.base import Batch, Method
-from situs.progress import clock, hearing, note, notes_to, task
+from situs.progress import clock, listening, note, notes_to, task
 from situs.train import distributed
 from situs.train.checkpoint import RunFolder
 from situs.train.checkpoint.state import capture, restore, seed_generators
@@ -77,7 +77,7 @@ def fit(
     Ctrl-C, SIGTERM or SIGHUP: the step is finished, a checkpoint written, and `TrainResult.interrupted` is True.
     A loss or gradient that is not finite raises `situs.train.nan.NotFiniteError`.
     """
-    progress = contextlib.nullcontext() if quiet else hearing(None)  # the log has a live line of its own
+    progress = contextlib.nullcontext() if quiet else listening(None)  # the log has a live line of its own
     early: list[str] = []
     with run.hold(), Interrupt() as interrupt, progress:
         with notes_to(early.append):
