@@ -83,8 +83,8 @@ def test_the_seed_decides_the_first_weights() -> None:
 
 
 def test_the_residual_stream_is_wide_where_it_is_asked_for() -> None:
-    assert not make_method(config(), None).backbone.wide
-    assert make_method(config(train={"residual": "float32"}), None).backbone.wide
+    assert not make_method(config(), None).backbone.float32_residual
+    assert make_method(config(train={"residual": "float32"}), None).backbone.float32_residual
 
 
 def test_one_line_says_what_is_trained_where() -> None:

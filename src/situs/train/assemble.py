@@ -258,7 +258,7 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     )
     if not modality.ids:
         backbone.require("images")
-    backbone.wide = config.train.residual == "float32"
+    backbone.float32_residual = config.train.residual == "float32"
     if (shape := backbone.input.shape) not in (None, config.data.size):
         expected, loaded = (" × ".join(map(str, size)) for size in (shape, config.data.size))
         reason = f"the model takes images of {expected} pixels, and the data is loaded at {loaded}"

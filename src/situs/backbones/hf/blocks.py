@@ -139,7 +139,7 @@ def reader_of(name: str, layers: Any) -> Read:
     """The reader of a model's layers; refused where the attention of one is none of these classes."""
     kinds = set()
     for layer in layers:
-        inside = [type(each).__name__ for each in layer.modules()]
+        inside = [type(module).__name__ for module in layer.modules()]
         known = [kind for kind in inside if kind in READERS]
         if not known:
             kind = next((kind for kind in inside if kind.endswith("Attention")), inside[0])

@@ -92,7 +92,7 @@ FAMILIES: dict[str, HFFamily] = {
 """transformers class -> how it is wrapped. A subclass, or a class of the same name elsewhere, is refused."""
 
 BARE: dict[str, tuple[str, dict[str, Any]]] = {
-    kind: (f"{each.name}Model", {"add_pooling_layer": False} if each.pooler else {}) for kind, each in KINDS.items()
+    kind: (f"{entry.name}Model", {"add_pooling_layer": False} if entry.pooler else {}) for kind, entry in KINDS.items()
 }
 """Config type -> its model without a head, and what leaves the pooler out (`num_classes=0`)."""
 
@@ -122,7 +122,7 @@ def create_hf_backbone(source: Any, wanted: BackboneConfig) -> Backbone:
     path of a folder with config.json and weights, or of a config.json alone (fresh weights); a path may start with
     "hf:". wanted: img_size is (height, width) of images, or (1, length) of a text model's positions; model_args are
     config entries to change; positions, another kind than its own, are for image models.
-    New models come in training mode, as torch's modules do; a model that was given keeps its mode.
+    New models are in training mode, like torch's modules; an existing model keeps its mode.
     """
     transformers = _transformers()
     if isinstance(source, transformers.PreTrainedModel):

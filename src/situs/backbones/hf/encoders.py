@@ -48,8 +48,8 @@ class TextEncoder(TextBackbone, EncoderBackbone):
         if x.dim() == 2 or not self.segments:
             return words + segments.weight[0]
         if segments.num_embeddings < 2:
-            said = f"{self.name} tells no two sentences apart (type_vocab_size=1), and pairs are given"
-            raise SitusError(said, field="data.text.pair")
+            reason = f"{self.name} has no token types (type_vocab_size=1), so it takes no pairs of sentences"
+            raise SitusError(reason, field="data.text.pair")
         return words + segments(x[:, 1])
 
     def positions(self, grid: Grid | None = None) -> Positions:

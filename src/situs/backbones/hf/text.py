@@ -44,8 +44,8 @@ class TextBackbone(HFBackbone):
         longest = model.config.max_position_embeddings - self.first_row(model)
         height, length = size or (1, longest)
         if height != 1 or not 1 <= length <= longest:
-            said = f"img_size={size}: {type(model).__name__} reads a row of 1 to {longest} tokens: give (1, length)"
-            raise SitusError(said, field="img_size")
+            reason = f"img_size={size}: {type(model).__name__} takes a row of 1 to {longest} tokens: give (1, length)"
+            raise SitusError(reason, field="img_size")
         super().__init__(model, head, (length,), 0)
         self.input = InputSpec(words=self.inner.get_input_embeddings().num_embeddings)
 
