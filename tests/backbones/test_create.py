@@ -186,7 +186,7 @@ def test_mistakes_are_sentences(fields, sentence) -> None:
 
 
 def test_images_of_another_shape_are_refused() -> None:
-    with pytest.raises(SitusError, match=r"images of shape \[2, 3, 16, 16\] given, \[B, 3, 16, 24\] needed"):
+    with pytest.raises(SitusError, match=r"images have shape \[2, 3, 16, 16\], and must have \[B, 3, 16, 24\]"):
         tiny().embed(torch.zeros(2, 3, 16, 16))
 
 

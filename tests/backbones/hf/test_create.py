@@ -534,7 +534,9 @@ def test_positions_that_do_not_fit_are_refused():
 
 def test_inputs_that_do_not_fit_are_refused():
     vit, bert = make("vit"), make("bert")
-    with pytest.raises(SitusError, match=r"ViTModel: images of shape \[2, 1, 16, 16\] given, \[B, 3, 16, 16\] needed"):
+    with pytest.raises(
+        SitusError, match=r"ViTModel: images have shape \[2, 1, 16, 16\], and must have \[B, 3, 16, 16\]"
+    ):
         vit.embed(torch.zeros(2, 1, 16, 16))
     with pytest.raises(SitusError, match="N <= 20"):
         bert.embed(torch.zeros(1, 21, dtype=torch.long))
