@@ -95,7 +95,7 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
         more = {"knn": ["--k", "2"], "probe": ["--kind", "class", "--weight-decays", "0.1"]}.get(judged, [])
         for model in ("ft", "mp3") if judged != "accuracy" else ("ft",):
             _, err = told("evaluate", judged, model, "--out", f"look/{model}", *more)
-            fifth = "so that 0.2 of it, by names, is held out; held_out sets the share"
+            fifth = "so 0.2 of it, by names, is held out; held_out sets the share"
             assert (fifth in err) == (model == "mp3")  # the tuned run has its own part
     accuracy = json.loads(next(Path("look/ft").glob("*accuracy.json")).read_text())
     assert accuracy["count"] == len(val) and accuracy["data"] == "my photos, the 0.2 held out"

@@ -233,7 +233,7 @@ def test_an_export_keeps_that_it_is_multi_label(run: Path, squares: Path, tmp_pa
     written = json.loads((tmp_path / "export" / "config.json").read_text())
     assert written["problem_type"] == "multi_label_classification"
     assert written["label_names"] == ["red", "green", "blue"]
-    assert "3, any number of them an image (multi-label)" in (tmp_path / "export" / "README.md").read_text()
+    assert "3, any number of them per image (multi-label)" in (tmp_path / "export" / "README.md").read_text()
     model = open_model(tmp_path / "export")
     assert model.multi_label and model.classes == ("red", "green", "blue")
     found, own = evaluate_accuracy(model, squares), evaluate_accuracy(run)

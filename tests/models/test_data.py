@@ -107,7 +107,7 @@ def test_every_verb_follows_the_rule(verb: str, flat: Path, tmp_path: Path, caps
     learns = verb in {"evaluate knn", "evaluate probe"}
     assert main(words) == 0
     said = capsys.readouterr().err
-    assert ("so that 0.2 of it, by names, is held out" if learns else "so all its images were taken") in said
+    assert ("so 0.2 of it, by names, is held out" if learns else "so all its images were taken") in said
     if not learns:
         assert main([*words, "--split", "val"]) == 2
         assert "--held-out" in capsys.readouterr().err
@@ -139,9 +139,9 @@ def test_a_share_is_refused_of_data_with_a_split_of_its_own(
         shutil.copytree(flat, tmp_path / "own" / split)
     own = str(tmp_path / "own")
     capsys.readouterr()
-    said = f"situs: held_out=0.1: {own} has its own evaluation split (val), and nothing more is held out; leave it"
+    said = f"situs: held_out=0.1: {own} has its own evaluation split (val), so nothing more is held out; leave"
     assert main(["pretrain", "--data", own, "--data.held-out", ".1", "--out", str(tmp_path / "new")]) == 2
-    assert capsys.readouterr().err == f"{said} out (--data.held-out)\n"
+    assert capsys.readouterr().err == f"{said} held_out out (--data.held-out)\n"
     assert main(["evaluate", "knn", str(run), "--data", own, "--held-out", ".1", "--device", "cpu"]) == 2
     assert capsys.readouterr().err == f"{said} out (--held-out)\n"
     inherited = from_dict(FinetuneConfig, {"data": {**data_as_seen(run)["data"], "path": own}})

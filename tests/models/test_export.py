@@ -41,7 +41,7 @@ def told(name: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch, /, *
         for value in method.parameters():
             value.add_(torch.randn_like(value) * 0.3)
     provenance = ModelProvenance(name, classes=("a", "b", "c") if classes else None)
-    monkeypatch.setattr(export, "_read", lambda *_: export._Story(method, provenance))
+    monkeypatch.setattr(export, "_read", lambda *_: export._Exported(method, provenance))
     return method
 
 

@@ -214,7 +214,7 @@ def test_a_model_of_words_is_opened_and_has_no_images(tmp_path: Path) -> None:
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
     found = open_model(tmp_path / "bert")
     assert found.samples.kind == "text" and found.samples.size == (1, 12) and not found.classifier
-    with pytest.raises(SitusError, match="bert: reads sentences, this applies only to models of images or clips"):
+    with pytest.raises(SitusError, match="bert: reads sentences; this applies only to models of images or clips"):
         _ = found.data
 
 
@@ -245,10 +245,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("{world}/weights.pt", {}, r"is a file of weights; name the model they belong to, as NAME=.*weights.pt"),
     ("vit_tiny_patch16_224=x.pt", {"weights": "y.pt"}, r"weights=y.pt: .* has its own"),
     ("{world}/export", {"weights": "random"}, r"weights=random: a model's folder has its own"),
-    ("{world}/own_net.py:Net", {}, r"image size must be said"),
+    ("{world}/own_net.py:Net", {}, r"give its image size"),
     ("{world}/own_net.py:Net", {"img_size": 16, "weights": "w.pt"}, r"has its own"),
     ("{world}/own_net.py:Net", {"img_size": 20}, "does not take images"),
-    ("{world}/own_net.py:Net", {"img_size": 16, "model_args": {"width": 2}}, "called with width and ends with Type"),
+    ("{world}/own_net.py:Net", {"img_size": 16, "model_args": {"width": 2}}, "called with width, it raised Type"),
     ("{world}/own_net.py:made", {"img_size": 16, "model_args": {"classes": 2}}, "is already a module and takes none"),
     ("{world}/own_net.py:Other", {"img_size": 16}, "has no attribute 'Other'"),
     ("{world}/own_net.py:text", {"img_size": 16}, "gives str, and must give an nn.Module"),

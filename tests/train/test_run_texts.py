@@ -345,7 +345,7 @@ def test_faults_are_one_sentence_each(world: Path, tmp_path: Path) -> None:
     told: dict[str, Any] = {"method": "mae", "device": "cpu", "quiet": True}
     with pytest.raises(SitusError, match=r"mae learns from images and clips, and .* has sentences"):
         api.pretrain(world / "set", backbone=str(world / "bert"), out=tmp_path / "run", **told)
-    with pytest.raises(SitusError, match=r"takes images, and .* has sentences"):
+    with pytest.raises(SitusError, match=r"takes images, and .* holds sentences"):
         api.pretrain(
             world / "set", method="supervised", backbone="vit_tiny_patch16_224", out=tmp_path / "run", device="cpu"
         )
