@@ -114,7 +114,7 @@ def finetune_source(source: str | Path) -> FinetuneSource:
         )
     name, _, weights = source.partition("=")
     if folder is None and (not weights or weights == RANDOM):
-        reason = "has random weights, which are no start" if weights else "is neither a run nor a model"
+        reason = "has random weights, so there is nothing to start from" if weights else "is neither a run nor a model"
         advice = "a timm name needs its weights, as NAME=FILE or NAME=pretrained"
         raise SitusError(f"{source}: {reason}; {advice}", field="source")
     # The shapes are enough; the weights are read when the training starts.
