@@ -66,6 +66,16 @@ def pytest_configure() -> None:
     os.fsync = lambda _: None
 
 
+PROBED = ("tests/measure/", "tests/golden/", "tests/docs/")
+"""Where the weights of a linear probe are looked at; elsewhere a quarter of its iterations is enough."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A fine-tuning of few images begins with a probe, which takes longer than the steps of a small run."""
+    if (probe := sys.modules.get("situs.measure.probe.linear")) is not None:
+        setattr(probe, "STEPS", 200 if item.nodeid.startswith(PROBED) else 50)  # noqa: B010
+
+
 def pytest_runtest_teardown() -> None:
     """Where a CPU has no bfloat16, torch turns oneDNN off for good at the first product of two: other bits from then
     on, in this process alone."""

@@ -689,7 +689,7 @@ def test_num_classes_gives_a_new_head_to_the_saved_body(tmp_path):
         folder = tmp_path / name
         model = make_model(name).float()
         model.save_pretrained(folder)
-        for arguments in ({}, {"weights": folder}):
+        for arguments in ({}, {"weights": folder}) if name == "dinov2" else ({},):
             b = create_backbone(folder, num_classes=3, **arguments).eval()
             x = inputs(b, name)
             x = x if name in TEXTS else x.float()
