@@ -343,7 +343,7 @@ def test_a_flat_folder_is_pretrained_on_and_needs_no_noise(
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "flat: has no background noise, so that none is mixed in" in said
-    assert "flat: has no labels, so all its clips are taken, and no silence is added" in said
+    assert "flat: has no labels, so that all its clips are taken, and no silence is added" in said
     supervised = ["speech-supervised" if word == "speech-mp3" else word for word in words[:-1]]
     said = refused([*supervised, str(tmp_path / "other")], capsys)
     assert said.endswith(f"supervised needs labels, and {tmp_path / 'flat'} has none (--data)\n")

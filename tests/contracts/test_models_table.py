@@ -176,7 +176,7 @@ VERBS = (
 
 UNTRAINED, WHOLE = "no trained classifier", "runs only as a whole"
 UNPLAIN = "plain ViTs of timm can be run"
-NO_HEAD = "no run, (so it has no|and only a run keeps its) position head"
+NO_HEAD = "(no run, so it has no|not a run, and only a run has its) position head"
 REFUSED: dict[str, dict[str, str]] = {
     "predict": {"name": UNTRAINED},
     "features": {"own": WHOLE},

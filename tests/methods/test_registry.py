@@ -183,7 +183,7 @@ def test_a_method_needs_a_config_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("situs.methods.registry.entry_points", lambda **_: [Fake("bare", bare)])
     with pytest.raises(SitusError, match="has no dataclass Config"):
         Registry({}, "g")["bare"]
-    with pytest.raises(SitusError, match="OtherConfig: is the config of none of mp3"):
+    with pytest.raises(SitusError, match="OtherConfig: is not the config of any of mp3"):
         Choice({"mp3": MP3}, "mp3").name_of(OtherConfig())
 
 
@@ -236,7 +236,7 @@ SMALL: dict[str, Any] = {
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file with methods, beside nothing else; METHODS forgets them afterwards."""
-    for name in ("_loaded", "_words"):
+    for name in ("_loaded", "_aliases"):
         monkeypatch.setattr(METHODS, name, {})
     monkeypatch.setattr(sys, "path", [*sys.path])
     file = tmp_path / "own_methods.py"
@@ -248,7 +248,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def forget() -> None:
     """As another process would find it."""
     METHODS._loaded.clear()
-    METHODS._words.clear()
+    METHODS._aliases.clear()
     sys.modules.pop("own_methods", None)
 
 
