@@ -1,7 +1,7 @@
 """Permutations as index tensors.
 
 A permutation p is an int64 tensor, [N] when the batch shares it or [B, N] when each sample has its own. Applying
-it *gathers*: y[i] = x[p[i]]. With the matrix P of SPEC §6 this is y = P x, but no matrix is ever built: a dense
+it *gathers*: y[i] = x[p[i]]. With the permutation matrix P this is y = P x, but no matrix is ever built: a dense
 product costs N² D and rounds, an index costs N D and is exact.
 
 The content of an index is not checked here (that would sync with the device): `is_permutation` does.

@@ -237,7 +237,7 @@ def machine(device: torch.device, precision: str) -> dict[str, str]:
 
 
 def memory_gib(device: torch.device) -> float:
-    """The most memory held so far: on the GPU by torch, or of this process."""
+    """Peak memory so far: torch's on the GPU, or this process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     if sys.platform == "win32":

@@ -172,7 +172,7 @@ BACKBONE = "backbone."
 def layer_numbers(method: Method) -> dict[str, int]:
     """Depth of each parameter: 0 for embedding, positions, prefix tokens; i + 1 for block i; then the rest.
 
-    What the method adds stands at the top.
+    What the method adds is at the top.
     """
     roles = {f"{BACKBONE}{name}": role for name, role in method.backbone.roles().items()}
     top = len(method.backbone.block_modules()) + 1

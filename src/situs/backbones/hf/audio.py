@@ -24,7 +24,7 @@ UNPLACED: dict[str, str] = {
     "so that tokens tell their places whatever their positions",
     **dict.fromkeys(("wav2vec2", "hubert", "wavlm", "unispeech", "unispeech-sat", "data2vec-audio"), _CONVOLVED),
 }
-"""Config type -> why its tokens have no places that Situs could work on."""
+"""Config type -> why its tokens have no positions that Situs can use."""
 
 
 class ASTBackbone(ImageBackbone):

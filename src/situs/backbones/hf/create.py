@@ -26,7 +26,7 @@ from situs.backbones.weights import HEADS, read_state_dict, refuse_misfits
 from situs.errors import SitusError, missing_extra, unknown_name
 
 HUB_PREFIX = "hf:"
-"""What a name may start with to say that it is a transformers folder."""
+"""Prefix of a name that is a transformers folder."""
 
 
 class HFFamily(NamedTuple):
@@ -38,8 +38,8 @@ class HFFamily(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """One config type: how the names of its classes begin, and their endings with what each gives for finished
-    features: first the bare model, then the classifier. pooler: whether the bare model has one to leave out."""
+    """One config type: the prefix of its classes' names, and their endings with the head of each: first the bare model,
+    then the classifier. pooler: whether the bare model has one to leave out."""
 
     name: str
     adapter: Callable[[Any, Head, tuple[int, int] | None], Backbone]
@@ -110,7 +110,7 @@ ELSEWHERE: dict[str, str] = {
     ),
     "beit": "Situs does not run transformers' BEiT; timm's, as beit_base_patch16_224, is taken",
 }
-"""Config type that users try -> why it is not taken, and what to take instead."""
+"""Config types that users try -> why they are refused, and what to use instead."""
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -152,14 +152,14 @@ def create_hf_backbone(source: Any, wanted: BackboneConfig) -> Backbone:
 
 
 def _check_places(name: str, model_type: str) -> None:
-    """Refuses with its reason a model that users try and Situs does not take."""
+    """Refuses a model that users try and Situs does not support, with the reason."""
     reason = (hf_audio.UNPLACED | ELSEWHERE).get(model_type)
     if reason is not None:
         raise SitusError(f"{name} is refused: {reason}", field="backbone.name")
 
 
 def _entries(wanted: BackboneConfig, model_type: str) -> dict[str, Any]:
-    """What is asked for, as entries of a transformers config; what has no entry there is refused."""
+    """The requested settings as entries of a transformers config; those without an entry are refused."""
     if wanted.drop_path:
         raise SitusError(
             f"drop_path={wanted.drop_path}: transformers models have no stochastic depth that rises from block to "
@@ -184,7 +184,7 @@ def _transformers() -> Any:
 
 
 def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
-    """The config at a path, and the folder to take weights from (None: start afresh)."""
+    """The config at a path, and the folder of its weights (None: new weights)."""
     path = Path(str(source).removeprefix(HUB_PREFIX)).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if file.name != "config.json" or not file.is_file():
@@ -225,7 +225,7 @@ def _changed(config: Any, model_args: Mapping[str, Any]) -> Any:
 
 
 def _class_of(config: Any, num_classes: int | None) -> tuple[str, dict[str, Any]]:
-    """The class that a config becomes, and what its constructor is told."""
+    """The class for a config, and the arguments of its constructor."""
     _check_places(f"model type {config.model_type}", config.model_type)
     if config.model_type not in BARE:
         raise unknown_name("transformers model type", config.model_type, BARE)
@@ -267,7 +267,7 @@ def _build(config: Any, weights: str | Path | None, folder: Path | None, num_cla
 def _load(
     kind: Any, config: Any, folder: Path | None, state: dict[str, Tensor] | None, arguments: Mapping[str, Any]
 ) -> tuple[Any, Mapping[str, Any]]:
-    """A model with a folder's weights, or with `state`, and what from_pretrained says of them."""
+    """A model with a folder's weights, or with `state`, and from_pretrained's report on them."""
     # transformers saves some models under the names of its older releases; from_pretrained knows them all.
     try:
         with quietly():

@@ -1,4 +1,4 @@
-"""transformers' causal models as backbones: GPT-2, GPT-NeoX, and Llama with those that are laid out as it is."""
+"""transformers' causal models as backbones: GPT-2, GPT-NeoX, and Llama with models of the same layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CAUSAL = {
 """What every causal model refuses, and why."""
 
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""Kinds of RoPE whose angles depend on the place alone, not on how long the sentence is."""
+"""Kinds of RoPE whose angles depend on the position alone, not on the length of the sentence."""
 
 
 class DecoderBackbone(TextBackbone):
@@ -39,7 +39,7 @@ class DecoderBackbone(TextBackbone):
         return features._replace(patches=features.patches[torch.arange(len(last), device=mask.device), last][:, None])
 
     def _masks(self, stream: Stream) -> dict[bool, Any]:
-        """The attention masks in whatever form the model's attention wants: {sliding window or not: mask}."""
+        """The attention masks in the form of the model's attention: {sliding window or not: mask}."""
         from transformers import masking_utils
 
         makers = {
@@ -55,7 +55,7 @@ class DecoderBackbone(TextBackbone):
         }
 
     def _sliding(self) -> list[bool]:
-        """Which layers see only a window of the tokens before them."""
+        """Which layers attend only to a window of the tokens before them."""
         return [False] * self.depth
 
     def layer_inputs(self, stream: Stream) -> dict[str, Any]:  # noqa: ARG002  (a model that rotates uses it)
@@ -168,7 +168,7 @@ class QwenBackbone(LlamaBackbone):
 
 
 class GPTNeoXBackbone(LlamaBackbone):
-    """GPT-NeoX: rotary positions on some channels of each head, LayerNorm; most add attention and MLP to one stream."""
+    """GPT-NeoX: rotary positions on some channels of each head, LayerNorm; most run attention and MLP in parallel."""
 
     def before_blocks(self, z: Tensor) -> Tensor:
         return self.inner.emb_dropout(z)
@@ -188,5 +188,5 @@ def last_classes(model: Any, features: Features) -> Tensor:
 
 
 def next_words(model: Any, features: Features) -> Tensor:
-    """A logit for each word to come after each place, [B, N, V]."""
+    """Logits of the next word at each position, [B, N, V]."""
     return model.get_output_embeddings()(features.patches)
