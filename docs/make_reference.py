@@ -42,7 +42,7 @@ def _verb(kind: type[Any]) -> Iterator[str]:
     flags = flags_of(kind, every=True)
     yield from _prose(inspect.getdoc(kind) or "")
     if held is not None and issubclass(held[1].cls, RunConfig):  # two hundred flags, told once
-        flags = [flag for flag in flags if flag.own or not flag.group]
+        flags = [flag for flag in flags if flag.in_args or not flag.group]
         yield "Every field of [a training's config](config.md#a-training) is a flag too, as `--optim.lr 1e-3`."
         yield ""
     yield from _table(HEADER["verbs"], ((_flag(flag), _shown(flag.default), _text(flag.help)) for flag in flags))
@@ -54,7 +54,7 @@ def flags_page() -> str:
     written: dict[str, set[str]] = {}
     for verb in (verb for section in SECTIONS.values() for verb in section):
         for flag in flags_of(verb_type(verb)):
-            if not flag.positional and (flag.own or "." not in flag.name):
+            if not flag.positional and (flag.in_args or "." not in flag.name):
                 verbs.setdefault(flag.name, []).append(verb)
                 written.setdefault(flag.name, set()).add("" if flag.kind is bool else flag.metavar)
     most = sorted(verbs, key=lambda name: (-len(verbs[name]), name))

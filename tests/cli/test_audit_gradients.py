@@ -69,7 +69,7 @@ def test_what_another_verb_or_model_left_is_not_lost_without_a_word(
     words = ["audit", "gradients", *SMALL, "--data", str(photographs), "--img-size", "32", "--out", str(out)]
     more = ["--count", "1", "--attacks", "patchembed", "--defences", "none"]
     assert main([*words, *more]) == 0
-    replaced = f"situs: {out / 'gradients'}.html and .json are there, and what this finds replaces them"
+    replaced = f"situs: {out / 'gradients'}.html and .json exist and will be replaced"
     assert replaced not in capsys.readouterr().err and all((out / name).read_text() == name for name in others)
     assert main([*words, *more]) == 0 and replaced in capsys.readouterr().err
     (out / "study.toml").touch()

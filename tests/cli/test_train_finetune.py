@@ -113,7 +113,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         f"give the model to start from ({trained.mp3}) or other weights (x.pt), and not both (--from, --init)"
     )
     assert refused([*told, "--backbone", "vit_tiny_patch16_224"], capsys) == (
-        f"backbone=vit_tiny_patch16_224: {trained.mp3} brings its own; leave it out, or give its weights alone "
+        f"backbone=vit_tiny_patch16_224: {trained.mp3} has its own backbone; leave it out, or give only its weights "
         "(--backbone, --init)"
     )
     for_pretrain = ["--resume", str(trained.mp3), "--device", "cpu"]

@@ -35,11 +35,11 @@ _measure = hooks.measure_accuracy
 class Here:
     """What the second process would do, done here: a start of torch costs more than the training of --quick."""
 
-    def __init__(self, does: Callable[..., None], *given: Any) -> None:
-        self.does, self.given = does, given
+    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+        self.function, self.arguments = function, arguments
 
     def __enter__(self) -> Self:
-        self.does(*self.given, print)
+        self.function(*self.arguments)
         return self
 
     def wait(self) -> None:
@@ -57,11 +57,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory, undrawing: Callable[[pytest.Mo
     with redirect_stdout(said), redirect_stderr(complained), pytest.MonkeyPatch.context() as patch:
         undrawing(patch)
         # A few of the test images are enough here, for the classifiers and for every finding.
-        patch.setattr(stage, "QUICK", replace(stage.QUICK, looked_at=16))
+        patch.setattr(stage, "QUICK", replace(stage.QUICK, test_images=16))
         patch.setattr(hooks, "measure_accuracy", lambda model, images, **how: _measure(model, islice(images, 3), **how))
         patch.setattr(findings.situs, "audit_lock", partial(audit_lock, config=LockAuditConfig(test=100)))
         patch.setattr("situs.locks.attacks.images.patient", lambda warmth: Schedule(1.0, patient(warmth).steps[::10]))
-        patch.setattr(findings, "Aside", Here)
+        patch.setattr(findings, "SecondProcess", Here)
         patch.setattr(progress, "FIRST", 1e9)  # else a slow machine is told how far it is
         assert main(["demo", "--quick", "--out", str(out)]) == 0
     assert complained.getvalue() == ""
@@ -116,7 +116,7 @@ def test_five_findings_come_first_each_with_a_picture_and_are_printed_too(ran: t
 def test_it_ends_with_three_commands_that_the_parser_knows(ran: tuple[str, str]) -> None:
     printed, page = ran
     for line in demo.NEXT:
-        assert f"  {line}\n" in printed.partition("Now your own:")[2] and line in html.unescape(page)
+        assert f"  {line}\n" in printed.partition("Next, with your own")[2] and line in html.unescape(page)
         words = line.split()[1:]
         verb = words[: next(at for at, word in enumerate(words) if word.startswith("--") or "/" in word or ":" in word)]
         with redirect_stdout(io.StringIO()) as said:
@@ -167,7 +167,7 @@ def test_what_needs_an_extra_that_is_missing_says_so(tmp_path: Path, monkeypatch
     here = Stage(0, quick=True, say=print, runs=tmp_path, page=Page("p"))
     found = findings.find_lock(here)
     assert (found.number, found.of) == ("left out", "needs cryptography: pip install 'situs[locks]'")
-    assert "This finding was not made: needs cryptography" in html.unescape(here.page.render())
+    assert "Skipped: needs cryptography" in html.unescape(here.page.render())
     demo._finish(here, [found], 3.0)
     assert "Left out for want of an extra: 1." in here.page.render()
 
@@ -216,7 +216,7 @@ def test_a_long_training_says_how_far_it_has_come(tmp_path: Path, monkeypatch: p
     """By its log, at each quarter; a line that is only half written is passed over."""
     said: list[str] = []
     log: Any = Log()
-    monkeypatch.setattr("situs.cli.demo.stage._LOOK", 0.001)
+    monkeypatch.setattr("situs.cli.demo.stage.POLL_SECONDS", 0.001)
     with _followed(Stage(0, quick=True, say=said.append, runs=tmp_path), "pretraining", log, 8):
         for log.text in ('{"epoch": 1.5}\n', '{"epoch": 2.0}\n{"epo', '{"epoch": 2.0}\n{"epoch": 2.5}\n'):
             seen, until = log.reads, time.monotonic() + 60
