@@ -130,7 +130,7 @@ def train_split(
     one in the run's folder. start: puts the weights of `config.init` into a new backbone.
     """
     if (out is None) == (resume is None):
-        raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
+        raise SitusError("give a new folder or a run to resume, not both", field=("out", "resume"))
     asked, config = config, settled(config)
     _check(config)
     folder = Path(out if out is not None else resume)  # pyright: ignore[reportArgumentType]

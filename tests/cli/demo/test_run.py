@@ -82,7 +82,7 @@ def check_runs(folder: Path) -> None:
 
 def test_a_folder_of_runs_that_is_not_the_demos_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "runs" / "precious").mkdir(parents=True)
-    with pytest.raises(SitusError, match=r"runs: is there and not of an earlier demo") as stop:
+    with pytest.raises(SitusError, match=r"runs: exists and is not of an earlier demo") as stop:
         demo.Demo(out=tmp_path).run()
     assert stop.value.field == "out"
     assert [each.name for each in tmp_path.iterdir()] == ["runs"]
@@ -129,11 +129,11 @@ def test_a_finding_says_only_what_its_figures_bear(ran: tuple[str, str]) -> None
     """After the steps of --quick the model knows nothing of places; what needs no training holds all the same."""
     places, labels, gradients, lock, order = told(ran[1])
     assert (float(places[1].split()[0]) > 4.0) == (
-        places[0] == "A model can learn where patches belong, without a label."
+        places[0] == "A model can learn where patches belong, without labels."
     )
     if float(labels[1].replace("−", "-")) < 2:  # less than chance moves it, of 2,000 images
-        assert labels[0] == "In this run, learning that first did not help for sure."
-    assert gradients == ("One training step gives the picture away, exactly.", "8 of 8", "images read byte for byte")
+        assert labels[0] == "In this run, learning positions first made no significant difference."
+    assert gradients == ("One training step gives the image away, exactly.", "8 of 8", "images read byte for byte")
     assert lock[2] == "channels of the key found" and lock[1].endswith(" of 64")
     assert order[:2] == ("A server that sees only shuffled tokens can sort them.", "100 %")
 
@@ -152,7 +152,7 @@ def test_a_lock_falls_only_where_an_attacker_got_what_the_key_is_worth(
     monkeypatch.setattr(findings.situs, "lock", lambda *_, **__: None)
     monkeypatch.setattr(findings.situs, "audit_lock", lambda *_, **__: said)
     found = findings.find_lock(Stage(0, quick=True, say=print, runs=tmp_path))
-    assert ("falls to 24 unlabelled photographs" in found.title) == falls
+    assert ("An attacker with 24 unlabelled images opens it" in found.title) == falls
     assert ("no proof" in found.title) != falls
 
 
@@ -169,7 +169,7 @@ def test_what_needs_an_extra_that_is_missing_says_so(tmp_path: Path, monkeypatch
     assert (found.number, found.of) == ("left out", "needs cryptography: pip install 'situs[locks]'")
     assert "Skipped: needs cryptography" in html.unescape(here.page.render())
     demo._finish(here, [found], 3.0)
-    assert "Left out for want of an extra: 1." in here.page.render()
+    assert "Skipped because an extra is missing: 1." in here.page.render()
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
