@@ -147,7 +147,7 @@ class Gradients(GateArgs, AuditConfig):
 
     topics: ClassVar = GateArgs.topics | {
         "matching": ("labels", "distance", "iterations", "restarts"),
-        "advanced": ("loss", "lpips", "predictor", "search_seconds", "settings", "classes", "local_steps"),
+        "advanced": ("loss", "lpips", "predictor", "search_seconds", "settings", "classes"),
     }
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
@@ -240,7 +240,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     topics: ClassVar = ModelArgs.topics | {
         "matching": ("labels", "distance", "iterations", "restarts"),
         "costs": COSTS,
-        "advanced": ("loss", "lpips", "predictor", "search_seconds", "classes", "precision", "local_steps"),
+        "advanced": ("loss", "lpips", "predictor", "search_seconds", "classes"),
     }
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
@@ -307,7 +307,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
         """Flags without effect in this mode."""
         if find:
             return ("curve", "defences")
-        images = ("defences", "attacks", "split", "weights", "img_size", "patch_size", "local_steps", "labels")
+        images = ("defences", "attacks", "split", "weights", "img_size", "patch_size", "labels")
         return (*COSTS, "pictures", *(images if texts else ()))
 
     def _find(self, deadline: Deadline) -> int:

@@ -14,7 +14,7 @@ GRADIENTS = "audit gradients x --data y"
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (f"{GRADIENTS} --precision fp8", "--precision fp8: must be fp32, bf16, fp16 or int8"),
+        (f"{GRADIENTS} --labels guessed", "--labels guessed: must be known or inferred"),
         (f"{GRADIENTS} --labels", "--labels: needs a value"),
         (f"{GRADIENTS} --img-size 3 4", "4: too many arguments for situs audit gradients; write a list with commas"),
         (f"{GRADIENTS} z", "z: too many arguments for situs audit gradients"),
