@@ -1,6 +1,7 @@
 """The tables of reference/verbs.md, config.md and attacks.md, made from the code whenever the docs are built (conf.py).
 
-.venv/bin/python docs/make_reference.py verbs    (or config, attacks) prints a page; flags counts every flag.
+.venv/bin/python docs/make_reference.py verbs    (or config, attacks) prints a page; flags counts every flag;
+glossary prints docs/glossary.md.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from situs.cli.main import SECTIONS, verb_type
 from situs.cli.parser.flags import Flag, configured_of, flags_of, metavar_of, texts_of
 from situs.config import Checked, choices_of
 from situs.limits import Rule
+from situs.pages.glossary import glossary_page
 from situs.train.assemble import RunConfig
 
 HEADER = {"verbs": ("flag", "default", "meaning"), "config": ("field", "type", "default", "meaning")}
@@ -215,5 +217,7 @@ def add_tables(app: object, name: str, source: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "flags":
         sys.exit(print(flags_page()))
+    if sys.argv[1] == "glossary":
+        sys.exit(print(glossary_page(), end=""))
     hand = Path(__file__).parent / "reference" / f"{sys.argv[1]}.md"
     print(f"{hand.read_text(encoding='utf-8')}\n{PAGES[f'reference/{sys.argv[1]}']()}")

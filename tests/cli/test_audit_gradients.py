@@ -236,7 +236,7 @@ def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.Captu
         (["--data", "absent"], "absent: no such folder or file (--data)"),
         (["--settings", "a", "--fail-above", "psnr=20"], "(--fail-above, --settings)"),
         (["--settings", "a", "--batch", "2"], "(--batch, --settings)"),
-        (["--junit", "x.xml"], "there is none (--junit, --fail-above)"),
+        (["--junit", "x.xml"], "there is no gate (--junit, --fail-above)"),
         (["--fail-above", "psnr=20", "--junit", "."], "must be a file that can be written (--junit)"),
         (["--lpips", "absent.safetensors"], "no such file"),
     ],
@@ -719,7 +719,7 @@ def test_ctrl_c_before_the_first_remedy_keeps_the_audit(
     told = capsys.readouterr()
     assert "1 of 1 image recovered exactly" in told.out and str(tmp_path / "gradients.html") in told.out
     assert "before any defence was tried" in told.err
-    assert "1 of 1 image was rebuilt" in (tmp_path / "gradients.html").read_text()
+    assert "1 of 1 image was recovered" in (tmp_path / "gradients.html").read_text()
 
 
 def test_remedies_are_searched_and_written_beside_their_page(photographs: Path, tmp_path: Path) -> None:

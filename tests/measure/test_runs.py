@@ -221,7 +221,7 @@ def test_one_run_and_runs_of_different_methods(runs: list[Path], tmp_path: Path)
 def test_an_empty_run_beside_another_is_told(runs: list[Path], tmp_path: Path) -> None:
     empty = write_run(tmp_path / "new", None)
     text = make_page(Runs(read_runs([runs[0], empty]))).render()
-    assert "Nothing is logged yet by new." in text
+    assert "Nothing logged yet: new." in text
     assert "has logged nothing yet" in text
 
 

@@ -126,7 +126,7 @@ def test_a_model_without_an_attack_has_reasons_and_no_empty_table() -> None:
         f"The gate psnr=20 is inconclusive (not a pass), {SCOPE}. none, inconclusive: no closed form applies (" in text
     )
     cut = replace(example(undone("april", "none")), stopped="Ctrl-C")
-    assert "No attack was made, so there is no table of results." in make_page(cut).render()
+    assert "No attack was run, so there is no table of results." in make_page(cut).render()
 
 
 def doubted(doubt: str) -> ImageFinding:
@@ -163,7 +163,7 @@ def test_the_most_exposed_image_stands_beside_the_mean() -> None:
     assert table(found)[1][0][3] == "33.3"
     assert grid(found)[1] == [["patchembed", "mean 21.1, most exposed 33.3; exact 0 of 3"]]
     text = make_page(found).render()
-    assert "mean PSNR 21.1 dB, most exposed image 33.3 dB, 3 of 3 re-identified (patchembed, no defence added)" in text
+    assert "mean PSNR 21.1 dB, most exposed image 33.3 dB, 3 of 3 re-identified (patchembed, without a defence)" in text
     assert '<th scope="col" class="number">PSNR of the most exposed image, dB</th>' in text
 
 
@@ -248,7 +248,7 @@ def test_a_pair_that_was_stopped() -> None:
         ],
     )
     text = make_page(found).render()
-    assert "<h1>1 of 1 image was rebuilt exactly from one step of training.</h1>" in text
+    assert "<h1>1 of 1 image was recovered exactly from one step of training.</h1>" in text
     assert "Strongest finding: 1 of 1 image recovered exactly from one step (patchembed, without a defence)." in text
     assert "4 to 9 iterations from 2 starts" in text
     assert "Rows of fewer images are means over those." in text
@@ -269,7 +269,7 @@ def test_the_headline_names_bytes_or_what_is_left_to_see() -> None:
     read = replace(WORKED, facts=[{**fact, "bytes": True} for fact in FACTS])
     some = replace(WORKED, facts=[{**FACTS[0], "bytes": True}, *FACTS[1:]])
     assert "recovered exactly from one step, 1 to the last byte (patchembed" in make_page(example(some)).render()
-    assert "3 of 3 images recovered exactly from one step, all to the last byte (patchembed, no defence added)" in (
+    assert "3 of 3 images recovered exactly from one step, all to the last byte (patchembed, without a defence)" in (
         make_page(example(read)).render()
     )
     poor = outcome("matching", "noise", None, None, measure_all(REAL * 0.5, REAL, 8), [{}] * 3, REAL * 0.5)

@@ -43,7 +43,7 @@ def test_losses_of_different_methods_are_not_to_be_compared(methods: list[str], 
 
 def test_a_page_is_named_for_its_run_or_for_how_many_they_are() -> None:
     assert "<title>Report: alone</title>" in text_of(run("alone"))
-    assert "<title>Report: 2 runs side by side</title>" in text_of(run("one"), run("two"))
+    assert "<title>Report: 2 runs compared</title>" in text_of(run("one"), run("two"))
 
 
 def test_the_best_stands_there_only_where_it_is_not_the_last() -> None:

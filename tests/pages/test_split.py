@@ -41,7 +41,7 @@ CURVED = (
 def test_lines_run_over_the_strengths_of_a_defence_and_hold_what_somebody_found() -> None:
     assert trade_offs(audit(*CURVED)) == {
         "psnr": {
-            "noise": {"as they are": ([1.0, 0.8, 0.4], [50.0, 30.0, 12.0])}
+            "noise": {"not permuted": ([1.0, 0.8, 0.4], [50.0, 30.0, 12.0])}
         },  # under rows one strength has pictures
         "places": {"noise": {"rows": ([1.0, 0.8, 0.4], [100.0, 50.0, 25.0])}},
     }

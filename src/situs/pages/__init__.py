@@ -43,13 +43,13 @@ PRIVATE = (
 
 
 def make_page(result: Result) -> Page:
-    """The page of a result with its pictures; a private one says so at its top."""
+    """The page of a result with its pictures and the definitions of its words; a private one says so at its top."""
     name = type(result).__name__
     module, function = PAGES.get(name, "default.page").split(".")
     page = getattr(import_module(f"situs.pages.{module}"), function)(result)
     page.notice = page.notice or (PRIVATE if result.private else "")
     page.reword(result.provenance.worded)
-    return page
+    return import_module("situs.pages.glossary").add_words(page)
 
 
 def publish(result: Result, out: Path | str) -> Path:

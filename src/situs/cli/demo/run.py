@@ -94,6 +94,7 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
     """Completes the page: its lead, what to try next, and how it was made."""
     from importlib.metadata import version
 
+    from situs.pages.glossary import add_words
     from situs.report.html import Section
 
     page, (minutes, remainder) = stage.page, divmod(round(seconds), 60)
@@ -115,6 +116,7 @@ def _finish(stage: Stage, findings: list[Finding], seconds: float) -> None:
     origin.facts({"labels": stage.length.labelled, "images without labels": stage.length.images, "processes": 2})
     origin.text("The models are beside this page in `runs`. In this folder you can try:")
     origin.code("\n".join(FURTHER))
+    add_words(page)
     page.footer = "Images: a cut of Fashion-MNIST, copyright 2017 Zalando SE, MIT licence."
 
 

@@ -31,6 +31,7 @@ from situs.cli.parser.flags import SHELL, Configured, Flag, configured_of, flag_
 from situs.cli.parser.helptext import help_topic, print_help
 from situs.cli.parser.printing import print_config, report_length
 from situs.cli.parser.words import app_of, identifier, members_of, sentence
+from situs.cli.retired import FLAGS as RETIRED
 from situs.config import choices_of, convert, from_dict, merge, tables_of
 from situs.errors import SitusError
 from situs.presets import laid, one_length
@@ -119,6 +120,10 @@ class ParsedFlag(NamedTuple):
 
 def parse_flags(flags: Sequence[Flag], argv: Sequence[str], prog: str) -> list[ParsedFlag]:
     """The flags in `argv`, with their values as a TOML file would hold them."""
+    removed = RETIRED.get(prog.removeprefix("situs "), {})
+    for word in argv:
+        if (name := word.partition("=")[0]) in removed:
+            raise SitusError(f"{name} was removed: {removed[name]} (see {prog} --help)")
     try:
         app = app_of(_needed(flags, argv), prog)
         _, bound, _ = app.parse_args([*argv], exit_on_error=False, print_error=False)

@@ -11,7 +11,6 @@ import cyclopts
 from cyclopts import App, Parameter
 
 from situs.cli.parser.flags import Flag
-from situs.cli.retired import FLAGS as RETIRED
 
 
 def app_of(flags: Sequence[Flag], prog: str, about: str = "") -> App:
@@ -132,8 +131,6 @@ def sentence(error: cyclopts.CycloptsError, prog: str, flags: Sequence[Flag] = (
     match error:
         case cyclopts.UnknownOptionError():
             word = (error.token.keyword or error.token.value).partition("=")[0]
-            if instead := RETIRED.get(prog.removeprefix("situs "), {}).get(word):
-                return f"{word} was removed: {instead}"
             other = similar_flag(word, flags)
             return f"{word}: {prog} has no such flag{f'; did you mean {other}?' if other else hint}"
         case cyclopts.UnusedCliTokensError():
