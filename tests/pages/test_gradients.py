@@ -254,7 +254,7 @@ def test_a_pair_that_was_stopped() -> None:
     assert "Rows of fewer images are means over those." in text
     assert "Rows of fewer images" not in make_page(example(poor)).render()
     assert "Stopped after 1 of 3 images." in text
-    assert "not attacked before the stop: april against none." in text
+    assert "Not run before the audit was stopped: april against none." in text
 
 
 def test_what_was_not_measured_has_no_column() -> None:
