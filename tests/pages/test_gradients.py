@@ -203,7 +203,7 @@ def test_how_a_search_went() -> None:
     text = make_page(example(outcome("matching", "none", None, None, SCORES, inferred, REAL))).render()
     assert (
         "matching against none: 9 iterations from 1 start, mean distance of the gradients 0.6, 2 of 3 labels inferred "
-        "rightly." in text
+        "correctly." in text
     )
     given = [{"distance": None, "iterations": 1200, "restarts": 3}] * 3
     text = make_page(example(outcome("matching", "none", None, None, SCORES, given, REAL))).render()

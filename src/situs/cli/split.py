@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LOCAL = "local"
 """The value of --server for training without a server."""
 
-ONE_RANK = {name: paths for name, paths in EVERYDAY.items() if name != "parallel"}
+ONE_RANK = {name: paths for name, paths in EVERYDAY.items() if name not in ("parallel", "with")}
 """Short flags of a training on one rank."""
 
 
@@ -135,7 +135,7 @@ class Serve(Recipe, WireArgs):
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda or cuda:N. Default: a GPU if there is one."""
 
-    config: FinetuneConfig = configured(FinetuneConfig, short=ONE_RANK)
+    config: FinetuneConfig = configured(FinetuneConfig, short=ONE_RANK, without=("added",))
 
     def run(self) -> int:
         """Serves until Ctrl-C."""
@@ -214,7 +214,7 @@ class Train(Recipe, ClientArgs):
     dry_run: bool = False
     """Check data, model, one batch and the length of training, without a server and without writing."""
 
-    config: FinetuneConfig = configured(FinetuneConfig, short=ONE_RANK)
+    config: FinetuneConfig = configured(FinetuneConfig, short=ONE_RANK, without=("added",))
 
     def run(self) -> int:
         """Trains; the exit status is 130 if it was interrupted (and can be resumed)."""
