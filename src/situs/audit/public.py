@@ -99,12 +99,10 @@ def audit_gradients(
     facts: Mapping[str, Any] = NOTHING,
     **options: Any,
 ) -> Audit:
-    """What a model's training gradients give away of images: every attack against every defence.
+    """Measures what training gradients give away about images: every attack against every defence.
 
-        asked = {"img_size": 64, "fail_above": "psnr=20"}
-        audit = audit_gradients(my_module, "photos/", defences=["none", "noise=1e-3"], **asked)
-        situs.pages.publish(audit, "audit")
-        assert audit.ruling.passed
+    >>> audit = situs.audit_gradients("runs/ft", "samples", count=1, attacks=["patchembed"], defences=["none"])
+    >>> page = situs.publish(audit, "audit")
 
     model: what `situs.models.open_model` takes: a name, a run, an export, a locked folder, your own module, an open
     `Model`. data: a folder of images, or any layout that training reads, or images in memory; by default a run's own.

@@ -53,11 +53,13 @@ def make_page(result: Result) -> Page:
 
 
 def publish(result: Result, out: Path | str) -> Path:
-    """Writes the numbers, the pictures and the page, the page last; gives its path.
+    """Writes the numbers, figures and page of a result, and returns the path of the page.
 
     out: a folder, or the page's NAME.html. If the folder holds such a result of other models, that one stays and this
     one goes to a folder below. Of several ranks, the first one writes. Only the owner can read the page and pictures of
     a private result (mode 0600).
+
+    >>> page = situs.publish(situs.evaluate_accuracy("runs/ft", count=20), "results")
     """
     if distributed.rank():
         return _file(result, Path(out)).with_suffix(".html")

@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 
 from cyclopts import CycloptsError, Parameter
 
-from situs.api import FLAGGED, layered, named
+from situs.api import FLAGGED, files_of, layered
 from situs.cli.parser.flags import SHELL, Configured, Flag, configured_of, flag_name, flags_of
 from situs.cli.parser.helptext import help_topic, print_help
 from situs.cli.parser.printing import print_config, report_length
@@ -84,7 +84,7 @@ def parse(args_type: type[T], argv: Sequence[str], prog: str) -> T:
     if configured_field is not None:
         below = layers_of(args_type, argv)
         cls = configured_field[1].cls
-        start = from_dict(cls, laid(cls, below.values()), where=named(below))
+        start = from_dict(cls, laid(cls, below.values()), where=files_of(below))
     flags = [*flags_of(args_type, start), *SHELL]
     if topic is not None:
         print_help(flags, start, topic, prog, inspect.getdoc(args_type) or "", _peek(argv, "--preset"))

@@ -411,7 +411,7 @@ def audit_lock(
     config: LockAuditConfig | None = None,
     device: str | None = None,
 ) -> LockAudit:
-    """Attacks a locked folder as somebody without its key would, and says what is left of the lock.
+    """Attacks a locked folder without its key, and measures what is left of the lock.
 
     base: the model that the attacker has; weights: of a base that is a timm name. key: the owner's, to judge the
     attacks by; not needed where `base` is the very model that was locked. images, texts: unlabelled samples. data:
