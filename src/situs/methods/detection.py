@@ -41,19 +41,19 @@ class DetectionConfig(Checked):
     """Side of a square anchor, in strides of its map: 32 to 512 pixels on strides of 4 to 64."""
 
     proposals: Count = 1000
-    """Proposals that an image keeps."""
+    """Proposals kept per image."""
 
     anchors: Count = 256
-    """Anchors of an image that the proposals learn from, half of them objects where there are so many."""
+    """Anchors per image that the proposals learn from, at most half of them objects."""
 
     regions: Count = 512
-    """Proposals of an image that the heads learn from, a quarter of them objects where there are so many."""
+    """Proposals per image that the heads learn from, at most a quarter of them objects."""
 
     score: Annotated[float, Within("[0, 1)")] = 0.05
-    """Least score of what is found."""
+    """Smallest score of a detection."""
 
     detections: Count = 100
-    """How many objects are found in an image at most."""
+    """Largest number of detections per image."""
 
 
 class Detection(Method):

@@ -38,10 +38,10 @@ class DropPosConfig(Checked):
     retired: ClassVar = RETIRED["droppos"]
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
-    """γ: share of patches the encoder does not see."""
+    """γ: share of patches hidden from the encoder."""
 
     position_mask_ratio: Annotated[float, Within("(0, 1]")] = 0.75
-    """γ_pos: share of the visible patches whose place is dropped. 1 leaves no anchor."""
+    """γ_pos: share of the visible patches whose position is dropped; 1 drops all."""
 
     decoder_width: Count = 512
     """Token width of the decoder."""
@@ -53,14 +53,14 @@ class DropPosConfig(Checked):
     """Attention heads of the decoder."""
 
     sigma_start: NotNegative = 1.0
-    """σ_0: width of the smoothed target at the start. 0 is the one-hot target."""
+    """σ_0: width of the smoothed target at the start; 0: one-hot target."""
 
     sigma_end: NotNegative = 0.0
-    """σ_T: its width at the end; between them σ falls linearly."""
+    """σ_T: its width at the end; σ falls linearly in between."""
 
     affinity: Literal["full", "visible"] | None = "full"
-    """Features behind the attentive weights: of a second forward of all patches with all places and no gradient
-    (paper; about as dear as the rest), of the same forward (free), or None for no weights (τ = ∞)."""
+    """Features for the attentive weights: from a second forward pass of all patches with all positions, without
+    gradient (paper; nearly doubles the cost), from the same forward pass (free), or None for no weights (τ = ∞)."""
 
     tau: Positive = 0.1
     """τ: temperature of the attentive weights."""

@@ -43,20 +43,20 @@ class MJPConfig(Checked):
     retired: ClassVar = RETIRED["mjp"]
 
     mask_ratio: Share = 0.03
-    """γ: share of the patches that are shuffled. Paper: .03 for accuracy, up to .27 for consistency."""
+    """γ: share of patches that are shuffled. Paper: .03 for accuracy, up to .27 for consistency."""
 
     shuffle: Literal["none", "jigsaw", "spp"] = "jigsaw"
     """jigsaw: the masked patches among themselves (JP). spp: all patches, and the pixels within them (SPP)."""
 
     positions: bool = True
-    """Whether the model is told any place at all; False is row B."""
+    """Whether the model has positions at all; False is row B of the paper's table."""
 
     unknown: bool = True
-    """Whether masked places get one learned vector E_unk instead of their own (UNK)."""
+    """Whether masked places get one learned vector E_unk instead of their own position (UNK)."""
 
     index: Literal["none", "place", "origin"] = "none"
-    """A second learned table (IDX): by the place a patch stands at (published code; on an unshuffled sample it adds
-    nothing a table could not hold), or by the place it came from (the other reading of "global index")."""
+    """A second learned table (IDX): by the place where a patch stands (published code), or by the place it came
+    from (the other reading of "global index")."""
 
     dal: DalKind = "nonlinear"
     """DAL's regressor: pca (no weights), linear (LN), nonlinear (NLN) or none."""
@@ -65,11 +65,11 @@ class MJPConfig(Checked):
     """λ: weight of the DAL loss."""
 
     pixel_grid: tuple[int, int] = (14, 14)
-    """Grid of the patches shuffled where the backbone has no tokens (ResNet)."""
+    """Grid of shuffled patches if the backbone has no tokens (ResNet)."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
-    """Mass taken from the true class and spread over all (over yes and no of each class where a sample has any number
-    of them); soft labels bring their own and are left as they are."""
+    """Probability mass spread over all classes (multi-label: over yes and no of each class). Soft labels are left
+    as they are."""
 
     def check(self) -> None:
         if self.unknown and (not self.positions or self.shuffle == "spp"):

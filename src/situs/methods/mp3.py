@@ -37,10 +37,12 @@ class MP3Config(Checked):
     retired: ClassVar = RETIRED["mp3"]
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
-    """η: the share of patches that serve only as queries. Paper: .5 on CIFAR-100, .8 Tiny ImageNet, .75 ImageNet."""
+    """η: share of patches that are queries only, not context. Paper: .5 on CIFAR-100, .8 on Tiny ImageNet, .75 on
+    ImageNet."""
 
     anchor_ratio: Annotated[float, Within("[0, 1)")] = 0.0
-    """Share of patches that are told their place. 0 on images; .05 in speech, where the task is too hard without."""
+    """Share of patches that keep their position as a hint. 0 for images; .05 for speech, where the task is too hard
+    without."""
 
 
 class DrawnContext(Method):

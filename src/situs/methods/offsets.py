@@ -28,7 +28,7 @@ class OffsetsConfig(MP3Config):
     retired: ClassVar = {}
 
     window: Count = 8
-    """W: a token farther away than so many places counts as W places away."""
+    """W: distances above W places count as W."""
 
 
 class Offsets(DrawnContext):

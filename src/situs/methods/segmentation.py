@@ -33,17 +33,17 @@ class SegmentationConfig(Checked):
     """Channels of the decoder."""
 
     auxiliary_weight: NotNegative = 0.4
-    """Weight of the auxiliary head's loss; 0: no such head."""
+    """Weight of the auxiliary head's loss; 0: no auxiliary head."""
 
     auxiliary_width: Count = 256
     """Channels of the auxiliary head."""
 
     norm: Norm = "group"
-    """What the decoder normalises: groups of a sample's channels, which need no other sample and come to the same over
-    ranks and micro-batches; or the batch of a (micro-)step over all ranks, as published (SyncBN)."""
+    """Normalisation of the decoder: groups (of a sample's channels; independent of batch and ranks) or the batch of
+    a step over all ranks (SyncBN, as published)."""
 
     dropout: Annotated[float, Within("[0, 1)")] = 0.1
-    """Share of the channels left out before the last layer of a head, in training."""
+    """Dropout of channels before the last layer of a head."""
 
 
 class Segmentation(Method):

@@ -27,8 +27,8 @@ class SupervisedConfig(Checked):
     """Supervised training's own settings."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
-    """Mass taken from the true class and spread over all (over yes and no of each class where a sample has any number
-    of them); soft labels bring their own and are left as they are."""
+    """Probability mass spread over all classes (multi-label: over yes and no of each class). Soft labels are left
+    as they are."""
 
 
 class Supervised(Method):

@@ -48,28 +48,28 @@ class RunConfig(Checked):
     """Everything that makes a run what it is; written as config.json beside it."""
 
     method: Any = choice(METHODS, "mp3")
-    """What is learned."""
+    """The training method."""
 
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     """The model. Its input's size, channels and classes follow from the data."""
 
     data: DataConfig = field(default_factory=DataConfig)
-    """The images, clips of sound, or sentences."""
+    """The images, clips or sentences."""
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    """What happens to a training image or clip."""
+    """Augmentation of training images or clips."""
 
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """How the weights move."""
+    """The optimiser."""
 
     train: TrainConfig = field(default_factory=TrainConfig)
-    """How long, in which precision, how often it speaks."""
+    """Length, precision, logging and checkpoints."""
 
     tuning: TuningConfig = field(default_factory=TuningConfig)
-    """Which weights are trained, where it starts from others."""
+    """Which weights are trained, if training starts from others."""
 
     dp: DpConfig = field(default_factory=DpConfig)
-    """Differential privacy, where its epsilon or noise is given."""
+    """Differential privacy, if epsilon or noise is set."""
 
     added: tuple[str, ...] = ()
     """Losses of other methods beside the method's own, as mp3:weight=0.1 or mp3:weight=0.1:mask_ratio=0.5."""
@@ -78,10 +78,10 @@ class RunConfig(Checked):
     """Weights to start from: a run, an export, a weight file or a timm name."""
 
     init_positions: bool = True
-    """Whether positions are taken from `init` too, where both have the kind."""
+    """Whether positions are also taken from `init`, if both have the same kind."""
 
     probe_every: Natural = 0
-    """Epochs between two looks at kNN and positions; 0: none."""
+    """Epochs between evaluations by kNN and position accuracy; 0: never."""
 
     def check(self) -> None:
         if self.added and self.dp.on:

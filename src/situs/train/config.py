@@ -21,53 +21,52 @@ class TrainConfig(Checked):
     """How long a run goes, in which precision, on how many ranks, and how often it speaks and saves."""
 
     epochs: Count | None = 100
-    """Passes over the data; None leaves the length to max_steps. Given without max_steps it takes that one's place in
-    what lies below: a preset, a file, a run that is resumed."""
+    """Passes over the data; None: use max_steps. If only one of the two is set, it overrides the other one of a
+    preset, a file or a resumed run."""
 
     max_steps: Count | None = None
-    """Largest number of updates, in the place of epochs; where both are given together, the run and its schedule end
-    with whichever is first."""
+    """Number of steps, instead of epochs; if both are set, training ends with the earlier one."""
 
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Arithmetic of the forward and backward; weights and optimiser stay in float32. auto: bf16 on a GPU, fp32 on
-    a CPU, where bf16 is mostly emulated."""
+    """Precision of forward and backward passes; weights and optimiser stay in float32. auto: bf16 on a GPU, fp32 on
+    a CPU."""
 
     residual: Literal["half", "float32"] = "half"
-    """What runs from block to block in bf16 and fp16: half as the products, which is faster, or float32, as timm's own
-    models have it under autocast."""
+    """Precision of the residual stream in bf16 and fp16: half is faster; float32 is what timm's models have under
+    autocast."""
 
     compile: bool = False
-    """Compile the method's forward on a GPU (torch.compile): the first steps take a minute, the others less time."""
+    """Compile the method's forward pass on a GPU (torch.compile): slow first steps, faster later ones."""
 
     graph: bool = True
-    """Where one GPU trains, record the step once and replay it (a CUDA graph): kernels no longer wait for Python."""
+    """On one GPU: record the step as a CUDA graph and replay it, without waiting for Python."""
 
     accumulate: Count = 1
-    """Micro-batches a step: less memory, the same gradient."""
+    """Micro-batches per step: less memory, the same gradient."""
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """How torchrun's ranks share the model: a copy on each, or sharded (FSDP2)."""
 
     seed: Natural = 0
-    """Of all draws and of the data's order."""
+    """Random seed."""
 
     log_every: Count = 50
-    """Steps between two lines of the log; the device is waited for only there."""
+    """Steps between two lines of the log."""
 
     save_every: Count = 1000
     """Steps between two checkpoints; one is also written at the end and on Ctrl-C."""
 
     keep: Count = 2
-    """How many of the newest checkpoints stay."""
+    """Number of newest checkpoints that are kept."""
 
     keep_at: tuple[Count, ...] = ()
-    """Updates after which a checkpoint is written that stays."""
+    """Steps whose checkpoints are always kept."""
 
     keep_best: bool = False
-    """Keep the checkpoint of the best validation too, and take it for the run's model: early stopping by choice."""
+    """Also keep the checkpoint with the best validation result, and use it as the run's model (early stopping)."""
 
     trackers: tuple[Tracker, ...] = ()
-    """Where the log also goes: tensorboard, wandb (the extra `track`), trackio (`trackio`)."""
+    """Also log to: tensorboard, wandb (extra `track`), trackio (extra `trackio`)."""
 
     def check(self) -> None:
         if self.epochs is None and self.max_steps is None:

@@ -32,60 +32,60 @@ class OptimConfig(Checked):
     retired: ClassVar = {"ema_warmup": (True, "the mean always begins with a smaller decay")}
 
     lr: Positive | None = None
-    """Peak rate; by default base_lr · global batch / lr_reference, so that a recipe fits another batch."""
+    """Peak learning rate; default: base_lr · global batch / lr_reference."""
 
     base_lr: Positive | None = None
-    """Rate for a global batch of `lr_reference`; used where `lr` is not given. Where neither is: 5e-4 for 512, and
-    below a batch of 256 with the root of the batch; where a classifier alone or LoRA is trained,
-    1e-3 · sqrt(300 / updates), between 3e-4 and 3e-3."""
+    """Learning rate for a global batch of `lr_reference`, if `lr` is not set. Default: 5e-4 for 512, with the
+    square root of the batch below 256; for the head alone or LoRA, 1e-3 · sqrt(300 / steps), between 3e-4 and
+    3e-3."""
 
     lr_reference: Count = 512
-    """The batch `base_lr` is meant for: 512 in DeiT's recipes (MP3), 256 in MAE's and DropPos's."""
+    """Batch for which `base_lr` is meant: 512 in DeiT's recipes (MP3), 256 in MAE's and DropPos's."""
 
     weight_decay: NotNegative = 0.05
-    """Decoupled decay of matrices and kernels; norms, biases, positions and tokens are spared."""
+    """Decoupled weight decay of matrices and kernels, not of norms, biases, positions and tokens."""
 
     betas: tuple[_Decay, _Decay] = (0.9, 0.999)
-    """Decay of the two moments; (0.9, 0.95) in MAE's and DropPos's pretraining."""
+    """AdamW's betas; (0.9, 0.95) in MAE's and DropPos's pretraining."""
 
     eps: Positive = 1e-8
-    """Added to the root of the second moment."""
+    """AdamW's epsilon."""
 
     schedule: Literal["cosine", "linear", "constant", "halving", "steps"] = "cosine"
-    """How the rate falls from its peak to `min_lr` after the warm-up; halving: by half after every `halve_every`;
-    steps: to a tenth at each of `drop_at`."""
+    """How the learning rate falls from its peak to `min_lr` after the warm-up. halving: to half after every
+    `halve_every`; steps: to a tenth at each of `drop_at`."""
 
     halve_every: Count = 10_000
-    """halving: updates between two halvings, counted from the run's first."""
+    """halving: steps between two halvings."""
 
     drop_at: tuple[Annotated[float, Within("(0, 1)")], ...] = (0.8889, 0.963)
-    """steps: shares of the run, as detectors are trained."""
+    """steps: shares of the run at which the rate drops."""
 
     warmup_epochs: NotNegative = 5.0
-    """Epochs over which the rate rises linearly from 0, step by step."""
+    """Epochs over which the learning rate rises linearly from 0."""
 
     warmup_steps: Natural | None = None
-    """Updates of the warm-up, in place of `warmup_epochs`."""
+    """Steps of the warm-up, instead of `warmup_epochs`."""
 
     warmup_lr: Positive | None = None
-    """One rate for the whole warm-up, which then does not rise; by default it rises from 0."""
+    """Constant learning rate during the warm-up. Default: it rises linearly from 0."""
 
     min_lr: NotNegative = 1e-6
-    """Where the rate ends."""
+    """Final learning rate."""
 
     layer_decay: Annotated[float, Within("(0, 1]")] | None = None
-    """Rate of a layer over the rate of the one above it; 1: one rate for all. By default .75 where every layer of a
-    pretrained model learns classes and no rate is given (then 1.2e-6 · batch), else 1."""
+    """Learning rate of a layer relative to the layer above; 1: the same for all. Default: .75 if all layers of a
+    pretrained model learn classes and no rate is set (then 1.2e-6 · batch), else 1."""
 
     clip: Positive | None = None
-    """Largest norm of the gradient; by default it is left alone."""
+    """Largest norm of the gradient. Default: no clipping."""
 
     clip_mode: Literal["norm", "parameter"] = "norm"
-    """norm: one norm over all parameters. parameter: each by itself, what DropPos's published code runs."""
+    """norm: one norm over all parameters. parameter: each parameter alone, as in DropPos's published code."""
 
     ema: Annotated[float, Within("(0, 1)")] | None = None
-    """Decay of the running mean of the weights (.9999, say); by default there is none. It begins with the smaller decay
-    (1 + t) / (10 + t), to forget the first weights sooner."""
+    """Decay of the running mean of the weights (EMA), such as .9999; it starts with the smaller decay (1 + t) / (10
+    + t). Default: no EMA."""
 
 
 RATES = {

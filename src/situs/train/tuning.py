@@ -21,21 +21,22 @@ class TuningConfig(Checked):
     """What of a model is trained, and how large LoRA's products are."""
 
     parts: Literal["all", "head", "lora"] = "all"
-    """Every weight, the classifier alone, or that and LoRA's products; positions that are new in any case."""
+    """Trained weights: all, only the classifier (head), or the classifier and LoRA's products; new positions are
+    always trained."""
 
     rank: Count = 8
-    """lora: inner width of each product."""
+    """lora: rank of each product."""
 
     alpha: Positive = 16.0
     """lora: each product is scaled by alpha / rank."""
 
     targets: tuple[str, ...] = ("qkv",)
-    """lora: qkv (queries, keys, values of every block), blocks (every matrix of theirs), or layers by their own name,
-    as proj, fc1."""
+    """lora: qkv (queries, keys, values of every block), blocks (every matrix of the blocks), or names of layers,
+    such as proj, fc1."""
 
     head: Literal["probe", "new"] | None = None
-    """What the classifier begins with: the weights of a linear probe on the frozen features, or new ones. By default
-    the probe's, where the set is small (up to 5,000 samples) and the pretrained model knows its positions."""
+    """Initial classifier: the weights of a linear probe on the frozen features, or new ones. Default: the probe, if
+    the set is small (up to 5,000 samples) and the pretrained model knows its positions."""
 
     def check(self) -> None:
         if not self.targets:
