@@ -108,8 +108,8 @@ class DataConfig(_Tables):
     coefficient, measured on the training split."""
 
     std: tuple[Positive, ...] = ()
-    """Standard deviation of each channel, for normalisation. Default: ImageNet's for three channels, else 0.25. For clips:
-    likewise."""
+    """Standard deviation of each channel, for normalisation. Default: ImageNet's for three channels, else 0.25. For
+    clips: likewise."""
 
     seed: int = 0
     """Random seed of order and augmentation."""
