@@ -207,7 +207,7 @@ def test_how_a_search_went() -> None:
     )
     given = [{"distance": None, "iterations": 1200, "restarts": 3}] * 3
     text = make_page(example(outcome("matching", "none", None, None, SCORES, given, REAL))).render()
-    assert "1,200 iterations from 3 starts, mean distance of the gradients unknown, labels given." in text
+    assert "1,200 iterations from 3 starts, mean distance of the gradients unknown, labels known." in text
 
 
 def test_the_same_reason_of_several_defences_is_said_once() -> None:
