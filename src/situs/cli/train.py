@@ -187,7 +187,7 @@ class Adapt:
     unlabelled: Annotated[str | None, Parameter(metavar="PATH")] = None
     """More images for --method, without labels."""
 
-    method: Literal["droppos", "mp3", "mae", "none"] = "none"
+    method: Literal["droppos", "mp3", "part", "mae", "none"] = "none"
     """Pretrain on the own images too, and try every way from there as well."""
 
     minutes: float = 30.0
