@@ -74,14 +74,14 @@ def _run(entry: dict[str, Any]) -> Run:
     return Run(*(entry[key] for key in ("title", "page", "command", "machine", "day")), figures)
 
 
-def _ours(study: dict[str, Any], row: str, column: str) -> float:
-    """The number of the one table that has this row and this column."""
+def _ours(study: dict[str, Any], row: str, column: str | int) -> float:
+    """The number of the one table that has this row and this column, by its name or its number from 1 on."""
     hits = [
         each["ours"][index]
         for table in study["tables"]
         for each in table["rows"]
         for index, head in enumerate(table["columns"])
-        if each["name"] == row and head["name"] == column and "ours" in each
+        if each["name"] == row and column in (head["name"], index + 1) and "ours" in each
     ]
     if len(hits) != 1:
         raise SystemExit(f"figures.toml: {len(hits)} cells of {study['title']!r} are called {row!r}, {column!r}")
