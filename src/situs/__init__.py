@@ -73,7 +73,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'situs' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value  # the next look-up does not come here again
+    globals()[name] = value  # the next look-up finds it there
     return value
 
 

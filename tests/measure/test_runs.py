@@ -238,9 +238,9 @@ def test_a_log_without_a_finite_number_has_a_page(tmp_path: Path) -> None:
     [
         ("", "this run has logged nothing yet, metrics.jsonl is empty"),
         (None, "this run has logged nothing yet, metrics.jsonl is empty"),
-        ('{"step": 1}\nnonsense\n{"step": 2}\n', "metrics.jsonl: line 2 is no JSON"),
-        ('{"step": 1}\n[1, 2]\n', "metrics.jsonl: line 2 is no record of a step"),
-        ('{"loss": 1}\n', "metrics.jsonl: line 1 is no record of a step"),
+        ('{"step": 1}\nnonsense\n{"step": 2}\n', "metrics.jsonl: line 2 is not JSON"),
+        ('{"step": 1}\n[1, 2]\n', "metrics.jsonl: line 2 is not the record of a step"),
+        ('{"loss": 1}\n', "metrics.jsonl: line 1 is not the record of a step"),
     ],
 )
 def test_a_broken_or_empty_log_is_one_sentence(tmp_path: Path, lines: str | None, said: str) -> None:
@@ -250,7 +250,7 @@ def test_a_broken_or_empty_log_is_one_sentence(tmp_path: Path, lines: str | None
 
 
 def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match="holds no run, "):
+    with pytest.raises(SitusError, match="is not a run: "):
         read_runs([tmp_path])
     with pytest.raises(SitusError, match="at least one run"):
         read_runs([])

@@ -257,7 +257,7 @@ def open_audit(
     opened = victim.model
     data = opened.data.path or None if data is None else data
     if data is None:
-        raise SitusError(f"{opened.name}: only a run knows its data; say where the images are", field="data")
+        raise SitusError(f"{opened.name}: only a run knows its data; name the images", field="data")
     if config.predictor is not None:
         predictor = open_predictor(config.predictor, opened.backbone, opened.device)
         configs = [search, replace(configs[1], predictor=predictor), AdaptiveConfig(predictor=predictor)]

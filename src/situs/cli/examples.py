@@ -11,6 +11,7 @@ import ast
 import re
 import shlex
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -21,13 +22,18 @@ GIVEN = re.compile(r"For example(?: \((?P<needs>.+?)\))?:\s(?P<command>situs .+?
 def own_example(place: str, part: str = "command") -> str:
     """The command in a verb's docstring, or what it needs of the user's own; "" where there is none."""
     module, _, name = place.partition(":")
+    match = GIVEN.search(_docstrings(module)[name])
+    return " ".join((match[part] or "").split()) if match else ""
+
+
+@cache
+def _docstrings(module: str) -> dict[str, str]:
+    """The docstring of every class of a module, which is not imported."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    text = next(ast.get_docstring(e) or "" for e in tree.body if isinstance(e, ast.ClassDef) and e.name == name)
-    match = GIVEN.search(text)
-    return " ".join((match[part] or "").split()) if match else ""
+    return {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def examples_of(verb: str, modules: Mapping[str, str]) -> list[str]:

@@ -153,7 +153,7 @@ class Serve(Recipe, WireArgs):
             server = make_server(config, self.out, limits=limits, shared=self.shared, device=self.device, say=_say)
             with lock_folder(self.out):
                 service = run_server(
-                    server, self.listen, credentials, deny=self.deny, say=_say, stopped=lambda: interrupt.asked
+                    server, self.listen, credentials, deny=self.deny, say=_say, stopped=lambda: interrupt.requested
                 )
         refused = ", ".join(f"{count} {code}" for code, count in sorted(service.refused.items()))
         _say(f"stopped; refused: {refused or 'nothing'}")
@@ -264,7 +264,7 @@ def _alone(args: Train, config: FinetuneConfig, start: Start) -> int:
 
     folder = args.out or args.resume
     if folder is None or (args.out is not None and args.resume is not None):
-        raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
+        raise SitusError("give either a new folder or a run to resume", field=("out", "resume"))
     how = {"permute": args.permute, "resume": args.resume is not None, "start": start, "device": args.device}
     return tell(folder, config, train_defended(config, args.defence or None, folder, **how))
 

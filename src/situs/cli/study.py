@@ -40,7 +40,7 @@ def check_words(study: Study, name: str | Path, scale: str) -> None:
             try:
                 check_command(task.job, command_of(folder, task, dict.fromkeys(study.data, "data")))
             except SitusError as error:
-                raise error.said_of(f"{name}: jobs.{task.of}.options") from None
+                raise error.prefixed(f"{name}: jobs.{task.of}.options") from None
 
 
 def check_command(job: Job, words: Sequence[str]) -> None:

@@ -128,7 +128,7 @@ def _open(model: Any, data: str | Path | None, split: str, text: Columns | Mappi
     config = model.samples
     if not (data or config.path):
         things = config.modality.things
-        raise SitusError(f"{model.name}: only a run knows its data; say where the {things} are", field="data")
+        raise SitusError(f"{model.name}: only a run knows its data; name the {things}", field="data")
     config = config.read_as(model.name, {"text": text})
     config = replace(config.modality.unlabelled(config), path=str(data or config.path))
     return open_source(config, split, labels=False)

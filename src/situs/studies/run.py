@@ -182,8 +182,8 @@ class _Runner:
                     ended = len(done) + len(self.tried) - len(at_work)
                     said = ", ".join(f"{name} {100 * share:.0f} %" for name, share in at_work.items())
                     told.tell(ended + sum(at_work.values()), said)
-                    if interrupt.asked or (minutes is not None and time.monotonic() - began > 60 * minutes):
-                        why = "interrupted" if interrupt.asked else f"the time of {minutes:g} min is over"
+                    if interrupt.requested or (minutes is not None and time.monotonic() - began > 60 * minutes):
+                        why = "interrupted" if interrupt.requested else f"the time of {minutes:g} min is over"
                         self.say(f"{why}: jobs at work save themselves ({len(self.running)}); the same command goes on")
                         break
                     for task in self._ready(tasks)[: len(self.slots) - len(self.running)]:
@@ -193,7 +193,7 @@ class _Runner:
                     time.sleep(PAUSE)
             finally:
                 self._end()
-        if interrupt.asked:
+        if interrupt.requested:
             self.keep(read_folder(self.folder))
             raise KeyboardInterrupt
 

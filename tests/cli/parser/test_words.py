@@ -35,7 +35,10 @@ GRADIENTS = "audit gradients x --data y"
             "pretrain --preset speech-mp3 --data samples --out x",
             "samples: holds images, and clips are asked for (--data)",
         ),
-        ("pretrain --preset samples-mp3 --data.held-out .1 --out x", "held_out=0.1: samples has its own split to be"),
+        (
+            "pretrain --preset samples-mp3 --data.held-out .1 --out x",
+            "held_out=0.1: samples has its own evaluation split",
+        ),
         ("info x --model-args depth=2", "--model-args depth=2: must be given one by one, as --model-args.depth 2 ("),
         ("info x --model-args 2", "--model-args 2: must be given one by one, as --model-args.NAME VALUE ("),
         ("pretrain --epoch 3", "--epoch: situs pretrain has no such flag; perhaps --epochs ("),
