@@ -189,7 +189,7 @@ def adapt(
     data: AnyData | Table,
     out: str | Path,
     unlabelled: AnyData = None,
-    method: Literal["droppos", "mp3", "mae", "none"] = "none",
+    method: Literal["droppos", "mp3", "part", "mae", "none"] = "none",
     minutes: float = 30.0,
     batch: int | None = None,
     seed: int | None = None,

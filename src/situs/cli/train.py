@@ -187,7 +187,7 @@ class Adapt:
     unlabelled: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Further images without labels, for --method."""
 
-    method: Literal["droppos", "mp3", "mae", "none"] = "none"
+    method: Literal["droppos", "mp3", "part", "mae", "none"] = "none"
     """Also pretrain on your images with this method, and compare from there too."""
 
     minutes: float = 30.0
