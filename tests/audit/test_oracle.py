@@ -36,6 +36,7 @@ def test_cosines_are_scipys_and_the_prior_has_each_images_own_energy() -> None:
     assert Prior(one)(one).shape == one.shape  # of one channel, and no square
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
 @pytest.mark.parametrize(
     ("sigma", "batch", "defence"),
     [

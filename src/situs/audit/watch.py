@@ -143,30 +143,20 @@ class Reidentified(NamedTuple):
 
 
 class Guard:
-    """Attacks the gradients of your own training loop before they are sent: at step 0 and every `every` steps.
-
-    module: turns normalised images into logits. optimizer: its steps are watched; None where you call `look`.
-    img_size: needed for a module that Situs does not know. limit: on the most exposed image, beside that by its blind
-    guesses; "blind" for these alone. act: raise `LeakError`, log (logger situs.audit.guard), or a function that gets
-    each `Look`. defence: what you do to the gradients ("noise=1e-3"); the real noise is measured, and the attackers
-    know it. seconds: for one look; where it is stopped and nothing is above, it is inconclusive. normalisation: mean
-    and deviation of each channel, where the module's are not known. model: further options of `open_model` (in_chans).
-
-    looks: all looks so far. findings: of the last look, as those of an audit. `close` removes its hooks.
-    """
+    """Created by `guard`. looks: all so far; findings: of the last look, as those of an audit. `close` removes its
+    hooks."""
 
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | None,
         *,
-        img_size: Size | None = None,
-        limit: str = "psnr=20",
-        every: int = 100,
-        act: Literal["raise", "log"] | Callable[[Look], None] = "raise",
-        attacks: Sequence[str | Attack] = ATTACKED,
-        defence: str | Defence = "none",
-        seconds: float = 120.0,
+        limit: str,
+        every: int,
+        act: Literal["raise", "log"] | Callable[[Look], None],
+        attacks: Sequence[str | Attack],
+        defence: str | Defence,
+        seconds: float,
         normalisation: Normalisation | None = None,
         **model: Any,
     ) -> None:
@@ -180,7 +170,7 @@ class Guard:
         self._decoys: deque[Tensor] = deque(maxlen=DECOYS)
         self._reidentified: dict[str, deque[Reidentified]] = {}
         with self._undisturbed():
-            victim = open_victim(module, **model, **({} if img_size is None else {"img_size": img_size}))
+            victim = open_victim(module, **model)
         self.backbone = victim.model.backbone
         normalisation = normalisation or victim.model.data.normalisation
         self.normalisation = _checked(normalisation, self.backbone.input.channels)
@@ -725,5 +715,31 @@ def _check_options(module: Any, optimizer: Any, every: Any, seconds: Any, act: A
         raise SitusError(field="attacks", value=attacks, allowed="a list of one or more of them")
 
 
-guard = Guard
-"""The name that a loop calls it by."""
+def guard(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    img_size: Size | None = None,
+    limit: str = "psnr=20",
+    every: int = 100,
+    act: Literal["raise", "log"] | Callable[[Look], None] = "raise",
+    attacks: Sequence[str | Attack] = ATTACKED,
+    defence: str | Defence = "none",
+    seconds: float = 120.0,
+    **model: Any,
+) -> Guard:
+    """Attacks the gradients of your own training loop every so many steps; raises or logs if they leak.
+
+    module: turns normalised images into logits. optimizer: its steps are watched, the first and every `every`-th; None
+    where you call `Guard.look`. img_size: needed for a module that Situs does not know. limit: on the most exposed
+    image, beside that by its blind guesses; "blind" for these alone. act: raise `LeakError`, log (logger
+    situs.audit.guard), or a function that gets each `Look`. defence: what you do to the gradients ("noise=1e-3"); the
+    real noise is measured, and the attackers know it. seconds: for one look; where it is stopped and nothing is above,
+    it is inconclusive. model: normalisation (mean and deviation of each channel) and options of `open_model`.
+
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> watch = situs.guard(model, optimizer, limit="psnr=20", every=100)
+    """
+    options = {"limit": limit, "every": every, "act": act, "attacks": attacks, "defence": defence, "seconds": seconds}
+    return Guard(module, optimizer, **options, **model, **({} if img_size is None else {"img_size": img_size}))
