@@ -64,7 +64,7 @@ def noise_for(backbone: Any, image: Tensor, share: float) -> float:
     [
         ({}, 2.0),
         pytest.param({"img_size": (16, 40)}, 1.5, marks=pytest.mark.slow),
-        ({"in_chans": 1, "patch_size": 16}, 0.5),
+        pytest.param({"in_chans": 1, "patch_size": 16}, 0.5, marks=pytest.mark.slow),
     ],
 )
 def test_priors_see_more_under_noise(fields: dict[str, Any], gain: float) -> None:
@@ -79,7 +79,7 @@ def test_priors_see_more_under_noise(fields: dict[str, Any], gain: float) -> Non
     assert error(PatchEmbeddingPrior().recover(backbone, upload, alone).images, image) > before + gain - 0.3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_a_clipped_gradient_and_bfloat16_do_not_stop_it(dtype: torch.dtype) -> None:
     backbone = victim()
     image = photographs(1)

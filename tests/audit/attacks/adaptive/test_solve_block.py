@@ -92,7 +92,9 @@ def test_pieces_are_what_the_models_own_layers_get(name: str) -> None:
         assert float(span.residual(inputs + 0.1 * torch.randn_like(inputs)).min()) > 1e-3
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "Hugging Face")) for name in MODELS]
+)
 def test_the_true_image_fits_and_another_does_not(name: str) -> None:
     backbone = MODELS[name][0]()
     _, patches, mask, block = scene(backbone)
