@@ -73,6 +73,8 @@ def test_what_another_verb_or_model_left_is_not_lost_without_a_word(
     replaced = f"situs: {out / 'gradients'}.html and .json are there, and what this finds replaces them"
     assert replaced not in capsys.readouterr().err and all((out / name).read_text() == name for name in others)
     assert main([*words, *more]) == 0 and replaced in capsys.readouterr().err
+    for wrong in (["--defences", "fog"], ["--attacks", "magic"], ["--fail-above", "psnr"]):  # refused before it is said
+        assert main([*words, *wrong]) == 2 and replaced not in capsys.readouterr().err
     (out / "study.toml").touch()
     assert main([*words, "--settings", "a"]) == 2
     assert "is the folder of a study, whose settings.json is its own (--out)" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from situs.audit import (
     audit_gradients,
     audit_settings,
     create_attack,
+    create_defence,
     find_defences,
     trace_defences,
     trace_texts,
@@ -30,6 +31,7 @@ from situs.audit.split.attackers import ATTACKS as SPLIT_ATTACKS
 from situs.audit.split.audit import DEFENCES, PERMUTED, PUBLIC, SAMPLES
 from situs.audit.sweep.ladder import CostConfig
 from situs.audit.text.audit import audit_texts, first_lines
+from situs.audit.text.result import METRICS as TEXT_METRICS
 from situs.cli.model_args import OUT, ImageArgs, ModelArgs, asked_of, check_folder, open_from
 from situs.cli.parser.arguments import configured
 from situs.cli.parser.flags import POSITIONAL, flags_of
@@ -91,12 +93,16 @@ def _asked(verb: str, args: Gradients | Sweep | Texts, deadline: Deadline) -> di
     }
 
 
-def _check_images(args: Gradients | Sweep) -> None:
-    """Refuses what would only show when the audit is over."""
+def _check_flags(args: Gradients | Sweep) -> None:
+    """Refuses missing images, unknown names and a wrong limit before anything else is said or opened."""
     if args.data is None and not is_run(args.model):
         raise SitusError("data: give the images to attack", field="data")
     for name in args.attacks:
-        create_attack(name)  # refused if nobody knows it
+        create_attack(name)
+    for name in () if args.defences == ("auto",) else args.defences:
+        create_defence(name)
+    if args.fail_above is not None:
+        parse_limit(args.fail_above, METRICS)
 
 
 def _finish(found: Audit | TextAudit | Comparison, args: Gradients | Texts, deadline: Deadline) -> int:
@@ -170,8 +176,8 @@ class Gradients(GateArgs, AuditConfig):
 
     def run(self) -> int:
         """The status says whether the gate is passed."""
+        _check_flags(self)
         self.check_gate(self.fail_above, "settings" if self.settings else "gradients")
-        _check_images(self)
 
         def say(line: str) -> None:
             loud = self.settings or self.fail_above or any(ATTACKS[name].slow for name in self.attacks)
@@ -207,6 +213,10 @@ class Texts(GateArgs, StepConfig):
 
     def run(self) -> int:
         """The status says whether the gate is passed."""
+        for name in self.defences:
+            create_defence(name)
+        if self.fail_above is not None:
+            parse_limit(self.fail_above, TEXT_METRICS)
         self.check_gate(self.fail_above, "texts")
         deadline = Deadline(remark, self.time_limit)
         words = _asked("texts", self, deadline) | {"defences": self.defences}
@@ -270,7 +280,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
                 kind = "--find" if find else "curves of sentences" if texts else "curves"
                 raise SitusError(f"{name}: has no part in {kind}; leave it out", field=name)
         if not texts:
-            _check_images(self)
+            _check_flags(self)
         check_folder(self.out, *(("gradients", "defences") if find else ("curve",)))
         deadline = Deadline(remark, self.time_limit)
         if find:
@@ -306,7 +316,6 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
         The status is 0 where some setting is named, and that of "inconclusive" where none is.
         """
         assert self.fail_above is not None
-        parse_limit(self.fail_above, METRICS, "fail_above")
         costs = {each.name: getattr(self, each.name) for each in fields(CostConfig)}
         first = Deadline(deadline.say, None if self.time_limit is None else self.time_limit / 10, whole=deadline)
         words: dict[str, Any] = {**_asked("sweep", self, deadline), "attacks": self.attacks}

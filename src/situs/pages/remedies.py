@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from situs.audit.defences import THREAT
-from situs.audit.sweep.remedies import UNTUNED, Remedies, cost_table, remedy_table, verdict
+from situs.audit.sweep.remedies import UNTUNED, Remedies, cost_table, exposures_by_metric, remedy_table, verdict
 from situs.gate import SCOPE
 from situs.pages.gradients import described
 from situs.report.html import Page, Section, Tone
@@ -36,9 +36,11 @@ def page(found: Remedies) -> Page:
     if not found.remedies:  # nothing was tried to its end, and the page's first line says so
         return page.end(facts)
     page.number(f"{len(found.found)} of {len(found.remedies)}", f"defences with a setting that keeps {found.limit}")
-    page.opening.bars(
-        _worst(found), found.limit.metric, "The image that came back best, at the setting named or tried."
-    )
+    for metric, settings in exposures_by_metric(found).items():
+        bars: dict[str, tuple[float, Tone]] = {
+            name: (value, "good" if named else "bad") for name, (value, named) in settings.items()
+        }
+        page.opening.bars(bars, metric, "The most exposed image, at the setting named or tried last.")
     section = page.section("What keeps the limit")
     section.table(*remedy_table(found), READ)
     if found.found:
@@ -54,13 +56,3 @@ def page(found: Remedies) -> Page:
     ]
     page.section("All that was tried").table(header, rows)
     return page.end(facts)
-
-
-def _worst(found: Remedies) -> dict[str, tuple[float, Tone]]:
-    """Of each defence the most exposed image at its named setting, else at the last tried, by the limit's metric."""
-    bars: dict[str, tuple[float, Tone]] = {}
-    for each in found.remedies:
-        trial = each.unseen or each.seen or (each.tried[-1] if each.tried else None)
-        if trial is not None and trial.worst is not None and trial.metric in ("", found.limit.metric):
-            bars[each.named or f"{each.defence}, {trial.setting}"] = trial.worst, "good" if each.named else "bad"
-    return dict(sorted(bars.items(), key=lambda each: -each[1][0]))

@@ -14,6 +14,7 @@ from situs.audit.split.result import (
     utilities,
     who_was_tried,
 )
+from situs.audit.sweep.ladder import by_strength
 from situs.locks.veil import Veil
 from situs.pages.gradients import picture_rows
 from situs.report import figures
@@ -120,8 +121,7 @@ def trade_offs(audit: SplitAudit) -> dict[str, dict[str, Lines]]:
                     and (value := found.best(score)) is not None
                 ]
                 if sum(veil.kind == kind for veil, *_ in chosen) > 1:
-                    weaker = -1 if kind == "lowpass" else 1  # a line runs from no defence to the strongest
-                    chosen.sort(key=lambda each: (each[0].kind != "none", weaker * each[0].strength))
+                    chosen.sort(key=lambda point: by_strength(point[0]))
                     _, x, y = zip(*chosen, strict=True)
                     named = str(Veil(rows=rows, columns=columns)).replace("none", "as they are")
                     lines.setdefault(score, {}).setdefault(kind, {})[named] = (list(x), list(y))

@@ -16,6 +16,7 @@ from situs.audit.scores.metrics import baselines
 from situs.audit.split.attackers import ATTACKS, SplitFinding, attack
 from situs.audit.split.result import METRICS, SplitAudit, exposures_of
 from situs.audit.split.stage import NONE, Kept, Scene, Stage, check_places
+from situs.audit.sweep.ladder import TOKEN_LADDERS
 from situs.data.loader import Loader
 from situs.data.sampler import epoch_order
 from situs.errors import SitusError, counted, unknown_name, verb
@@ -31,12 +32,7 @@ SAMPLES, PUBLIC = 64, 300
 """Images that are attacked, and images that the attacker has of its own, from the same source."""
 
 DEFENCES = ("none", "noise=0.2", "lowpass=0.3", "batch-shuffle=8")
-CURVE = (
-    "none",
-    *(f"noise={strength}" for strength in (0.05, 0.1, 0.2, 0.3, 0.5, 1)),
-    *(f"lowpass={share}" for share in (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)),
-    *(f"batch-shuffle={size}" for size in (2, 4, 8, 16)),
-)
+CURVE = ("none", *(setting for ladder in TOKEN_LADDERS.values() for setting in ladder))
 """What `curve` among the defences stands for: strengths enough to draw what each hides against what it costs."""
 
 

@@ -1,4 +1,8 @@
-"""The settings of each defence, from weak to strong, for curves and for searches; and what a setting costs."""
+"""The settings of each defence, from weak to strong, for curves and for searches; and what a setting costs.
+
+Of gradients: `curve_ladder` (a few settings, far apart) and `ladders` (many, for a search). Of the tokens that split
+learning sends: `TOKEN_LADDERS`.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ from situs.backbones.base import Backbone
 from situs.config import Checked
 from situs.errors import SitusError, counted, unknown_name
 from situs.limits import Count
+from situs.locks.veil import Veil
 from situs.methods.base import Method
 from situs.train.private.accounting import epsilon_of
 
@@ -46,6 +51,20 @@ NOISES = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 
 MULTIPLIERS = (0.0, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-2, 1.0)
 """DP-SGD's noise multipliers on a curve, at a bound that is the gradients' median norm."""
+
+
+TOKEN_LADDERS = {
+    "noise": ("noise=0.05", "noise=0.1", "noise=0.2", "noise=0.3", "noise=0.5", "noise=1"),
+    "lowpass": ("lowpass=0.8", "lowpass=0.6", "lowpass=0.4", "lowpass=0.3", "lowpass=0.2", "lowpass=0.1"),
+    "batch-shuffle": ("batch-shuffle=2", "batch-shuffle=4", "batch-shuffle=8", "batch-shuffle=16"),
+}
+"""Settings of what a client of split learning does to its tokens, as `parse_veil` reads them, the weakest first."""
+
+
+def by_strength(veil: Veil) -> tuple[bool, float]:
+    """The key by which settings of one kind sort as on a ladder, no defence first: a low pass hides more the less it
+    lets through."""
+    return veil.kind != "none", -veil.strength if veil.kind == "lowpass" else veil.strength
 
 
 class Rung(NamedTuple):

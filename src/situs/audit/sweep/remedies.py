@@ -112,6 +112,21 @@ UNTUNED = (
 )
 
 
+def exposures_by_metric(found: Remedies) -> dict[str, dict[str, tuple[float, bool]]]:
+    """metric -> setting -> (the most exposed image, whether the setting is named), the most exposed setting first.
+
+    Of each defence the setting that it names, else the last that was tried; by the metric in which its most exposed
+    image is nearest to a limit or farthest above one.
+    """
+    values: dict[str, dict[str, tuple[float, bool]]] = {}
+    for remedy in found.remedies:
+        trial = remedy.unseen or remedy.seen or (remedy.tried[-1] if remedy.tried else None)
+        if trial is not None and trial.worst is not None:
+            setting = remedy.named or f"{remedy.defence}, {trial.setting}"
+            values.setdefault(trial.metric, {})[setting] = trial.worst, remedy.named is not None
+    return {metric: dict(sorted(bars.items(), key=lambda bar: -bar[1][0])) for metric, bars in values.items()}
+
+
 def remedy_table(found: Remedies) -> tuple[list[str], list[list[Cell]]]:
     """A row for each defence: what keeps the limit."""
     rows: list[list[Cell]] = []
