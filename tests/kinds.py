@@ -24,7 +24,7 @@ from situs.audit.sweep.curve import Line as TracedLine
 from situs.audit.sweep.curve import Point as TracedPoint
 from situs.audit.sweep.ladder import Cost
 from situs.audit.sweep.remedies import Remedies, Remedy, Trial
-from situs.audit.text.found import Read
+from situs.audit.text.recovered import Read
 from situs.audit.text.result import TextAudit, finding_of
 from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times

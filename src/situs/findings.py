@@ -163,7 +163,7 @@ class Finding:
         """Whether it proves something: a closed form, on all samples, to the end, without a doubt, under the owner's
         conditions. A pass needs such a finding, and that no finding beside it has a gap or too few samples."""
         whole = self.status == "done" and self.count == self.asked > 0
-        certain = len(self.certificates) == self.count and all(each.holds for each in self.certificates)
+        certain = len(self.certificates) == self.count and all(certificate.holds for certificate in self.certificates)
         doubted = any(remark.kind not in ("gap", "few") for remark in self.remarks)
         return self.closed and whole and certain and not doubted and not (self.bound or self.hardest)
 
@@ -197,7 +197,7 @@ def doubt_of(
     every = counted(len(certificates), "images")
     if caveat is not None:
         return f"it is not exact here ({caveat})"
-    if wrong := [each for each in certificates if not each.fits]:
+    if wrong := [certificate for certificate in certificates if not certificate.fits]:
         one = wrong[0]
         if one.verdict and one.expected is not None and (one.residual or 0.0) <= FIT * one.expected:
             return one.verdict  # the equations fit, and do not tell the image
@@ -205,14 +205,14 @@ def doubt_of(
         if one.residual is not None and one.expected is not None:
             beside = f" (residual {one.residual:.2g}, where noise and precision predict {one.expected:.2g})"
         return f"its equations do not fit for {len(wrong)} of {every}{beside}"
-    if unseen := max((each.unseen for each in certificates), default=0):
+    if unseen := max((certificate.unseen for certificate in certificates), default=0):
         return f"its layer does not see {unseen} numbers of an image, and a better guess at them may come closer"
-    if not all(each.order_known for each in certificates):
+    if not all(certificate.order_known for certificate in certificates):
         return "the gradients do not say in which order the hidden patches stand, and another order may come closer"
-    if control is not None and not all(each.fits and each.unique for each in control()):
+    if control is not None and not all(certificate.fits and certificate.unique for certificate in control()):
         return (
             "its equations do not hold, or have more than one solution, on the same model without noise and in float32"
         )
-    if noise == 0 and (loose := sum(not each.unique for each in certificates)):
+    if noise == 0 and (loose := sum(not certificate.unique for certificate in certificates)):
         return f"its equations have more than one solution for {loose} of {every}"
     return NO_NOISE if noise == 0 else None

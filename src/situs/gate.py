@@ -75,11 +75,11 @@ class Worst(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """One defence. said: why it stands there, without its name and a full stop. worst: None where nothing was tried."""
+    """One defence. reason: why, without the defence's name and a full stop. worst: None where nothing was tried."""
 
     defence: str
     answer: Answer
-    said: str
+    reason: str
     worst: Worst | None = None
 
     @property
@@ -91,8 +91,14 @@ class Judgement(NamedTuple):
         return OUTCOMES[self.status]
 
     def to_json(self) -> dict[str, Any]:
-        worst = None if self.worst is None else self.worst._asdict()
-        return {**self._asdict(), "status": self.status, "outcome": self.outcome, "worst": worst}
+        return {
+            "defence": self.defence,
+            "answer": self.answer,
+            "said": self.reason,
+            "worst": None if self.worst is None else self.worst._asdict(),
+            "status": self.status,
+            "outcome": self.outcome,
+        }
 
 
 @dataclass(frozen=True)
@@ -131,18 +137,18 @@ class Ruling:
     def sentence(self) -> str:
         """For a reader: passed or not, and by what."""
         opened = {PASSED: "passed", ABOVE: "not passed", NOT_JUDGED: "inconclusive (not a pass)"}[self.status]
-        reasons = "; ".join(f"{judged.defence}, {judged.outcome}: {judged.said}" for judged in self.judgements)
+        reasons = "; ".join(f"{judged.defence}, {judged.outcome}: {judged.reason}" for judged in self.judgements)
         return f"The gate {self.limit} is {opened}, {SCOPE}. {reasons or 'There was no defence to judge'}."
 
     def table(self) -> tuple[list[str], list[list[Cell]]]:
         """A row for each defence: what the gate says of it, and by which sample; the sentence says why."""
         rows: list[list[Cell]] = []
-        for each in self.judgements:
-            one, shown = each.worst, [None] * 5
+        for judged in self.judgements:
+            one, shown = judged.worst, [None] * 5
             if one is not None:
                 limits = (None if value is None else f"{value:.4g}" for value in (one.limit, one.blind))
                 shown = [one.image, f"{one.metric} {one.value:.4g}", *limits, one.attack]
-            rows.append([each.defence, each.outcome, *shown])
+            rows.append([judged.defence, judged.outcome, *shown])
         return ["defence", "gate", "most exposed", "has", "limit", "a blind guess", "by"], rows
 
     def to_json(self) -> dict[str, Any]:
@@ -291,14 +297,14 @@ def _judge(defence: str, findings: Sequence[Finding], limit: Limit, things: str,
 
 def _gaps(findings: Sequence[Finding], limit: Limit, things: str) -> list[str]:
     """What was begun or asked for and is not there; any of it keeps a gate from being passed."""
-    gaps = [f"{each.attack} was not run before the stop" for each in findings if each.status == "not_run"]
+    gaps = [f"{finding.attack} was not run before the stop" for finding in findings if finding.status == "not_run"]
     gaps += [
-        f"{each.attack} was stopped after {each.why('stopped') or 'a part of it'}"
-        for each in findings
-        if each.status == "stopped" or each.why("stopped")
+        f"{finding.attack} was stopped after {finding.why('stopped') or 'a part of it'}"
+        for finding in findings
+        if finding.status == "stopped" or finding.why("stopped")
     ]
     gaps += [remark.text for finding in findings for remark in finding.remarks if remark.kind == "gap"]
-    for finding in (each for each in findings if each.attacked):
+    for finding in (finding for finding in findings if finding.attacked):
         metrics = {one.metric.name for one in finding.exposures}
         if limit != BLIND and limit.metric not in metrics:
             gaps.append(f"{limit.metric} is not defined for {things} so few or so small")
@@ -321,9 +327,9 @@ def _lacking(findings: Sequence[Finding], things: str) -> list[str]:
         elif not finding.proof and not finding.hardest and finding.status == "done":
             reasons.append(f"{finding.attack} proves nothing: what it can prove does not hold for all {things}")
     if not closed:
-        refusals = [each for each in findings if each.why("refused") and (each.closed or not tried)]
-        told = "; ".join(f"{each.attack}: {each.why('refused')}" for each in refusals)
-        reasons.append(f"no closed form applies ({told})" if refusals else "no closed form was run")
+        refusals = [finding for finding in findings if finding.why("refused") and (finding.closed or not tried)]
+        reasons_given = "; ".join(f"{finding.attack}: {finding.why('refused')}" for finding in refusals)
+        reasons.append(f"no closed form applies ({reasons_given})" if refusals else "no closed form was run")
         searched = " and ".join(finding.attack for finding in tried)
         reasons += [f"what {searched} does not find may still be there"] if searched else []
         reasons += [doubt for finding in tried if (doubt := finding.why("doubt"))]
@@ -333,7 +339,11 @@ def _lacking(findings: Sequence[Finding], things: str) -> list[str]:
 def awaits_bound(findings: Sequence[Finding], limit: Limit = BLIND, things: str = "images") -> bool:
     """Whether nothing but a bound keeps the findings of one defence from passing."""
     above = any(exposed(finding, limit) for finding in findings)
-    return not above and any(each.proof for each in findings) and not (_gaps(findings, limit, things) or _few(findings))
+    return (
+        not above
+        and any(finding.proof for finding in findings)
+        and not (_gaps(findings, limit, things) or _few(findings))
+    )
 
 
 def _few(findings: Sequence[Finding]) -> list[str]:
@@ -344,10 +354,10 @@ def _few(findings: Sequence[Finding]) -> list[str]:
 def _unbounded(findings: Sequence[Finding], limit: Limit, things: str, hardest: bool) -> list[str]:
     """What else keeps a gate from being passed where no attack is above: blind guesses, and the bound."""
     bounds = [finding for finding in findings if finding.bound and finding.status == "done" and finding.samples]
-    for finding in [*(each for each in findings if each.proof), *bounds]:
-        held = [one for one in finding.exposures if one.metric.margin is not None]
-        guessed = all(one.limit is not None and math.isfinite(one.limit) for one in held)
-        if not guessed or not {*finding.samples} <= {one.sample for one in held}:
+    for finding in [*(finding for finding in findings if finding.proof), *bounds]:
+        exposures = [one for one in finding.exposures if one.metric.margin is not None]
+        guessed = all(one.limit is not None and math.isfinite(one.limit) for one in exposures)
+        if not guessed or not {*finding.samples} <= {one.sample for one in exposures}:
             return [f"no blind guess was measured to hold all {things} of {finding.attack} against"]
     over = [one for finding in bounds for one in exposed(finding, limit)]
     if over:
@@ -428,7 +438,7 @@ class Report(Result):
     @property
     def undone(self) -> list[tuple[str, str]]:
         """(attack, defence) never begun."""
-        return [(each.attack, each.defence) for each in self.findings if each.status == "not_run"]
+        return [(finding.attack, finding.defence) for finding in self.findings if finding.status == "not_run"]
 
 
 # --- the gate as JUnit ----------------------------------------------------------------------------------------------
@@ -444,7 +454,7 @@ TAGS = {ABOVE: "failure", NOT_JUDGED: "error"}
 def junit(name: str, ruling: Ruling, facts: Mapping[str, Any], lines: Callable[[str], Sequence[str]]) -> bytes:
     """The file. name: of the suite. facts: how the audit was made, as properties; `made` is its time. lines: of a
     defence, what each attack on it got."""
-    counts = {tag: sum(TAGS.get(each.status) == tag for each in ruling.judgements) for tag in TAGS.values()}
+    counts = {tag: sum(TAGS.get(judged.status) == tag for judged in ruling.judgements) for tag in TAGS.values()}
     total = {
         "tests": str(len(ruling.judgements)),
         "failures": str(counts["failure"]),
@@ -453,19 +463,19 @@ def junit(name: str, ruling: Ruling, facts: Mapping[str, Any], lines: Callable[[
     }
     root = ET.Element("testsuites", total)
     suite = ET.SubElement(root, "testsuite", {"name": _text(name), **total})
-    if made := facts.get("made"):
-        suite.set("timestamp", str(made).split("+")[0])
+    if time := facts.get("made"):
+        suite.set("timestamp", str(time).split("+")[0])
     properties = ET.SubElement(suite, "properties")
     for key, value in {"limit": ruling.limit, "threat": ruling.threat.name, **facts}.items():
         if value is not None:
             ET.SubElement(properties, "property", {"name": _text(key), "value": _text(value)})
-    for each in ruling.judgements:
-        called = {"classname": _text(name), "name": _text(f"{ruling.limit} under {each.defence}")}
+    for judged in ruling.judgements:
+        called = {"classname": _text(name), "name": _text(f"{ruling.limit} under {judged.defence}")}
         case = ET.SubElement(suite, "testcase", called)
-        if each.status in TAGS:
-            reason = {"message": _text(each.said), "type": each.outcome}
-            ET.SubElement(case, TAGS[each.status], reason).text = _text(each.said)
-        ET.SubElement(case, "system-out").text = _text("\n".join(lines(each.defence)))
+        if judged.status in TAGS:
+            reason = {"message": _text(judged.reason), "type": judged.outcome}
+            ET.SubElement(case, TAGS[judged.status], reason).text = _text(judged.reason)
+        ET.SubElement(case, "system-out").text = _text("\n".join(lines(judged.defence)))
     ET.indent(root)
     return ET.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
 

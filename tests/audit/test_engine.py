@@ -227,7 +227,7 @@ def test_refusals_come_first_and_what_runs_by_itself_only_where_nothing_closed_d
     no = No()
     cases = []
     for defence in (NoDefence(), NoPositionGradient()):
-        cases += [Case("m", backbone, defence, no), Case("m", backbone, defence, Spy(), by_itself="why")]
+        cases += [Case("m", backbone, defence, no), Case("m", backbone, defence, Spy(), fallback="why")]
     found = list(findings(cases, images(2)))
     first, rest = [(cases[2], "refused"), (cases[3], "not_run")], [(cases[0], "done"), (cases[3], "done")]
     assert [(o.case, o.status) for o in found] == first + rest
@@ -238,7 +238,7 @@ def test_cases_that_differ_in_the_comparison_alone_are_one_attack(backbone: Any)
     test = images(3)
     test = replace(test, shuffled=test.pixels.flip(0), mask=torch.zeros(3, 4, dtype=torch.bool))
     spy = Spy()
-    cases = [Case("m", backbone, NoDefence(), spy, "x̃", which) for which in ("x̃", "x")]
+    cases = [Case("m", backbone, NoDefence(), spy, "shuffled", which) for which in ("shuffled", "original")]
     found = run(cases, test)
     assert spy.seen == [(0, 3)]
     b, c = (found[case].scores for case in cases)

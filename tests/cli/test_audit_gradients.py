@@ -681,9 +681,9 @@ def test_table_verdict_and_files(photographs: Path, tmp_path: Path, capsys: pyte
     assert "1 of 16 patches hidden (γ = 0.1)" in shown
     told = json.loads((tmp_path / "settings.json").read_text())
     rows = {(r["model"], r["setting"], r["attacker"]): r for r in told["rows"]}
-    assert len(rows) == 2 * 2 * 2  # one who knows MJP is always among the attackers
-    known = rows["test_vit with MJP's step", "c", "adaptive-mjp, knows MJP"]
-    static = rows["test_vit with MJP's step", "c", "patchembed, static"]
+    assert len(rows) == 2 * 2 * 2  # an informed attacker is always among them
+    known = rows["test_vit with MJP's step", "c", "adaptive-mjp, informed"]
+    static = rows["test_vit with MJP's step", "c", "patchembed, uninformed"]
     assert known["exact"] == 2 and static["exact"] == 0
     page = (tmp_path / "settings.html").read_text()
     assert "What the paper reports" in page

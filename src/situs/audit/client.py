@@ -112,13 +112,13 @@ def upload_of(
     if step.local_steps > 1 or step.dropout or step.drop_path:
         method = in_training(deepcopy(method), step)
     parts = _parts(batch, step.parts)
-    total, walk = Gradients(), Walk(step.adam)
+    total, optimiser = Gradients(), LocalOptimiser(step.adam)
     for number in range(step.local_steps):
         if number and stop():
             raise StoppedError
         here = [parts[number % len(parts)]] if step.local_steps > 1 else parts
         update = _mean([_gradient(method, part, defence, step, number) for part in here])
-        update = walk(update) if step.local_steps > 1 or step.adam else update
+        update = optimiser(update) if step.local_steps > 1 or step.adam else update
         total = _sum(total, update)
         if number + 1 < step.local_steps:
             with torch.no_grad():
@@ -139,7 +139,7 @@ def rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     return (gradient / step.clamp(min=torch.finfo(gradient.dtype).tiny)).round() * step
 
 
-class Walk:
+class LocalOptimiser:
     """How a client moves its weights by a gradient, in units of the rate: by the gradient itself, or as Adam does.
 
     Called once a step, in their order; differentiable."""

@@ -77,7 +77,7 @@ def pictures_fed(backbone: Backbone, stem: Stem | None, inputs: list[Tensor], im
 
     inputs: as recorded. Of several passes over as many images the first counts.
     """
-    rows = torch.cat(inputs)[: len(images)] if inputs and len({each.shape[1:] for each in inputs}) == 1 else None
+    rows = torch.cat(inputs)[: len(images)] if inputs and len({part.shape[1:] for part in inputs}) == 1 else None
     if stem is None or rows is None or len(rows) < len(images):
         return None
     usual = patches_of(images, backbone, stem)

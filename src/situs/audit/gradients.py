@@ -98,8 +98,8 @@ class Audit(Leak):
             things = self.provenance.things
             title = f"{self.model}, {self.provenance.facts.get('images', counted(len(self.names), things))}"
             tables.append(Table(title, *table(self, ("psnr", "ssim", "order_accuracy", "reidentified"))))
-        if said := reasons(self):
-            tables.append(Table("Does not apply, or is not exact", (), said))
+        if rows := reasons(self):
+            tables.append(Table("Does not apply, or is not exact", (), rows))
         ruling = self.ruling
         return Summary(verdict(self), tuple(tables), () if ruling is None else (ruling.sentence,))
 
@@ -137,8 +137,8 @@ def attack_gradients(
     def make(findings: list[ImageFinding], stopped: str | None) -> Audit:
         if not guesses and any(finding.attacked for finding in findings):
             guesses.update(measure_guesses(test.real(), backbone, lpips, test.normalisation))
-        held = [finding.against(guesses, test.names) for finding in findings]
-        shown = (held, test.names, test.real()[:SHOWN].clone())
+        against_blind = [finding.against(guesses, test.names) for finding in findings]
+        shown = (against_blind, test.names, test.real()[:SHOWN].clone())
         return Audit(*shown, backbone.name, step, guesses, about=about, stopped=stopped, **fields)
 
     def consulted(audit: Audit, deadline: Deadline) -> Iterator[ImageFinding]:
@@ -163,12 +163,12 @@ def _cases(
         if search is not None:
             few = min(count, max(step.batch, FALLBACK.images // step.batch * step.batch))
             matching = Matching(replace(search, iterations=FALLBACK.iterations))
-            said = (
+            reason = (
                 f"no closed form applies, so {matching.name} is run by itself on {few} of {counted(count, 'images')} "
                 f"({FALLBACK.iterations} iterations, at most {FALLBACK.seconds:g} s)"
             )
             limits = {"images": few, "seconds": FALLBACK.seconds, "batch": step.batch}
-            cases.append(Case("", model, defence, matching, by_itself=said, **limits))
+            cases.append(Case("", model, defence, matching, fallback=reason, **limits))
     return cases
 
 
@@ -177,7 +177,7 @@ def _cases(
 
 def verdict(audit: Audit) -> str:
     """What a manager can read: for each defence what the strongest attack got, and what a mere guess gets."""
-    return " ".join([opening(audit), *(f"{name}: {said}" for name, said in findings(audit).items())]).strip()
+    return " ".join([opening(audit), *(f"{name}: {sentence}" for name, sentence in findings(audit).items())]).strip()
 
 
 def opening(audit: Audit) -> str:
@@ -198,15 +198,15 @@ def findings(audit: Audit) -> dict[str, str]:
     """For each defence what the strongest attack got, and last what a guess gets; empty where nothing was attacked."""
     if not audit.attacked:
         return {}
-    found = {}
+    sentences = {}
     for defence in audit.about:
         tried = [pair for pair in audit.attacked if pair.defence == defence]
         left = any(other == defence for _, other in audit.undone)
         best = max(tried, key=strength, default=None)
         refused = "not attacked before the stop." if left else "not attacked here: no attack of this audit applies."
-        found[defence] = refused if best is None else _finding(best, audit.step, audit.provenance.things)
+        sentences[defence] = refused if best is None else _finding(best, audit.step, audit.provenance.things)
     guesses = [f"{name} {mean_of(s['psnr'] or [0.0]).mean:.1f} dB" for name, s in audit.baselines.items()]
-    return {**found, "Without any gradient": f"{', '.join(guesses)}."}
+    return {**sentences, "Without any gradient": f"{', '.join(guesses)}."}
 
 
 def steps_of(pair: ImageFinding, step: Step) -> str:
@@ -222,19 +222,19 @@ def strength(pair: ImageFinding) -> tuple[int, float, float]:
 
 def seen(pair: ImageFinding) -> str:
     """How much came back, where it is not exact: "mean PSNR 13.1 dB, most exposed image 15.0 dB, …"."""
-    found = f"mean PSNR {pair.mean_psnr:.1f} dB, most exposed image {pair.worst_psnr:.1f} dB"
+    figures = f"mean PSNR {pair.mean_psnr:.1f} dB, most exposed image {pair.worst_psnr:.1f} dB"
     known = pair.scores.get("reidentified")
-    return found if known is None else f"{found}, {sum(known):.0f} of {pair.count} re-identified"
+    return figures if known is None else f"{figures}, {sum(known):.0f} of {pair.count} re-identified"
 
 
 def _finding(best: ImageFinding, step: Step, things: str) -> str:
     lower, stopped = best.why("lower_bound") is not None, best.why("stopped")
-    found = "at least " * lower
-    found += f"{best.exact} of {counted(best.count, things)} recovered exactly from {steps_of(best, step)}"
-    found += f", every pixel of {best.to_the_byte} read to its exact byte" if best.to_the_byte else ""
+    sentence = "at least " * lower
+    sentence += f"{best.exact} of {counted(best.count, things)} recovered exactly from {steps_of(best, step)}"
+    sentence += f", every pixel of {best.to_the_byte} read to its exact byte" if best.to_the_byte else ""
     open_end = "; a lower bound, see below" * lower
     open_end += "" if stopped is None else f"; stopped after {stopped}"
-    return f"{found} (best attack {best.attack}, {seen(best)}{open_end})."
+    return f"{sentence} (best attack {best.attack}, {seen(best)}{open_end})."
 
 
 # --- tables and the file --------------------------------------------------------------------------------------------
@@ -271,8 +271,8 @@ def grid(audit: Audit) -> Cells:
     cells: dict[tuple[str, str], str] = dict.fromkeys(audit.undone, "not attacked")
     for pair in audit.pairs:
         psnr = means_of(pair.scores).get("psnr")
-        said = f"mean {alone(psnr)}, most exposed {pair.worst_psnr:.3g}; exact {exact_of(pair)}"
-        cells[_named(pair), pair.defence] = REFUSED if psnr is None else said
+        cell = f"mean {alone(psnr)}, most exposed {pair.worst_psnr:.3g}; exact {exact_of(pair)}"
+        cells[_named(pair), pair.defence] = REFUSED if psnr is None else cell
     rows: list[list[Cell]] = [[attack, *(cells.get((attack, name)) for name in audit.about)] for attack in attacks]
     return ["attack", *audit.about], rows
 
@@ -285,7 +285,7 @@ def reasons(audit: Audit) -> list[tuple[str, str]]:
         plain = unsure == NO_NOISE and pair.exact == pair.count  # it has every image
         doubt = None if pair.caveat or unsure is None or plain else f"proves nothing: {unsure}"
         verdicts = [str(fact.get("verdict") or "") for fact in pair.facts]
-        verdicts = [each for each in verdicts if doubt is None or each != unsure]  # said once
+        verdicts = [text for text in verdicts if doubt is None or text != unsure]  # said once
         cut = stopped and f"stopped after {stopped}"
         for reason in dict.fromkeys([pair.why("refused"), cut, pair.caveat, *verdicts, doubt]):
             if reason:
@@ -295,7 +295,7 @@ def reasons(audit: Audit) -> list[tuple[str, str]]:
         key: "every defence" if every and set(defences) == set(audit.about) else " | ".join(defences)
         for key, defences in defences_of.items()
     }
-    return [(f"{attack} against {names[attack, said]}", said) for attack, said in defences_of]
+    return [(f"{attack} against {names[attack, reason]}", reason) for attack, reason in defences_of]
 
 
 def _numbers(audit: Audit) -> dict[str, Any]:

@@ -121,14 +121,14 @@ def audit_gradients(
     auto = tuple(defences) == AUTO
     if auto:
         defences = DEFENDED if limit is None else AS_IT_IS
-    defended = [create_defence(each) for each in _each("defences", defences)]
+    defended = [create_defence(defence) for defence in _each("defences", defences)]
     opened = open_audit(model, data, attacks, config, asked)
     victim, test = opened.victim, opened.test
-    if auto and (own := victim.own_defence) is not None:  # a gate judges what would be sent
-        defended = [own] if limit is not None else [own, *defended]
+    if auto and (of_run := victim.own_defence) is not None:  # a gate judges what would be sent
+        defended = [of_run] if limit is not None else [of_run, *defended]
     if limit is not None and limit.metric == "reidentified" and len(test) < 2:
-        said = f"fail_above={limit}: one image is always the nearest; give two or more"
-        raise SitusError(said, field=("fail_above", "count"))
+        reason = f"fail_above={limit}: one image is always the nearest; give two or more"
+        raise SitusError(reason, field=("fail_above", "count"))
     searched = any(attack.name == "matching" for attack in opened.attacks)
     origin = {
         **opened.origin,
@@ -175,13 +175,13 @@ def audit_settings(
     """
     for name in ("batch", "labels", "fail_above"):
         if options.get(name, getattr(AuditConfig, name)) != getattr(AuditConfig, name):
-            said = f"{name}={options[name]}: has no part in the settings of Table 5"
-            said += ", which are one step on one image in fp32; leave it out"
-            raise SitusError(said, field=(name, "settings"))
-    made = [] if tuple(defences) == AUTO else [create_defence(each) for each in _each("defences", defences)]
-    shares = [defence.hidden_share for defence in made if defence.hidden_share is not None]
-    if len(made) > 1 or len(shares) < len(made):
-        labels = ", ".join(defence.label for defence in made)
+            reason = f"{name}={options[name]}: has no part in the settings of Table 5"
+            reason += ", which are one step on one image in fp32; leave it out"
+            raise SitusError(reason, field=(name, "settings"))
+    defended = [] if tuple(defences) == AUTO else [create_defence(defence) for defence in _each("defences", defences)]
+    shares = [defence.hidden_share for defence in defended if defence.hidden_share is not None]
+    if len(defended) > 1 or len(shares) < len(defended):
+        labels = ", ".join(defence.label for defence in defended)
         raise SitusError(field=("defences", "settings"), value=labels, allowed="mjp=γ alone in the settings of Table 5")
     config, asked = split_options(AuditConfig, options)
     opened = open_audit(model, data, attacks, config, asked)
@@ -208,15 +208,15 @@ def size_of_gradients(victim: Victim, test: TestSet, count: int = 4) -> dict[str
     method, x = method_of(NoDefence(), victim.trains), test.pixels[:count]
     if "label" not in method.needs_targets:
         return {}
-    told = []
+    parts = []
     for name, labels in (("own labels", test.labels[:count]), ("least likely labels", least_likely(method, x))):
         with torch.no_grad():
             losses = torch.nn.functional.cross_entropy(method.backbone(x).float(), labels)
         sent = [victim_gradients(victim.trains, x[i : i + 1], labels[i : i + 1]) for i in range(len(x))]
-        norms = [math.sqrt(sum(float(g.double().square().sum()) for g in each.values())) for each in sent]
-        told.append(f"{name}: cross entropy {float(losses):.3g}, norm {sum(norms) / len(norms):.3g}")
+        norms = [math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values())) for gradients in sent]
+        parts.append(f"{name}: cross entropy {float(losses):.3g}, norm {sum(norms) / len(norms):.3g}")
     shown = counted(len(x), test.things)
-    return {"gradient": f"of the first {shown}, on average; {'; '.join(told)}. A small gradient hides in less noise"}
+    return {"gradient": f"of the first {shown}, on average; {'; '.join(parts)}. A small gradient hides in less noise"}
 
 
 class Opened(NamedTuple):
@@ -249,11 +249,11 @@ def open_audit(
     data = addressed(data)
     search = MatchingConfig(distance=config.distance, iterations=config.iterations, restarts=config.restarts)
     configs = [search, TokensConfig(seconds=config.search_seconds)]
-    made = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
-    _check_used(config, {attack.Config for attack in made})
+    created = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
+    _check_used(config, {attack.Config for attack in created})
     lpips = None if config.lpips is None else Lpips(config.lpips)
-    told = {"loss": config.loss, **asked, "classes": config.classes or CLASSES, "seed": config.seed}
-    victim = open_victim(model, **told)
+    options = {"loss": config.loss, **asked, "classes": config.classes or CLASSES, "seed": config.seed}
+    victim = open_victim(model, **options)
     opened = victim.model
     data = opened.data.path or None if data is None else data
     if data is None:
@@ -261,7 +261,7 @@ def open_audit(
     if config.predictor is not None:
         predictor = open_predictor(config.predictor, opened.backbone, opened.device)
         configs = [search, replace(configs[1], predictor=predictor), AdaptiveConfig(predictor=predictor)]
-        made = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
+        created = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
     test = load_test_set(victim, data, count or config.count or COUNT, config.split, opened.device)
     if opened.tuning.parts != "all" and isinstance(victim.trains, Method):
         victim = replace(victim, notes={**victim.notes, **what_is_left(victim.trains, test)})
@@ -276,7 +276,7 @@ def open_audit(
         "seed": config.seed,
         **evidence(victim.trains, asked.get("weights")),
     }
-    return Opened(victim, test, made, search, lpips, origin)
+    return Opened(victim, test, created, search, lpips, origin)
 
 
 def _check_used(config: AuditConfig, kinds: AbstractSet[type[Any]]) -> None:
@@ -295,12 +295,12 @@ def _check_used(config: AuditConfig, kinds: AbstractSet[type[Any]]) -> None:
     for asking, names in asked:
         for name, attacks in names.items() if kinds.isdisjoint(asking) else ():
             if (value := getattr(config, name)) != getattr(AuditConfig, name):
-                said = f"{name}={value}: is a setting of {attacks}, and no such attack is made"
-                raise SitusError(said, field=(name, "attacks"))
+                reason = f"{name}={value}: is a setting of {attacks}, and no such attack is made"
+                raise SitusError(reason, field=(name, "attacks"))
 
 
-def _each(field: str, given: Sequence[Any]) -> list[Any]:
+def _each(field: str, names: Sequence[Any]) -> list[Any]:
     """Each once, and at least one."""
-    if not given:
+    if not names:
         raise SitusError(field=field, value="", allowed="one or more of them")
-    return list(dict.fromkeys(given))
+    return list(dict.fromkeys(names))

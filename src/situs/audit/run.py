@@ -148,11 +148,11 @@ def take_turns(parts: Iterable[Finding | Trial], deadline: Deadline) -> Iterator
     It ends when the deadline is over, or on Ctrl-C; that is raised unless the attack could keep what it had found.
     """
     every: list[Trial] = []
-    for each in parts:
-        if isinstance(each, Finding):
-            yield each
+    for part in parts:
+        if isinstance(part, Finding):
+            yield part
         else:
-            every.append(each)
+            every.append(part)
     with task("attacks", sum(trial.total for trial in every)) as shown:
         trials = every
         while trials:
@@ -160,15 +160,15 @@ def take_turns(parts: Iterable[Finding | Trial], deadline: Deadline) -> Iterator
                 if deadline.spent():
                     return
                 for finding in trial.turn(deadline, len(trials) - number):
-                    shown.tell(sum(each.at for each in every))
+                    shown.tell(sum(part.at for part in every))
                     yield finding
             trials = [trial for trial in trials if trial.at < trial.total and not trial.ended]
 
 
 def stopped_by(findings: Sequence[Finding], deadline: Deadline, reason: str) -> str | None:
     """By what and how far it came; None where all that was asked for is there."""
-    cut = any(each.why("stopped") for each in findings if deadline.spent() or each.why("fallback") is None)
-    if not (cut or deadline.interrupted or any(each.status == "not_run" for each in findings)):
+    cut = any(finding.why("stopped") for finding in findings if deadline.spent() or finding.why("fallback") is None)
+    if not (cut or deadline.interrupted or any(finding.status == "not_run" for finding in findings)):
         return None
     return f"{reason}, with {' '.join(finished(findings))}"
 
@@ -176,8 +176,8 @@ def stopped_by(findings: Sequence[Finding], deadline: Deadline, reason: str) -> 
 def finished(findings: Sequence[Finding]) -> tuple[str, str]:
     """How far an audit came: "2 of 5", and of what. What does not apply is no attack, and neither is a bound; what ran
     by itself is one."""
-    attacks = [each for each in findings if not each.bound]
-    refused = sum(each.status == "refused" for each in attacks)
-    done, every = sum(each.status == "done" for each in attacks), len(attacks) - refused
+    attacks = [finding for finding in findings if not finding.bound]
+    refused = sum(finding.status == "refused" for finding in attacks)
+    done, every = sum(finding.status == "done" for finding in attacks), len(attacks) - refused
     others = f" ({refused} {verb(refused, 'do')} not apply)" if refused else ""
     return f"{done} of {every}", f"{counted(every, 'attacks').split()[1]} finished{others}"

@@ -70,31 +70,30 @@ class OwnLoss(Supervised):
 
 def with_loss(victim: Victim, loss: str | Callable[[Tensor, Tensor], Tensor]) -> Victim:
     """The victim trained by a loss of the user's own, given itself or as file.py:name, and a note that says so."""
-    given: Any = load_code(loss) if isinstance(loss, str) else loss
+    function: Any = load_code(loss) if isinstance(loss, str) else loss
     name = Path(loss).name if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
-    if not callable(given):
+    if not callable(function):
         raise SitusError(f"loss={name}: must be a function of logits [B, C] and labels [B]", field="loss")
-    function: Any = given
-    model, made = victim.model, OwnLoss(victim.model.backbone, function)
+    model, method = victim.model, OwnLoss(victim.model.backbone, function)
     like = next(model.backbone.parameters())
     images = torch.zeros(2, model.data.channels, *model.data.size, device=like.device, dtype=like.dtype)
     labels = torch.zeros(2, dtype=torch.int64, device=like.device)
     try:  # what is wrong with it is said before anything is attacked
         with torch.enable_grad():
-            found: Any = made(Batch(images, torch.arange(2), {"label": labels}), {}).loss
+            value: Any = method(Batch(images, torch.arange(2), {"label": labels}), {}).loss
     except Exception as error:  # whatever the user's own code raises
-        said = f"is called with logits and labels of two images and ends with {type(error).__name__}: {error}"
-        raise SitusError(f"loss={name}: {said}", field="loss") from error
-    if not isinstance(found, Tensor) or found.dim() or not found.requires_grad:
-        shown = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        said = "must give one number that depends on the logits, the mean over the batch"
-        raise SitusError(f"loss={name}: gives {shown}, and {said}", field="loss")
-    said = (
+        reason = f"is called with logits and labels of two images and ends with {type(error).__name__}: {error}"
+        raise SitusError(f"loss={name}: {reason}", field="loss") from error
+    if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
+        shown = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        reason = "must give one number that depends on the logits, the mean over the batch"
+        raise SitusError(f"loss={name}: gives {shown}, and {reason}", field="loss")
+    reason = (
         f"the client's own, {name}: closed forms hold for any loss, and a search is made by this one, which the "
         "attacker has as well. Labels are inferred as of cross entropy, which may miss; with labels known they need "
         "not be. A defence that trains by a method of its own (mjp) has that method's loss"
     )
-    return replace(victim, trains=made, notes={**victim.notes, "loss": said})
+    return replace(victim, trains=method, notes={**victim.notes, "loss": reason})
 
 
 def open_victim(source: Any, *, classes: int = 1000, loss: Any = None, **asked: Any) -> Victim:
@@ -157,8 +156,8 @@ def _check_loss(model: Model, *, single: bool) -> None:
         if not bool(weight.isfinite().all()):
             raise SitusError(f"{model.name}: {name} holds NaN or infinity, and so do all gradients (MODEL)")
     if single and outputs_of(model) == 1:
-        said = "gives one number for an image, and cross entropy over one class is 0 whatever the image"
-        raise SitusError(f"{model.name}: {said}: there is no gradient to audit; two classes or more have one (MODEL)")
+        reason = "gives one number for an image, and cross entropy over one class is 0 whatever the image"
+        raise SitusError(f"{model.name}: {reason}: there is no gradient to audit; two classes or more have one (MODEL)")
 
 
 def open_predictor(source: Any, victim: Backbone, device: torch.device | str = "cpu") -> MP3:
@@ -169,10 +168,10 @@ def open_predictor(source: Any, victim: Backbone, device: torch.device | str = "
         raise SitusError(f"predictor={source}: {error}", field="predictor") from error
     if not isinstance(method, MP3):
         raise SitusError(field="predictor", value=str(source), allowed="a run of MP3, and is none")
-    own, asked = ((model.input.shape, model.grid) for model in (method.backbone, victim))
-    if own != asked:
-        said = f"sees images of {own[0]} pixels in {own[1]} patches, and the model {asked[0]} in {asked[1]}"
-        raise SitusError(f"predictor={source}: {said}", field="predictor")
+    sizes, asked = ((model.input.shape, model.grid) for model in (method.backbone, victim))
+    if sizes != asked:
+        reason = f"sees images of {sizes[0]} pixels in {sizes[1]} patches, and the model {asked[0]} in {asked[1]}"
+        raise SitusError(f"predictor={source}: {reason}", field="predictor")
     return method.eval()
 
 
@@ -195,14 +194,14 @@ def load_test_set(
 ) -> TestSet:
     """The first samples that can be read, as the model sees them; named by their files where they have some."""
     place: Any = addressed(data)
-    own = isinstance(place, Source)
-    if not own and Path(place).is_file() and KINDS[kind_of(str(place))].ids:
-        said = "is read as sentences, and the model sees images; a model of words takes it as texts"
-        raise SitusError(f"{place}: {said}", field=("data", "texts"))
-    config = victim.model.data if own else _prepared(victim.model.data, str(place))
+    in_memory = isinstance(place, Source)
+    if not in_memory and Path(place).is_file() and KINDS[kind_of(str(place))].ids:
+        reason = "is read as sentences, and the model sees images; a model of words takes it as texts"
+        raise SitusError(f"{place}: {reason}", field=("data", "texts"))
+    config = victim.model.data if in_memory else _prepared(victim.model.data, str(place))
     modality = config.modality
     asked = {} if modality.pixels else {"kind": config.kind, modality.table: modality.settings(config)}
-    source = place if own else open_source(place, split, channels=config.channels, **asked)
+    source = place if in_memory else open_source(place, split, channels=config.channels, **asked)
     loader = make_loader(replace(config, batch=1, workers=0, resident="never"), None, device, source=source)
     # One by one: in the place of a broken sample comes the next.
     reading = iter(loader)
@@ -211,8 +210,8 @@ def load_test_set(
     if not batches:
         why = "; ".join(left_out) or "it is empty"
         raise SitusError(f"{source.name}: holds no {source.things} that can be read: {why}", field="data")
-    known = [batch.targets["label"] for batch in batches if "label" in batch.targets]
-    labels = labels_for(victim.model, torch.cat(known) if known else None, len(batches))
+    labelled = [batch.targets["label"] for batch in batches if "label" in batch.targets]
+    labels = labels_for(victim.model, torch.cat(labelled) if labelled else None, len(batches))
     numbers = [int(batch.ids) for batch in batches]
     names = [f"{source.name} {i}" if source.key(i) == str(i) else source.key(i) for i in numbers]
     pixels = torch.cat([batch.inputs for batch in batches])

@@ -339,7 +339,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
             present(found, self.out)
         if page is not None:
             print(page)
-        return INTERRUPTED if deadline.interrupted else 0 if found.found else NOT_JUDGED
+        return INTERRUPTED if deadline.interrupted else 0 if found.with_setting else NOT_JUDGED
 
 
 COUNT = 4

@@ -148,7 +148,7 @@ def _would_help(box: Section, found: Remedies | None) -> Section:
         rows.append([setting, worst, price, said])
     header = ["defence", "most exposed image", "cost", f"against {', '.join(found.attacks)}"]
     said = verdict(found)
-    if found.stopped is not None and found.found:  # else the verdict says so
+    if found.stopped is not None and found.with_setting:  # else the verdict says so
         said = f"{said} Stopped by {found.stopped}: what has no row was not searched."
     box = box.table(header, rows) if rows else box
     return box.text(f"{said} All that was tried stands in `defences.html` beside this.")

@@ -24,9 +24,9 @@ PAID = (
 def page(found: Remedies) -> Page:
     """The page."""
     page = Page(f"Defences of {found.model}", verdict(found))
-    whole = bool(found.found) and found.stopped is None
-    stopped = "Stopped: says nothing" if not found.found and found.stopped else "No remedy found"
-    if found.found:
+    whole = bool(found.with_setting) and found.stopped is None
+    stopped = "Stopped: says nothing" if not found.with_setting and found.stopped else "No remedy found"
+    if found.with_setting:
         page.judge("good" if whole else "unsure", f"{found.limit} is kept against these attackers")
     else:
         page.judge("unsure" if found.stopped else "bad", stopped)
@@ -35,7 +35,9 @@ def page(found: Remedies) -> Page:
     page.box("Threat model").facts({**THREAT, **found.notes}).fold("How the attacks work", attacks)
     if not found.remedies:  # nothing was tried to its end, and the page's first line says so
         return page.end(facts)
-    page.number(f"{len(found.found)} of {len(found.remedies)}", f"defences with a setting that keeps {found.limit}")
+    page.number(
+        f"{len(found.with_setting)} of {len(found.remedies)}", f"defences with a setting that keeps {found.limit}"
+    )
     for metric, settings in exposures_by_metric(found).items():
         bars: dict[str, tuple[float, Tone]] = {
             name: (value, "good" if named else "bad") for name, (value, named) in settings.items()
@@ -43,14 +45,14 @@ def page(found: Remedies) -> Page:
         page.opening.bars(bars, metric, "The most exposed image, at the setting named or tried last.")
     section = page.section("What keeps the limit")
     section.table(*remedy_table(found), READ)
-    if found.found:
+    if found.with_setting:
         section.table(*cost_table(found), PAID)
         section.note(UNTUNED)
-    if found.stopped is not None and found.found:  # else said first
+    if found.stopped is not None and found.with_setting:  # else said first
         section.note(f"Stopped by {found.stopped}.")
     header = ["defence", "setting", "images", "unseen", "most exposed image", "by", "gate", "why"]
     rows = [
-        [each.defence, t.setting, t.images, t.unseen, t.exposed, t.by or None, t.answer, t.said]
+        [each.defence, t.setting, t.images, t.unseen, t.exposed, t.by or None, t.answer, t.reason]
         for each in found.remedies
         for t in (*each.tried, *(trial for trial in (each.unseen, each.weaker_unseen) if trial is not None))
     ]

@@ -14,16 +14,16 @@ from situs.report.html import Page, Section
 
 SHUFFLED = "an image, and the same image with the patches of a block mask shuffled, as MJP trains on it"
 
-STATIC = "does not know that MJP is at work, as in the paper; who knows MJP has its method and its weights"
+UNINFORMED = "does not know that MJP is used, as in the paper; an informed attacker has its method and its weights"
 
 ORDERED = """
-In (b) one who knows MJP is compared with x̃ although he puts the patches in the order of x; that he has them all is
-shown by the best-match PSNR below, and by (c).
+In (b) an informed attacker is compared with the shuffled images although it puts the patches in their original order.
+That it has them all is shown by the best-match PSNR below, and by (c).
 """
 
 UNORDERED = """
-In (c) a plain model gives away x̃, and x̃ is not x: nothing in its gradients says which patches were moved, so that
-nobody puts them back.
+In (c) a plain model gives away the shuffled image, which is not the original: nothing in its gradients says which
+patches were moved, so that nobody can put them back.
 """
 
 PUBLISHED = [
@@ -33,7 +33,7 @@ PUBLISHED = [
     ["DeiT-S + MJP", "b", 0.1043, 0.0059, 11.66, 0.4493, 0.6519],
     ["DeiT-S + MJP", "c", 0.1706, 0.0338, 8.07, 0.0875, 0.8945],
 ]
-"""MJP's Table 5 (γ = 0.27, 1,000 images of ImageNet, APRIL's analytic attack by one who does not know MJP)."""
+"""MJP's Table 5 (γ = 0.27, 1,000 images of ImageNet, APRIL's analytic attack, uninformed)."""
 
 
 def page(comparison: Comparison) -> Page:
@@ -47,7 +47,13 @@ def page(comparison: Comparison) -> Page:
         page.number(f"{best.worst_psnr:.1f} dB", "the most exposed image")
     shown = {f"setting {name}": setting.about for name, setting in SETTINGS.items()}
     attacks = described(dict.fromkeys(row.attack for row in comparison.pairs))
-    notes = {"x and x̃": SHUFFLED, **shown, **comparison.notes, **attacks, "a static attacker": STATIC}
+    notes = {
+        "original and shuffled": SHUFFLED,
+        **shown,
+        **comparison.notes,
+        **attacks,
+        "an uninformed attacker": UNINFORMED,
+    }
     page.box("Threat model").facts(THREAT).fold("Settings, attacks, attackers", Section("").facts(notes))
     section, done = page.section("Verdict"), comparison.attacked
     if done:
@@ -66,7 +72,7 @@ def page(comparison: Comparison) -> Page:
     page.section("What the paper reports").table(
         header,
         PUBLISHED,
-        "MJP's Table 5: γ = 0.27, 1,000 ImageNet images, APRIL's analytic attack. That attacker does not know MJP: he "
+        "MJP's Table 5: γ = 0.27, 1,000 ImageNet images, APRIL's analytic attack. Its attacker is uninformed: it "
         "neither subtracts the gradient of DAL nor separates the hidden patches.",
     )
     return page.end(made(comparison))
@@ -101,35 +107,34 @@ def _shown_and_hidden(page: Page, comparison: Comparison) -> None:
             [*header[:3], *header[4:]],
             [[*row[:3], *row[4:]] for row in rows],
             f"{comparison.hidden} of {comparison.patches} patches are hidden (γ = {comparison.ratio:g}). Places are "
-            "those of x̃ in (b) and of x in (c).",
+            "those of the shuffled images in (b) and of the originals in (c).",
         )
 
 
 def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
-    """Originals, shuffled, and what each attacker made of the step on x̃; then of the step on x."""
+    """Originals, shuffled images, and what each attacker recovered from the step on these; then from the originals."""
     drawn = [(row, row.shown) for row in comparison.pairs if row.shown is not None]
     for setting in ("c", "a"):
-        # MJP's models first, and in a model those who do not know MJP first: the order of the argument.
+        # MJP's models first, and of a model the uninformed attackers first: the order of the argument.
         rows = [each for each in drawn if each[0].case.setting == setting]
         rows = sorted(rows, key=lambda each: each[0].case.name not in comparison.mjp)
         if not rows:
             continue
         section = page.section("Pictures") if page.opening.blocks else page.opening
-        strips = [("original x", comparison.images)]
-        strips += [("x̃, in the step", comparison.shuffled)] if setting == "c" else []
+        strips = [("original", comparison.images)]
+        strips += [("shuffled,\nin the step", comparison.shuffled)] if setting == "c" else []
         strips += [(_label(row), pictures) for row, pictures in rows]
         count = min(most, len(comparison.names))
         section.figure(
             picture_rows(strips, count),
             f"Setting ({setting}): {SETTINGS[setting].about}. What each attacker recovered from one step on the first "
-            f"{counted(count, 'images')}; beside each row the mean PSNR against x over those he came to of all "
-            f"{len(comparison.names)}.",
+            f"{counted(count, 'images')}; beside each row the mean PSNR against the originals, over all attacked.",
             name=f"pictures-{setting}",
         )
 
 
 def _label(row: ImageFinding) -> str:
-    """Model, attack, what he knows, mean PSNR: each on a line, since there is little space beside a row of pictures."""
+    """Model, attack, informed or not, mean PSNR: each on a line, since there is little space beside the pictures."""
     stepped = "with MJP's step" if row.case.name.endswith("MJP's step") else "the model"
     model = row.case.name if len(row.case.name) < 16 else stepped
     return f"{model}:\n" + row.case.attacker.replace(", ", "\n") + f"\n{alone(means_of(row.scores)['psnr'])} dB"

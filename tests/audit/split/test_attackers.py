@@ -8,7 +8,7 @@ import pytest
 import torch
 from sent import classifier, stage
 
-from situs.audit.split.attackers import ATTACKS, SplitFinding, attack, put_back
+from situs.audit.split.attackers import ATTACKS, SplitFinding, attack, restore
 from situs.audit.split.joint import Joint
 from situs.audit.split.stage import Scene, Stage
 from situs.locks.veil import parse_veil
@@ -183,7 +183,7 @@ def test_tokens_are_where_they_belong(defence: str, permute: tuple[str, ...], dr
     scene = Scene.of(STAGE, veil)
     side = scene.old if drifted else scene.side
     assert side is not None
-    found = put_back(scene, side, scene.view, drifted=drifted)
+    found = restore(scene, side, scene.view, drifted=drifted)
     assert set(found.scores.values()) <= {1}
     exchanged = "shuffle" in defence
     hidden = {"channels": bool("columns" in permute), "places": "rows" in permute or exchanged, "samples": exchanged}
@@ -198,4 +198,4 @@ def test_tokens_are_where_they_belong(defence: str, permute: tuple[str, ...], dr
 
 def test_mistakes_are_counted() -> None:
     scene = Scene.of(STAGE, parse_veil("noise=3", ("rows",)))
-    assert 0 < put_back(scene, scene.side, scene.view).scores["places"] < 0.8
+    assert 0 < restore(scene, scene.side, scene.view).scores["places"] < 0.8

@@ -13,7 +13,7 @@ from sent import tried as done
 from situs.audit.split.attackers import ATTACKS, SplitFinding
 from situs.audit.split.result import (
     UNDOING,
-    SettingFound,
+    SettingResult,
     paper_table,
     strengths,
     table,
@@ -27,7 +27,7 @@ from situs.findings import Remark
 from situs.locks.veil import parse_veil
 
 
-def found(*findings: SplitFinding, defence: str = "none", rows: bool = True, columns: bool = False) -> SettingFound:
+def found(*findings: SplitFinding, defence: str = "none", rows: bool = True, columns: bool = False) -> SettingResult:
     return setting(replace(parse_veil(defence), rows=rows, columns=columns), Kept(0.9), *findings)
 
 

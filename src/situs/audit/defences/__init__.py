@@ -96,11 +96,11 @@ def create_defence(text: str | Defence) -> Defence:
     most = len(fields(kind))
     if not most:
         raise SitusError(f"{text}: {name} has no setting", field="defences")
-    given = value.split(":")
-    if len(given) > most:
+    settings = value.split(":")
+    if len(settings) > most:
         raise SitusError(f"{text}: {name} has {most} setting{'s' * (most > 1)}", field="defences")
     try:
-        numbers = [float(each) for each in given]
+        numbers = [float(setting) for setting in settings]
     except ValueError:
         raise SitusError(f"{text}: {value!r} is no number", field="defences") from None
     return kind(*numbers)

@@ -100,7 +100,7 @@ class Defence:
         return step
 
     @property
-    def quiet(self) -> Defence:
+    def noiseless(self) -> Defence:
         """The same without what blurs numbers (noise, rounding, chance), for an attack that tries its equations."""
         return self
 

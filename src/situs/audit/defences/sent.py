@@ -33,7 +33,7 @@ class Noise(Defence):
         return f"noise σ={self.sigma:g}"
 
     @property
-    def quiet(self) -> Defence:
+    def noiseless(self) -> Defence:
         return NoDefence() if self.sigma else self
 
     def noise_level(self, batch: int) -> float:
@@ -72,7 +72,7 @@ class Clip(Defence):
         return True
 
     @property
-    def quiet(self) -> Defence:
+    def noiseless(self) -> Defence:
         return NoDefence() if self.multiplier else self
 
     def bound(self, gradients: Gradients) -> Gradients:
@@ -162,9 +162,9 @@ class Withhold(Defence):
 
     def __post_init__(self) -> None:
         if not (self.depth >= 0 and self.depth % 1 == 0):
-            said = "a whole number of blocks, 0 or more"
+            allowed = "a whole number of blocks, 0 or more"
             raise SitusError(
-                f"withhold={self.depth:g}: must be {said}", field="defences", value=self.depth, allowed=said
+                f"withhold={self.depth:g}: must be {allowed}", field="defences", value=self.depth, allowed=allowed
             )
 
     @property
@@ -196,7 +196,7 @@ class Rounded(Defence):
         return replace(step, dtype=self.sent)
 
     @property
-    def quiet(self) -> Defence:
+    def noiseless(self) -> Defence:
         return NoDefence()
 
 

@@ -32,10 +32,10 @@ class Together(Defence):
         object.__setattr__(self, "parts", tuple(sorted(self.parts, key=lambda part: not isinstance(part, ClipBatch))))
         kinds: dict[type[Defence], Defence] = {}
         for part in self.parts:
-            kind = next((each for each in (Rounded, FedAvg) if isinstance(part, each)), type(part))
+            kind = next((shared for shared in (Rounded, FedAvg) if isinstance(part, shared)), type(part))
             if kind in kinds and kind not in ADD_UP:
-                said = f"{kinds[kind].label} and {part.label} set the same thing: give one of them"
-                raise SitusError(said, field="defences")
+                reason = f"{kinds[kind].label} and {part.label} set the same thing: give one of them"
+                raise SitusError(reason, field="defences")
             kinds[kind] = part
 
     @property
@@ -55,8 +55,8 @@ class Together(Defence):
         return next((part.hidden_share for part in self.parts if part.hidden_share is not None), None)
 
     @property
-    def quiet(self) -> Defence:
-        return replace(self, parts=tuple(part.quiet for part in self.parts))
+    def noiseless(self) -> Defence:
+        return replace(self, parts=tuple(part.noiseless for part in self.parts))
 
     def step(self, step: Step) -> Step:
         for part in self.parts:
@@ -75,7 +75,7 @@ class Together(Defence):
         return next((part for part in self.parts if part.hidden_share is not None), self.parts[0])
 
     def refuses(self, backbone: Backbone) -> str | None:
-        return next((said for part in self.parts if (said := part.refuses(backbone))), None)
+        return next((reason for part in self.parts if (reason := part.refuses(backbone))), None)
 
     def bound(self, gradients: Gradients) -> Gradients:
         for part in self.parts:

@@ -173,7 +173,7 @@ class Dropout(Defence):
         return f"{backbone.name} has no dropout layer"
 
     @property
-    def quiet(self) -> Defence:
+    def noiseless(self) -> Defence:
         return NoDefence()
 
 
@@ -218,11 +218,11 @@ class Autocast(Defence):
         return replace(step, autocast=True)
 
     @property
-    def quiet(self) -> Defence:
+    def noiseless(self) -> Defence:
         return NoDefence()
 
 
 def _check_whole(name: str, value: float) -> None:
     if not (value >= 1 and value % 1 == 0):
-        said = "a whole number, 1 or more"
-        raise SitusError(f"{name}={value:g}: must be {said}", field="defences", value=value, allowed=said)
+        allowed = "a whole number, 1 or more"
+        raise SitusError(f"{name}={value:g}: must be {allowed}", field="defences", value=value, allowed=allowed)

@@ -72,7 +72,7 @@ def _found_again(
 def blind_at(blind: Blind, metric: str, number: int) -> float | None:
     """The best blind guess at one image."""
     values = [scores.get(metric) or () for scores in blind.values()]
-    return max((each[number] for each in values if number < len(each)), default=None)
+    return max((guess[number] for guess in values if number < len(guess)), default=None)
 
 
 def gaps_of(attack: str, scores: Scores, broken: int, count: int) -> list[Remark]:

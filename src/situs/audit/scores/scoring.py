@@ -29,10 +29,10 @@ Lpips = Callable[[Tensor, Tensor], Tensor]
 Scores = dict[str, list[float] | None]
 
 
-def pictures_of(found: Recovery, real: Tensor, batch: int, normalisation: Normalisation) -> Tensor:
+def pictures_of(recovery: Recovery, real: Tensor, batch: int, normalisation: Normalisation) -> Tensor:
     """The recovered pictures in the order of the originals, [uploads · batch, C, H, W]: black is 0 and white 1, and
     what lies beyond is not cut off."""
-    uploads, pictures = len(found.facts), denormalise(found.images, *normalisation, clip=False)
+    uploads, pictures = len(recovery.facts), denormalise(recovery.images, *normalisation, clip=False)
     if pictures.shape[0] == uploads and batch > 1:  # one solution, which stands for each image of its batch
         return pictures.repeat_interleave(batch, dim=0)
     assert pictures.shape[0] == uploads * batch, "an attack gives one image an upload, or all"
@@ -40,18 +40,18 @@ def pictures_of(found: Recovery, real: Tensor, batch: int, normalisation: Normal
     return torch.cat([part[assign(part.clamp(0, 1).flatten(1), truth.flatten(1))[1]] for part, truth in parts])
 
 
-def facts_of(found: Recovery, labels: Tensor, batch: int) -> list[dict[str, Fact]]:
+def facts_of(recovery: Recovery, labels: Tensor, batch: int) -> list[dict[str, Fact]]:
     """The attacker's facts, once an image; of labels he inferred, how many of the batch's are right.
 
     Where a picture of an upload holds NaN he has failed there, whatever he says: `broken`.
     """
-    facts = [dict(fact) for fact in found.facts]
-    share = len(found.images) // max(1, len(facts))
-    for fact, images in zip(facts, found.images.split(max(1, share)), strict=False):
+    facts = [dict(fact) for fact in recovery.facts]
+    share = len(recovery.images) // max(1, len(facts))
+    for fact, images in zip(facts, recovery.images.split(max(1, share)), strict=False):
         if bool(images.isnan().any()):
             fact |= {"broken": True, "fits": False, "verdict": "what came back holds NaN, which is taken as black"}
-    if found.labels is not None:
-        for fact, guess, truth in zip(facts, found.labels, labels.split(batch), strict=False):
+    if recovery.labels is not None:
+        for fact, guess, truth in zip(facts, recovery.labels, labels.split(batch), strict=False):
             right = Counter(guess.tolist()) & Counter(truth.tolist())
             fact["labels_inferred"] = ", ".join(str(label) for label in guess.tolist())
             fact["labels_right"] = right.total()
@@ -89,11 +89,11 @@ def measure_guesses(
     """
     zero = real.new_zeros(1, real.shape[1], 1, 1)
     grey = 0.5 if normalisation is None else denormalise(zero, *normalisation)[0]
-    found: dict[str, Scores] = {}
+    scores: dict[str, Scores] = {}
     for first in range(0, len(real), 8):
         for name, guess in baselines(real, slice(first, first + 8), grey).items():
-            extend(found.setdefault(name, {}), measure(guess, real, backbone, lpips, first))
-    return found
+            extend(scores.setdefault(name, {}), measure(guess, real, backbone, lpips, first))
+    return scores
 
 
 def extend(scores: Scores, more: Scores) -> None:
@@ -111,9 +111,9 @@ def measure_parts(pictures: Tensor, real: Tensor, mask: Tensor, backbone: Backbo
     """
     height, width = real.shape[2:]
     size = (height // backbone.grid[0], width // backbone.grid[1])
-    found, truth = (patchify(part.double(), size) for part in (pictures, real))
+    recovered, truth = (patchify(part.double(), size) for part in (pictures, real))
     shown, hidden, order = [], [], []
-    for f, t, m in zip(found, truth, mask, strict=True):
+    for f, t, m in zip(recovered, truth, mask, strict=True):
         shown.append(float(psnr(f[~m].unsqueeze(0), t[~m].unsqueeze(0))))
         if m.any():
             error, columns = assign(f[m], t[m])

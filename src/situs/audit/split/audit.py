@@ -85,11 +85,11 @@ def audit_split(
         if name not in ATTACKS:
             raise unknown_name("attack", name, ATTACKS, field="attacks")
     check_value("public", public, ">= 2")
-    count = SAMPLES if (asked := chosen.get("count")) is None else asked
+    count = SAMPLES if (limit := chosen.get("count")) is None else limit
     check_value("count", count, ">= 2")
     keep = chosen.pop("keep", None)
-    stage, made = _stage(model, data, base, count, public, seed, chosen)
-    scenario = Split(stage, veils, tuple(attacks), public, made, pictures=pictures)
+    stage, provenance = _stage(model, data, base, count, public, seed, chosen)
+    scenario = Split(stage, veils, tuple(attacks), public, provenance, pictures=pictures)
     return run(scenario, deadline, keep)
 
 
@@ -189,15 +189,18 @@ def _stage(
     if len(model.backbone.grid) != 2:
         raise SitusError(f"{model.name}: takes no images, and it is images that the attackers put together")
     loader = load_set(model, data, **{**chosen, "count": count + public})
-    given = [(batch.inputs, batch.targets.get(loader.source.target)) for batch in loader]
-    inputs, mixed = torch.cat([each for each, _ in given]), epoch_order(seed, 0, sum(len(each) for each, _ in given))
+    batches = [(batch.inputs, batch.targets.get(loader.source.target)) for batch in loader]
+    inputs, mixed = (
+        torch.cat([images for images, _ in batches]),
+        epoch_order(seed, 0, sum(len(images) for images, _ in batches)),
+    )
     if len(inputs) < public + 2:
         raise SitusError(
             f"{loader.source.name}: {counted(len(inputs), 'images')} {verb(len(inputs), 'are')} too few: {public} are "
             "the attacker's own, and two or more are to be attacked",
             field=("public", "count"),
         )
-    labels = [label for _, label in given if label is not None]
+    labels = [label for _, label in batches if label is not None]
     named = torch.cat(labels)[mixed] if labels else None
     reason = None if loader.classes is None else _unnamed(model, loader)
     old = None if base is None else _opened_base(base, model, seed)
@@ -221,11 +224,15 @@ def _opened_base(base: AnyModel, model: Model, seed: int) -> Model:
     """The model before fine-tuning, for images of the same size; refused where it cannot be that."""
     sized = isinstance(base, str | Path) and not is_run(base)
     old = open_model(base, img_size=model.data.size, seed=seed, device=model.device) if sized else opened(base, seed)
-    ours, theirs = ((each.backbone.grid, each.backbone.num_prefix, each.backbone.dim) for each in (model, old))
+    ours, theirs = (
+        (opened_model.backbone.grid, opened_model.backbone.num_prefix, opened_model.backbone.dim)
+        for opened_model in (model, old)
+    )
     if ours != theirs:
-        said = "a grid of {}, {} prefix tokens and {} channels".format
+        shape = "a grid of {}, {} prefix tokens and {} channels".format
         raise SitusError(
-            f"{old.name}: has {said(*theirs)}, and {model.name}, which is to come from it, {said(*ours)}", field="base"
+            f"{old.name}: has {shape(*theirs)}, and {model.name}, which is to come from it, {shape(*ours)}",
+            field="base",
         )
     return old
 

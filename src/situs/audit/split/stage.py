@@ -71,7 +71,7 @@ def streams(backbone: Backbone, images: Iterable[Tensor]) -> Tensor:
     """The stream at the entrance of the blocks, [n, R, D] float64, of batches of images."""
     check_places(backbone)
     positions = backbone.positions()
-    return torch.cat([backbone.assemble(backbone.embed(each), positions).z.double().cpu() for each in images])
+    return torch.cat([backbone.assemble(backbone.embed(batch), positions).z.double().cpu() for batch in images])
 
 
 @torch.no_grad()
@@ -118,8 +118,8 @@ class Kept:
 
     def numbers(self) -> dict[str, float | None]:
         """As JSON holds them."""
-        found = asdict(self)
-        return {"feature_cosine": found.pop("cosine"), **found}
+        values = asdict(self)
+        return {"feature_cosine": values.pop("cosine"), **values}
 
 
 def cosine(features: Tensor, plain: Tensor) -> float:
@@ -131,7 +131,7 @@ def neighbours(features: Tensor, plain: Tensor) -> float | None:
     """The share of each sample's nearest five of the undefended features [n, D] that are among its nearest here."""
     if len(features) <= 2 * NEAREST:
         return None
-    here, there = (_nearest(each) for each in (features, plain))
+    here, there = (_nearest(vectors) for vectors in (features, plain))
     return float((here[:, :, None] == there[:, None]).any(dim=2).double().mean())
 
 
@@ -150,8 +150,8 @@ def leave_one_out_probe(features: Tensor, labels: Tensor) -> float:
     x = torch.cat([x, x.new_ones(len(x), 1)], dim=1)
     eye = torch.eye(x.shape[1], dtype=x.dtype)
     hat = x @ torch.linalg.solve(x.T @ x + len(x) * 0.1 * eye, x.T)
-    wanted, own = one_hot(labels).double(), hat.diagonal()[:, None]
-    answer = (hat @ wanted - own * wanted) / (1 - own)  # as if the sample had not been fitted to
+    wanted, leverage = one_hot(labels).double(), hat.diagonal()[:, None]
+    answer = (hat @ wanted - leverage * wanted) / (1 - leverage)  # as if the sample had not been fitted to
     return float((answer.argmax(dim=1) == labels).double().mean())
 
 
@@ -232,16 +232,16 @@ class Stage:
     def joint(self, defence: Veil) -> Joint:
         """What the whole image adds under noise, decided on public images that are held out; fitted once."""
         if (key := str(defence)) not in self._joints:
-            side, held = self.side(defence), min(TRIED, len(self.patches) // 6)
+            side, held_out = self.side(defence), min(TRIED, len(self.patches) // 6)
             if not side.noise:
                 return Joint()
-            if not held:
+            if not held_out:
                 return Joint(missing=f"{counted(len(self.patches), 'public images')} are too few to learn borders from")
-            part = public_side(self.backbone, side.tokens[held:], self.patches[held:], defence)
-            unseen = side.tokens[:held, len(side.prefix) :]
+            part = public_side(self.backbone, side.tokens[held_out:], self.patches[held_out:], defence)
+            unseen = side.tokens[:held_out, len(side.prefix) :]
             try:
                 part = replace(part, noise=side.noise)
-                self._joints[key] = joint(side, part, unseen, self.patches[:held], self.grid)
+                self._joints[key] = joint(side, part, unseen, self.patches[:held_out], self.grid)
             except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]  # images that are all alike
                 self._joints[key] = Joint(missing="what public images say of borders broke down")
         return self._joints[key]
@@ -250,7 +250,7 @@ class Stage:
         """What a decoder learns on public images under a defence, rows and channels in their order; learned once."""
         if str(defence) not in self._decoders:
             side = self.side(defence)
-            given = {"prefix": len(side.prefix), "seed": self.seed, "device": self.model.device}
+            options = {"prefix": len(side.prefix), "seed": self.seed, "device": self.model.device}
 
             def sent(z: Tensor, step: int) -> Tensor:
                 if defence.kind != "noise":
@@ -259,14 +259,14 @@ class Stage:
                 return z + side.noise**0.5 * torch.randn(z.shape, generator=chance, dtype=z.dtype)
 
             changes = defence.kind in ("noise", "batch-shuffle")
-            self._decoders[str(defence)] = learn(sent, side.tokens, self.patches, changes=changes, **given)
+            self._decoders[str(defence)] = learn(sent, side.tokens, self.patches, changes=changes, **options)
         return self._decoders[str(defence)]
 
     def sent(self, z: Tensor, veil: Veil, number: int) -> View:
         """What the client sends of streams z at one step; another step, other rows and noise, the same channels."""
         side, words = self.side(veil.defence), counted_words(self.seed, number)
-        given = {"prefix": len(side.prefix), "grid": self.grid, "scale": side.scale}
-        return send(z, veil, words, channels=self.channels, **given)
+        layout = {"prefix": len(side.prefix), "grid": self.grid, "scale": side.scale}
+        return send(z, veil, words, channels=self.channels, **layout)
 
     @torch.no_grad()
     def through(self, defence: Veil, public: bool = False) -> Tensor:
@@ -278,7 +278,7 @@ class Stage:
             count, rows, width = z.shape
             drawn = defence.draw(words, (count, rows, width), prefix, self.grid)
             moved, _, back = defence.apply(z, None, drawn, prefix=prefix, scale=side.scale)
-            parts = [self.backbone.blocks(Stream(each.to(weight), prefix)).z.cpu() for each in moved.split(PIECE)]
+            parts = [self.backbone.blocks(Stream(part.to(weight), prefix)).z.cpu() for part in moved.split(PIECE)]
             self._outs[key] = back(torch.cat(parts))
         return self._outs[key]
 
@@ -324,13 +324,13 @@ class Stage:
     def keeps(self, defence: Veil) -> Kept:
         """What the client's task keeps; of labelled images the public ones too are among the neighbours."""
         out = self.through(defence)
-        found, plain = self.pooled(out), self.pooled(self.through(NONE))
-        kept = Kept(cosine(found, plain), neighbours(found, plain))
+        features, plain = self.pooled(out), self.pooled(self.through(NONE))
+        kept = Kept(cosine(features, plain), neighbours(features, plain))
         if self.labels is None or self.public_labels is None or self.several:
             return kept
         labels = torch.cat([self.public_labels, self.labels])
         if int(labels.bincount().max()) > 1:  # one image a class has no neighbour to be named by
-            every = torch.cat([self.pooled(self.through(defence, public=True)), found])
+            every = torch.cat([self.pooled(self.through(defence, public=True)), features])
             kept = replace(kept, knn=leave_one_out_knn(every, labels), probe=leave_one_out_probe(every, labels))
         if self.unlabelled is not None:
             return kept
@@ -349,26 +349,26 @@ class Stage:
         """How alike pictures [n, C, H, W] in [0, 1] are to the private ones: means, and the one that came back best."""
         real, images = self.pictures.double(), images.double()
         quality = psnr(images, real)
-        found = {"psnr": float(quality.mean()), "best psnr": float(quality.max())}
-        found["patch psnr"] = float(match_patches(images, real, self.patch).psnr.mean())
+        scores = {"psnr": float(quality.mean()), "best psnr": float(quality.max())}
+        scores["patch psnr"] = float(match_patches(images, real, self.patch).psnr.mean())
         if min(real.shape[-2:]) >= SSIM_WINDOW:
-            found["ssim"] = float(ssim(images[:LOOKED_AT], real[:LOOKED_AT], torch.float32).mean())
-        return {**found, "fsim": self._features_alike(images[:LOOKED_AT])}
+            scores["ssim"] = float(ssim(images[:LOOKED_AT], real[:LOOKED_AT], torch.float32).mean())
+        return {**scores, "fsim": self._features_alike(images[:LOOKED_AT])}
 
     @torch.no_grad()
     def _features_alike(self, images: Tensor) -> float:
         weight = next(self.backbone.parameters())
         shown = ((images - self.mean.view(-1, 1, 1)) / self.std.view(-1, 1, 1)).to(weight)
         backbone = self.backbone
-        found = backbone.pooled(backbone.encode(backbone.embed(shown), backbone.positions())).cpu()
-        return float(cosine_similarity(found, self.pooled(self.through(NONE)[: len(images)])).mean())
+        features = backbone.pooled(backbone.encode(backbone.embed(shown), backbone.positions())).cpu()
+        return float(cosine_similarity(features, self.pooled(self.through(NONE)[: len(images)])).mean())
 
 
 @dataclass(frozen=True)
 class Scene:
     """One veil under attack. side: public knowledge under its defence; old: that of a base model, or None.
 
-    held: what one attacker has found and the next begins with.
+    cache: what attackers share, made by the first that needs it.
     """
 
     stage: Stage
@@ -376,7 +376,7 @@ class Scene:
     side: PublicSide
     old: PublicSide | None
     view: View
-    held: dict[str, Any] = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, stage: Stage, veil: Veil) -> Scene:

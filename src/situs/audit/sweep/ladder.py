@@ -61,6 +61,11 @@ TOKEN_LADDERS = {
 """Settings of what a client of split learning does to its tokens, as `parse_veil` reads them, the weakest first."""
 
 
+def with_old_keys(fields: Iterable[tuple[str, object]]) -> dict[str, object]:
+    """The fields of a point or trial as JSON files name them: what is `reason` here is "said" there."""
+    return {"said" if name == "reason" else name: value for name, value in fields}
+
+
 def by_strength(veil: Veil) -> tuple[bool, float]:
     """The key by which settings of one kind sort as on a ladder, no defence first: a low pass hides more the less it
     lets through."""
@@ -135,22 +140,22 @@ def ladders(victim: Backbone | Method, test: TestSet, step: Step) -> dict[str, l
     norm = _round(scale.norm)
     clips = [Clip(norm, _round(scale.rms * power * step.batch / norm)) for power in powers]
     backbone = victim if isinstance(victim, Backbone) else victim.backbone
-    found = {
-        "noise": [Rung(each.label, each, step) for each in noises],
-        "clip": [Rung(each.label, each, step) for each in clips],
+    by_name = {
+        "noise": [Rung(defence.label, defence, step) for defence in noises],
+        "clip": [Rung(defence.label, defence, step) for defence in clips],
         "batch": [
             Rung(f"batch {size}", NoDefence(), replace(step, batch=size))
             for size in (2**k for k in range(len(test).bit_length()))
             if step.batch <= size <= len(test)
         ],
         "withhold": [
-            Rung(each.label, each, step)
-            for each in (NoPositionGradient(), *(Withhold(depth) for depth in range(len(_blocks(backbone)) + 1)))
-            if each.refuses(backbone) is None
+            Rung(defence.label, defence, step)
+            for defence in (NoPositionGradient(), *(Withhold(depth) for depth in range(len(_blocks(backbone)) + 1)))
+            if defence.refuses(backbone) is None
         ],
         "precision": [Rung(name, NoDefence() if name == "fp32" else create_defence(name), step) for name in PRECISIONS],
     }
-    return {name: rungs for name, rungs in found.items() if rungs}
+    return {name: rungs for name, rungs in by_name.items() if rungs}
 
 
 def _blocks(backbone: Backbone) -> Sequence[object]:
@@ -198,12 +203,12 @@ def cost_of(victim: Backbone | Method, rung: Rung, test: TestSet, config: CostCo
         ids = torch.arange(span.start, span.stop)
         x, y = test.pixels[span], test.labels[span]
         sent = victim_gradients(victim, x, y, defence=defence, step=step, ids=ids)
-        own = victim_gradients(victim, x, y, step=replace(step, dtype=torch.float32), ids=ids)
-        one = torch.cat(
-            [(sent[name] if name in sent else torch.zeros_like(g)).double().flatten() for name, g in own.items()]
+        plain = victim_gradients(victim, x, y, step=replace(step, dtype=torch.float32), ids=ids)
+        sent_numbers = torch.cat(
+            [(sent[name] if name in sent else torch.zeros_like(g)).double().flatten() for name, g in plain.items()]
         )
-        other = torch.cat([g.double().flatten() for g in own.values()])
-        cosines.append(float(torch.nn.functional.cosine_similarity(one, other, dim=0)))
+        plain_numbers = torch.cat([g.double().flatten() for g in plain.values()])
+        cosines.append(float(torch.nn.functional.cosine_similarity(sent_numbers, plain_numbers, dim=0)))
     share = sum(sizes.values()) / sum(p.numel() for p in whole.values())
     epsilon, promise = _promised(defence, step, config.private_images, config.private_epochs)
     return Cost(sum(cosines) / len(cosines), share, epsilon, promise)
@@ -219,9 +224,9 @@ def _promised(defence: Defence, step: Step, images: int, epochs: int, delta: flo
     if defence.multiplier < LEAST_NOISE:
         return None, f"none worth its name: noise of {defence.multiplier:.3g} · C"
     steps = max(1, epochs * images // batch)
-    said = f"n = {images:,}, batch {batch}, {counted(epochs, 'epochs')}, δ = {delta:g}"
+    training = f"n = {images:,}, batch {batch}, {counted(epochs, 'epochs')}, δ = {delta:g}"
     try:
-        found = epsilon_of(defence.multiplier, batch / images, steps, delta)
+        epsilon = epsilon_of(defence.multiplier, batch / images, steps, delta)
     except SitusError as error:
         return None, f"not computed: {error}"
-    return found, f"ε = {found:.3g} ({said})"
+    return epsilon, f"ε = {epsilon:.3g} ({training})"

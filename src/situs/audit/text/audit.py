@@ -18,7 +18,7 @@ from situs.audit.defences import DEFENCES, Defence, Gradients, Step, Together, c
 from situs.audit.evidence import evidence
 from situs.audit.run import FINDS, Card, run
 from situs.audit.text.attack import NAME, find_sentences, reads_embedding, refusal
-from situs.audit.text.found import UNNAMED, Found, Read, pick, score
+from situs.audit.text.recovered import UNNAMED, Read, Recovered, pick, score
 from situs.audit.text.result import METRICS, TextAudit, TextFinding, finding_of
 from situs.audit.text.rows import named_words
 from situs.audit.text.victim import Sentence, TextVictim, is_tied, open_text_victim, text_gradients, word_weight
@@ -50,16 +50,16 @@ COUNT, CLASSES = 12, 2
 def first_lines(texts: str | Path, count: int | None, batch: int, usual: int = COUNT) -> list[str]:
     """The first `count` sentences of a file in whole batches; None: about `usual`, or as many as there are."""
     lines = read_lines(Path(texts), "texts")
-    held = f"texts={texts}: holds {counted(len(lines), 'sentences')}"
+    holds = f"texts={texts}: holds {counted(len(lines), 'sentences')}"
     if count is None:
         if len(lines) < batch:
-            raise SitusError(f"{held}, and a batch is {batch}", field=("texts", "batch"))
+            raise SitusError(f"{holds}, and a batch is {batch}", field=("texts", "batch"))
         return lines[: min(max(usual // batch, 1), len(lines) // batch) * batch]
     if count % batch:
-        said = f"{counted(count, 'sentences')} {verb(count, 'do')} not make whole batches of {batch}"
-        raise SitusError(said, field=("count", "batch"))
+        reason = f"{counted(count, 'sentences')} {verb(count, 'do')} not make whole batches of {batch}"
+        raise SitusError(reason, field=("count", "batch"))
     if len(lines) < count:
-        raise SitusError(f"{held}, and {count} are asked for", field="count")
+        raise SitusError(f"{holds}, and {count} are asked for", field="count")
     return lines[:count]
 
 
@@ -107,8 +107,8 @@ def audit_texts(
     sentences = victim.coded(lines)
     most = victim.backbone.num_tokens
     full = sum(len(sentence) == most for sentence in sentences)
-    said = f"{counted(full, 'sentences')} {verb(full, 'fill')} the model's {most} tokens"
-    cut = {"length": f"{said}; what is longer is cut, and the rest is not in the step"} if full else {}
+    filled = f"{counted(full, 'sentences')} {verb(full, 'fill')} the model's {most} tokens"
+    cut = {"length": f"{filled}; what is longer is cut, and the rest is not in the step"} if full else {}
     origin = {
         "model": victim.backbone.name,
         "texts": f"{len(lines)} of {Path(texts).name}",
@@ -225,8 +225,8 @@ class Texts:
     def turns(self, trial: _Trial) -> int:
         """Batches that are still to be attacked, this one among them: where a row is the same as another, it takes no
         time."""
-        slow = [each for each in self._trials if each.twin is None or each.twin.tells]
-        here = sum(self._trials.index(each) >= self._trials.index(trial) for each in slow)
+        slow = [other for other in self._trials if other.twin is None or other.twin.tells]
+        here = sum(self._trials.index(other) >= self._trials.index(trial) for other in slow)
         return max(here + (trial.total - trial.at - 1) * len(slow), 1)
 
     def labels(self, span: slice) -> list[int]:
@@ -267,7 +267,7 @@ class _Trial:
     at: int = 0
     ended: bool = False
     cut: str | None = None
-    found: Found = field(default_factory=Found)
+    recovered: Recovered = field(default_factory=Recovered)
     reads: list[Read] = field(default_factory=list)
     facts: list[Mapping[str, Fact]] = field(default_factory=list)
     gaps: list[str] = field(default_factory=list)
@@ -285,23 +285,25 @@ class _Trial:
         deadline.say(f"{self.row.label}: gradients of {names[0]} and the batch behind it")
         upload, begun = texts.upload(self.row, span), time.monotonic()
         if self.twin is None or self.twin.tells:
-            self.found = self._attack(upload, deadline)
+            self.recovered = self._attack(upload, deadline)
         else:  # the same attack on the same numbers
-            self.found, self.seconds = self.twin.found, None
+            self.recovered, self.seconds = self.twin.recovered, None
         self.at += 1
         refused = refusal(texts.victim.backbone, set(upload))
-        if refused and not (self.found.words or self.reads):
-            remarks = [Remark("refused", each) for each in dict.fromkeys([refused, self.found.reason or refused])]
+        if refused and not (self.recovered.words or self.reads):
+            remarks = [
+                Remark("refused", reason) for reason in dict.fromkeys([refused, self.recovered.reason or refused])
+            ]
             yield finding_of(self.row.label, len(texts.sentences), "refused", remarks=remarks)
             return
-        reads = self._picked(upload, span, score(names, truth, self.found), deadline)
-        if self.found.reason and not all(read.whole for read in reads):
-            self.gaps.append(self.found.reason)
+        reads = self._picked(upload, span, score(names, truth, self.recovered), deadline)
+        if self.recovered.reason and not all(read.whole for read in reads):
+            self.gaps.append(self.recovered.reason)
         self.reads += reads
-        self.facts.append(dict(self.found.facts))
-        self.cut = self.cut or self.found.partial
+        self.facts.append(dict(self.recovered.facts))
+        self.cut = self.cut or self.recovered.partial
         self.seconds = None if self.seconds is None else self.seconds + time.monotonic() - begun
-        ids = sorted({word for sentence in (*truth, *self.found.sentences) for word in sentence} - {UNNAMED})
+        ids = sorted({word for sentence in (*truth, *self.recovered.sentences) for word in sentence} - {UNNAMED})
         texts.shown |= dict(zip(ids, texts.victim.shown(ids), strict=True))
         yield self._finding()
 
@@ -314,9 +316,9 @@ class _Trial:
         status = "stopped" if stopped else "done"
         return finding_of(self.row.label, asked, status, [*self.reads], remarks, [*self.facts], self.seconds)
 
-    def _attack(self, upload: Gradients, deadline: Deadline) -> Found:
+    def _attack(self, upload: Gradients, deadline: Deadline) -> Recovered:
         victim, (noise, steps) = self.texts.victim, self._noise()
-        found = find_sentences(
+        recovered = find_sentences(
             victim.backbone,
             upload,
             self.texts.config.batch,
@@ -327,8 +329,8 @@ class _Trial:
             deadline=deadline,
         )
         exact = reads_embedding(victim.backbone, upload) and not (noise or steps)
-        self.tells = exact or "matched" in found.facts or bool(named_words(victim.backbone, upload))
-        return found
+        self.tells = exact or "matched" in recovered.facts or bool(named_words(victim.backbone, upload))
+        return recovered
 
     def _picked(self, upload: Gradients, span: slice, reads: Sequence[Read], deadline: Deadline) -> list[Read]:
         """What was not found whole, with whether one who has candidates picks it. Of MJP nobody knows what is drawn."""

@@ -14,9 +14,9 @@ from torch import Tensor
 from situs.audit.attacks.spans import Span
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
-from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.layers import entering, qkv_weights, span_of, tells, words_at
 from situs.audit.text.learned import endings
+from situs.audit.text.recovered import UNNAMED, Recovered
 from situs.audit.text.victim import Sentence
 from situs.backbones.base import Stream
 from situs.backbones.hf.decoders import DecoderBackbone
@@ -28,13 +28,13 @@ REPEATED = 8
 @torch.no_grad()
 def causal_sentences(
     backbone: DecoderBackbone, upload: Gradients, batch: int, words: Tensor, deadline: Deadline, even: bool = False
-) -> Found:
+) -> Recovered:
     """The sentences behind an upload of `batch` of them. words: those that may be in it. even: noise was added."""
     first, second = (qkv_weights(backbone, depth) for depth in (1, 2))
     one, two = (span_of(backbone, upload, names, even) for names in (first, second))
     facts = {"rank": one.rank, "rank_of_second": two.rank, "channels": backbone.dim}
     if reason := full(one, backbone.dim) or full(two, backbone.dim):
-        return Found(facts=facts, reason=reason)
+        return Recovered(facts=facts, reason=reason)
     table = backbone.positions((1,)).table is not None
     named: set[int] = set()
     inside, nodes = Tensor(), list[Sentence]()
@@ -48,8 +48,8 @@ def causal_sentences(
         for prefix in level:
             if deadline.over():
                 nodes = nodes if table else _pruned(nodes)
-                said = f"{len(nodes)} of about {two.rank} beginnings of sentences"
-                return Found(frozenset(named), tuple(_ends(nodes)), facts, partial=said)
+                remark = f"{len(nodes)} of about {two.rank} beginnings of sentences"
+                return Recovered(frozenset(named), tuple(_ends(nodes)), facts, partial=remark)
             longer += [(*prefix, word) for word in _next(backbone, two, second[0], prefix, inside)]
         level = [node for node in longer if table or len(node) <= REPEATED or not _repeats(node)]
         nodes += level
@@ -59,8 +59,8 @@ def causal_sentences(
     count = sum(table or not _repeats(node) for node in nodes)
     facts |= {"beginnings": count}
     if count > two.rank:
-        said = "more beginnings of sentences pass the second block's test than there are tokens: noise hides the rest"
-        return Found(frozenset(named), (), facts, reason=said)
+        remark = "more beginnings of sentences pass the second block's test than there are tokens: noise hides the rest"
+        return Recovered(frozenset(named), (), facts, reason=remark)
     whole = endings(backbone, upload, nodes, batch)
     reason = None
     if count < two.rank:
@@ -68,7 +68,7 @@ def causal_sentences(
     elif len(whole) != batch or any(UNNAMED in sentence for sentence in whole):
         reason = "the last words of some sentences cannot be told"
     named.update(word for sentence in whole for word in sentence if word != UNNAMED)
-    return Found(frozenset(named), tuple(whole), facts, reason=reason)
+    return Recovered(frozenset(named), tuple(whole), facts, reason=reason)
 
 
 def full(span: Span, channels: int) -> str | None:

@@ -38,8 +38,8 @@ from situs.audit.attacks.spans import TELLING, Norm, Span
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.text.causal import full
-from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.layers import calls_before, entering, qkv_weights, span_of, word_inputs, words_at
+from situs.audit.text.recovered import UNNAMED, Recovered
 from situs.audit.text.victim import Sentence
 from situs.backbones.hf.encoders import TextEncoder
 from situs.errors import counted, verb
@@ -68,9 +68,9 @@ rounding would blur what they say of it."""
 
 
 class Roots(NamedTuple):
-    """found: [m] bool; loosely, for what is made of a root is held against the second block. outputs: o [m, D]."""
+    """fits: [m] bool; loosely, for what is made of a root is held against the second block. outputs: o [m, D]."""
 
-    found: Tensor
+    fits: Tensor
     outputs: Tensor
 
 
@@ -79,8 +79,8 @@ class FirstBlock(Behind):
 
     def __init__(self, backbone: TextEncoder, upload: Gradients, even: bool = False) -> None:
         roles = backbone.roles()
-        own = [name for name, p in backbone.named_parameters() if p.dim() == 2 and roles[name].depth == 1]
-        self.names = out, fc1, fc2 = [name for name in own if roles[name].part == "block"]
+        matrices = [name for name, p in backbone.named_parameters() if p.dim() == 2 and roles[name].depth == 1]
+        self.names = out, fc1, fc2 = [name for name in matrices if roles[name].part == "block"]
         self.out, self.fc1, self.fc2 = (span_of(backbone, upload, [name], even) for name in (out, fc1, fc2))
         layer: Any = backbone.parts()[0]
         parts = (
@@ -173,7 +173,7 @@ def encoder_sentences(
     deadline: Deadline,
     even: bool = False,
     unknown: Tensor | None = None,
-) -> Found:
+) -> Recovered:
     """The sentences behind an upload of `batch` of them. words: those that may be in it. even: noise was added.
 
     unknown: [D], the vector that the attacker knows hidden places to have.
@@ -186,29 +186,29 @@ def encoder_sentences(
         facts["runs"] = backbone.depth // shared
     if reason := full(one, backbone.dim) or full(two, backbone.dim) or full(block.fc1, backbone.dim):
         runs = f"; a token counts {facts['runs']} times, for as often a block runs" if "runs" in facts else ""
-        return Found(facts=facts, reason=reason + runs)
+        return Recovered(facts=facts, reason=reason + runs)
     if len(words) * block.fc1.rank > PAIRS and _all_pass(backbone, one):
         channels = f"words have channels ({backbone.token_dim})"
-        said = f"the batch has as many tokens as {channels}, so every word passes the test"
-        return Found(facts=facts, reason=said)
+        remark = f"the batch has as many tokens as {channels}, so every word passes the test"
+        return Recovered(facts=facts, reason=remark)
     able = candidates(backbone, one, words, deadline, unknown, block.fc1.rank)
     named = frozenset(able.words.tolist())
     facts |= {"candidates": len(able.words)}
     if not len(able.words) and deadline.over():
-        return Found(facts=facts, partial=f"0 of {counted(batch, 'sentences')}")
+        return Recovered(facts=facts, partial=f"0 of {counted(batch, 'sentences')}")
     if not len(able.words):
-        return Found(facts=facts, reason="no word of the vocabulary lies in the span: noise hides them")
+        return Recovered(facts=facts, reason="no word of the vocabulary lies in the span: noise hides them")
     search = _Search(backbone, block, able, two, second[0], unknown)
     partial = search.run(batch, deadline)
-    found, reason = tuple(search.sentences), None
-    if partial is None and len(found) < batch:
-        told = f"{len(found)} of {counted(batch, 'sentences')} {verb(batch, 'were')} found"
-        reason = f"{told}; equal ones cannot be told apart"
+    sentences, reason = tuple(search.sentences), None
+    if partial is None and len(sentences) < batch:
+        count = f"{len(sentences)} of {counted(batch, 'sentences')} {verb(batch, 'were')} found"
+        reason = f"{count}; equal ones cannot be told apart"
     facts |= {"searched": len(search.tried), "roots": search.roots}
-    if not found and batch == 1 and (placed := at_places(able)):
-        said = "no whole sentence was confirmed; shown are the words at places where no other word passes"
-        found, reason = (placed,), reason and said
-    return Found(named, found, facts, reason, partial)
+    if not sentences and batch == 1 and (placed := at_places(able)):
+        remark = "no whole sentence was confirmed; shown are the words at places where no other word passes"
+        sentences, reason = (placed,), reason and remark
+    return Recovered(named, sentences, facts, reason, partial)
 
 
 def _all_pass(backbone: TextEncoder, span: Span) -> bool:
@@ -223,10 +223,10 @@ def _all_pass(backbone: TextEncoder, span: Span) -> bool:
 def at_places(able: Candidates) -> Sentence:
     """The words of one sentence where only one of them passes at a place, `UNNAMED` between them: what a batch of one
     gives away of its places even where no whole sentence comes of it."""
-    found: dict[int, set[int]] = {}
+    words_of: dict[int, set[int]] = {}
     for word, place in zip(able.words.tolist(), able.places.tolist(), strict=True):
-        found.setdefault(place, set()).add(word)
-    sure = {place: next(iter(words)) for place, words in found.items() if len(words) == 1 and place != HIDDEN}
+        words_of.setdefault(place, set()).add(word)
+    sure = {place: next(iter(words)) for place, words in words_of.items() if len(words) == 1 and place != HIDDEN}
     return tuple(sure.get(place, UNNAMED) for place in range(max(sure, default=-1) + 1))
 
 
@@ -243,7 +243,7 @@ def candidates(
     tokens: of the whole batch, as its gradients tell: no sentence is longer.
     """
     sure = 0 if unknown is None else tokens
-    found, places, vectors, empty = [], [], [], 0
+    passing, places, vectors, empty = [], [], [], 0
     for place in [*([] if unknown is None else [HIDDEN]), *range(backbone.num_tokens)]:
         if place % 8 == 0:
             deadline.say(f"place {place + 1} and on: {len(words)} words against the first block's gradients")
@@ -252,12 +252,12 @@ def candidates(
         empty = 0 if len(some) else empty + 1
         if deadline.over() or (empty > PATIENCE and place >= sure):
             break
-        found.append(some)
+        passing.append(some)
         places.append(torch.full_like(some, place))
         vectors.append(word_inputs(backbone, some, max(place, 0), vector).double())
-    if not found:
+    if not passing:
         return Candidates(words[:0], words[:0], torch.zeros(0, backbone.dim, dtype=torch.float64))
-    return Candidates(torch.cat(found), torch.cat(places), torch.cat(vectors))
+    return Candidates(torch.cat(passing), torch.cat(places), torch.cat(vectors))
 
 
 class _Search:
@@ -286,11 +286,11 @@ class _Search:
             while len(self.sentences) < batch and (rows := self._next(start)):
                 if deadline.over():
                     return f"{len(self.sentences)} of {counted(batch, 'sentences')}"
-                said = f"{len(self.sentences)} of {counted(batch, 'sentences')}"
+                progress = f"{len(self.sentences)} of {counted(batch, 'sentences')}"
                 tried = sum(at == start for _, at in self.tried)
-                said += f", {tried} of {counted(len(self.able.words), 'pairs')}"
+                progress += f", {tried} of {counted(len(self.able.words), 'pairs')}"
                 again = f" from start {start + 1} of {STARTS}" if start else ""
-                deadline.say(f"{said} searched{again}, {self.roots} roots")
+                deadline.say(f"{progress} searched{again}, {self.roots} roots")
                 self._try(rows, start)
             if not self.block.open:
                 break  # a linear solution does not hang on where it starts
@@ -315,8 +315,8 @@ class _Search:
     def _try(self, rows: list[int], start: int) -> None:
         self.tried.update((row, start) for row in rows)
         roots = self.block.search(self.able.vectors[rows], start)
-        self.roots += int(roots.found.sum())
-        for number in roots.found.nonzero()[:, 0].tolist():
+        self.roots += int(roots.fits.sum())
+        for number in roots.fits.nonzero()[:, 0].tolist():
             sentence, left = self._sentence(rows[number], roots.outputs[number])
             self.unexplained[sentence] = min(left, self.unexplained.get(sentence, left))
             weak = self.two.rank < len(sentence)  # another root may solve it more exactly

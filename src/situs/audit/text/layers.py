@@ -26,9 +26,11 @@ LOOSE = 0.05
 def qkv_weights(backbone: TextBackbone, depth: int) -> list[str]:
     """Names of the matrices that make queries, keys and values in block `depth`, counted from 1."""
     roles, layer = backbone.roles(), backbone.layers()[depth - 1]
-    block = 1 + [each for (each,) in backbone.block_modules()].index(layer)  # where several share their weights, one
-    own = [name for name, p in backbone.named_parameters() if p.dim() == 2]
-    return [name for name in own if roles[name].part == "qkv" and roles[name].depth == block]
+    block = 1 + [module for (module,) in backbone.block_modules()].index(
+        layer
+    )  # where several share their weights, one
+    matrices = [name for name, p in backbone.named_parameters() if p.dim() == 2]
+    return [name for name in matrices if roles[name].part == "qkv" and roles[name].depth == block]
 
 
 def calls_before(backbone: TextBackbone, depth: int) -> int:
@@ -70,8 +72,8 @@ def entering(backbone: Backbone, weight: str, run: Callable[[], Any], *, on: boo
     """
     seen: list[Tensor] = []
 
-    def look(_: Any, given: tuple[Any, ...]) -> None:
-        seen.append(given[0].detach())
+    def look(_: Any, args: tuple[Any, ...]) -> None:
+        seen.append(args[0].detach())
         if not on and len(seen) > calls:
             raise EnoughError
 
@@ -100,12 +102,12 @@ def word_inputs(backbone: TextBackbone, words: Tensor, place: int, unknown: Tens
 
 def words_at(backbone: TextBackbone, span: Span, words: Tensor, place: int, unknown: Tensor | None = None) -> Tensor:
     """Those of `words` whose vector at a place, or with `unknown`, lies in the span of the first block's gradients."""
-    found = []
+    passing = []
     column, inside = span.column.to(words.device), span.inside.to(words.device)
     for some in words.split(CHUNK):
         inputs = word_inputs(backbone, some, place, unknown)
         scaled = inputs * column.to(inputs.dtype)
         within = (scaled @ inside.T.to(inputs.dtype)).square().sum(dim=-1) / scaled.square().sum(dim=-1)
         near = within > 1 - LOOSE**2
-        found.append(some[near][span.holds(inputs[near].double())])
-    return torch.cat(found)
+        passing.append(some[near][span.holds(inputs[near].double())])
+    return torch.cat(passing)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from situs.audit.text.attack import NAME
-from situs.audit.text.found import Read
+from situs.audit.text.recovered import Read
 from situs.errors import counted
 from situs.findings import Exposure, Fact, Finding, Metric, Remark, Status
 from situs.gate import Report
@@ -78,21 +78,23 @@ def finding_of(
 
     It is a search: it can fail a gate, and what it does not find proves nothing.
     """
-    made = TextFinding(NAME, defence, status, asked=asked, remarks=remarks, facts=facts, reads=reads, seconds=seconds)
+    finding = TextFinding(
+        NAME, defence, status, asked=asked, remarks=remarks, facts=facts, reads=reads, seconds=seconds
+    )
     if not reads:
-        return made
+        return finding
     scores = {name: [read.scores[name] for read in reads] for name in METRICS}
     samples, exposures = [read.name for read in reads], list[Exposure]()
     for name, values in scores.items():
         if name in ("words", "tokens"):
-            exposures += [Exposure(each, METRICS[name], value) for each, value in zip(samples, values, strict=True)]
+            exposures += [Exposure(sample, METRICS[name], value) for sample, value in zip(samples, values, strict=True)]
         else:  # of which a gate limits the share
             most = samples[values.index(max(values))]
-            exposures.append(Exposure(most, METRICS[name], made.shares[name]))
-    if (more := made.picked - made.whole) > 0:
-        said = f"{counted(more, 'sentences')} not found can be told from candidates for sure"
-        remarks = [*remarks, Remark("doubt", said)]
-    return replace(made, samples=samples, scores=scores, exposures=exposures, remarks=remarks)
+            exposures.append(Exposure(most, METRICS[name], finding.shares[name]))
+    if (more := finding.picked - finding.whole) > 0:
+        reason = f"{counted(more, 'sentences')} not found can be told from candidates for sure"
+        remarks = [*remarks, Remark("doubt", reason)]
+    return replace(finding, samples=samples, scores=scores, exposures=exposures, remarks=remarks)
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,8 @@ class TextAudit(Report):
         """The verdict and a row for each defence; below them what the gate says."""
         title = f"{self.model}, {counted(len(self.names), 'sentences')} in batches of {self.batch}"
         tables = [Table(title, HEADER, [cells(finding) for finding in self.findings])]
-        if said := reasons(self):
-            tables.append(Table("What was not found, and why", ("defence", "reason"), said))
+        if rows := reasons(self):
+            tables.append(Table("What was not found, and why", ("defence", "reason"), rows))
         ruling = self.ruling
         return Summary(verdict(self), tuple(tables), () if ruling is None else (ruling.sentence,))
 
@@ -190,23 +192,23 @@ def reasons(audit: TextAudit) -> list[tuple[str, str]]:
 
 def verdict(audit: TextAudit) -> str:
     """What a manager can read: what came back under each defence, and what that does not say."""
-    said = [] if audit.stopped is None else [f"A partial result: stopped by {audit.stopped}."]
+    sentences = [] if audit.stopped is None else [f"A partial result: stopped by {audit.stopped}."]
     for finding in audit.findings:
         if not finding.attacked:
-            said.append(f"{finding.defence}: not attacked, which does not mean private.")
+            sentences.append(f"{finding.defence}: not attacked, which does not mean private.")
             continue
         shares = finding.shares
-        said.append(
+        sentences.append(
             f"{finding.defence}: {finding.whole} of {counted(finding.count, 'sentences')} recovered word for word from "
             f"one step on {audit.batch}, {_share(shares['tokens'], 'none')} of the tokens in their place, "
             f"{_share(shares['words'], 'none')} of them known as words."
         )
         if finding.picked > finding.whole:
             more = f"{finding.picked - finding.whole} of the others"
-            said.append(f"One who has candidates with one word changed is sure of {more}: this is not hidden.")
+            sentences.append(f"One who has candidates with one word changed is sure of {more}: this is not hidden.")
     if any(finding.whole < finding.count for finding in audit.findings):
-        said.append("What was not recovered was not found by this attack; that is no proof that it is private.")
-    return " ".join(said)
+        sentences.append("What was not recovered was not found by this attack; that is no proof that it is private.")
+    return " ".join(sentences)
 
 
 def _numbers(finding: TextFinding) -> dict[str, Any]:

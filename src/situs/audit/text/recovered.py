@@ -27,7 +27,7 @@ UNNAMED = -1
 
 
 @dataclass(frozen=True)
-class Found:
+class Recovered:
     """words: those that are in the batch, wherever they stand. sentences: put together, each held against the gradients
     of the second block; of a batch of one at least its words at places that no other word passes at or whose rows match
     the place's, `UNNAMED` between them. facts: ranks and counts. reason: why nothing, or not all, was found; partial:
@@ -52,7 +52,7 @@ class Read(NamedTuple):
 
     name: str
     truth: Sentence
-    found: Sentence
+    recovered: Sentence
     known: tuple[bool, ...]
     grouped: bool = True
     picked: bool | None = None
@@ -63,11 +63,11 @@ class Read(NamedTuple):
 
     @property
     def right(self) -> int:
-        return _right(self.truth, self.found)
+        return _right(self.truth, self.recovered)
 
     @property
     def whole(self) -> bool:
-        return self.grouped and self.truth == self.found
+        return self.grouped and self.truth == self.recovered
 
     @property
     def scores(self) -> dict[str, float]:
@@ -80,29 +80,29 @@ class Read(NamedTuple):
         }
 
 
-def score(names: Sequence[str], truth: Sequence[Sentence], found: Found) -> list[Read]:
+def score(names: Sequence[str], truth: Sequence[Sentence], recovered: Recovered) -> list[Read]:
     """Each true sentence with the one that was found of it: the pairing that has most tokens right."""
-    reads = [Read(name, sentence, (), _known(sentence, found)) for name, sentence in zip(names, truth, strict=True)]
-    if found.sentences:
-        right = np.array([[_right(real, other) for other in found.sentences] for real in truth])
+    reads = [Read(name, sentence, (), _known(sentence, recovered)) for name, sentence in zip(names, truth, strict=True)]
+    if recovered.sentences:
+        right = np.array([[_right(real, other) for other in recovered.sentences] for real in truth])
         for row, column in zip(*linear_sum_assignment(-right), strict=True):
             if right[row, column]:
-                reads[row] = reads[row]._replace(found=found.sentences[column])
-    return [max(read, _placed(read, found), key=lambda one: (one.right, one.grouped)) for read in reads]
+                reads[row] = reads[row]._replace(recovered=recovered.sentences[column])
+    return [max(read, _placed(read, recovered), key=lambda read: (read.right, read.grouped)) for read in reads]
 
 
-def _placed(read: Read, found: Found) -> Read:
+def _placed(read: Read, recovered: Recovered) -> Read:
     """With the words of the sentence that are known at their places, in whichever sentence of the batch."""
-    words = [word if (word, place) in found.placed else UNNAMED for place, word in enumerate(read.truth)]
-    return read._replace(found=tuple(words), grouped=False)
+    words = [word if (word, place) in recovered.placed else UNNAMED for place, word in enumerate(read.truth)]
+    return read._replace(recovered=tuple(words), grouped=False)
 
 
-def _right(truth: Sentence, found: Sentence) -> int:
-    return sum(a == b for a, b in zip(truth, found, strict=False))
+def _right(truth: Sentence, recovered: Sentence) -> int:
+    return sum(a == b for a, b in zip(truth, recovered, strict=False))
 
 
-def _known(truth: Sentence, found: Found) -> tuple[bool, ...]:
-    return tuple(word in found.words for word in truth)
+def _known(truth: Sentence, recovered: Recovered) -> tuple[bool, ...]:
+    return tuple(word in recovered.words for word in truth)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------
@@ -130,8 +130,10 @@ def pick(
     """
 
     def left(batch: Sequence[Sentence]) -> float:
-        made = text_gradients(victim, batch, labels=labels, defence=bound or NoDefence(), seed=seed)
-        return sum(float((sent - made[name].to(sent.dtype)).double().square().sum()) for name, sent in upload.items())
+        gradients = text_gradients(victim, batch, labels=labels, defence=bound or NoDefence(), seed=seed)
+        return sum(
+            float((sent - gradients[name].to(sent.dtype)).double().square().sum()) for name, sent in upload.items()
+        )
 
     picked, count = dict[int, bool](), sum(sent.numel() for sent in upload.values())
     chance = torch.Generator().manual_seed(seed)
@@ -150,12 +152,14 @@ def pick(
 def decoys(victim: TextVictim, sentence: Sentence, chance: torch.Generator) -> list[Sentence]:
     """The sentence with one other word, at another place each time where it has several."""
     special = set(victim.tokeniser.all_special_ids)
-    own = [place for place, word in enumerate(sentence) if word not in special]
+    places = [place for place, word in enumerate(sentence) if word not in special]
     size = victim.backbone.inner.get_input_embeddings().weight.shape[0]
-    made = []
-    for at in torch.randperm(len(own), generator=chance).tolist() * DECOYS:
+    changed = []
+    for at in torch.randperm(len(places), generator=chance).tolist() * DECOYS:
         words = torch.randint(size, (16,), generator=chance).tolist()
-        word = next((each for each in words if each not in special and each != sentence[own[at]]), None)
-        if word is not None and len(made) < DECOYS:
-            made.append((*sentence[: own[at]], word, *sentence[own[at] + 1 :]))
-    return made
+        word = next(
+            (candidate for candidate in words if candidate not in special and candidate != sentence[places[at]]), None
+        )
+        if word is not None and len(changed) < DECOYS:
+            changed.append((*sentence[: places[at]], word, *sentence[places[at] + 1 :]))
+    return changed
