@@ -157,7 +157,7 @@ def test_a_pass_names_its_proof_and_how_near_it_is() -> None:
     assert "less than 0.1 dB below" in near
     assert "below the limit of" not in judge([finding(11.9), *bounds()]).judgements[0].said
     idle = judge([finding(), *bounds()], Limit("closeness", 5.0)).judgements[0].said
-    assert "; the wish closeness=5 decides nothing: blind guesses have 10 or more, and their own + 1 dB is the " in idle
+    assert "; your limit closeness=5 has no effect: blind guesses reach 10 or more, and that + 1 dB is the " in idle
 
 
 def test_a_defence_that_no_attack_applies_to_or_that_nobody_attacked_has_not_passed() -> None:

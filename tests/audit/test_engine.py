@@ -118,12 +118,12 @@ def test_large_uploads_come_one_by_one_and_small_ones_only_as_far_as_they_are_re
 ) -> None:
     whole, part = Spy(), Spy(reads=("model.pos_embed",))
     size = 4 * sum(p.numel() for p in backbone.parameters())
-    monkeypatch.setattr(engine, "HELD", 3 * size)
+    monkeypatch.setattr(engine, "GROUP_BYTES", 3 * size)
     run([Case("m", backbone, NoDefence(), part)])
     run([Case("m", backbone, NoDefence(), whole)])
     assert part.names == {"model.pos_embed"} and part.seen[0] == (0, 8)
     assert len(whole.names) > 10 and whole.seen[:2] == [(0, 3), (3, 3)]
-    monkeypatch.setattr(engine, "HELD", 1)
+    monkeypatch.setattr(engine, "GROUP_BYTES", 1)
     run([Case("m", backbone, NoDefence(), other := Spy())], images(2))
     assert other.seen == [(0, 1), (1, 1)]
 

@@ -396,7 +396,7 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
     words = ["audit", "gradients", f"{own}:plain", "--data", str(five), "--count", "3", "--img-size", "16"]
     assert main([*words, "--fail-above", "psnr=5", "--attacks", "patchembed", "--no-pictures"]) == 3
     shown = capsys.readouterr()
-    said = "no closed form applies, so matching is run by itself on 2 of 3 images (100 iterations, at most 120 s)"
+    said = "no closed form applies, so matching is run as a fallback on 2 of 3 images (100 iterations, at most 120 s)"
     assert said in shown.err and said in shown.out
     pairs = json.loads(Path("results/gradients.json").read_text())["pairs"]
     assert [(pair["attack"], pair["status"]) for pair in pairs] == [("patchembed", "refused"), ("matching", "done")]
@@ -661,7 +661,7 @@ def test_the_gate_in_a_shell_script(own: str, five: Path) -> None:
         "ctrl-c": ["error"],
     }
     assert f"is passed, {SCOPE}. clip" in Path("passed.txt").read_text()
-    assert "run by itself" in Path("nothing.txt").read_text()
+    assert "run as a fallback" in Path("nothing.txt").read_text()
     assert Path("wrong.txt").read_text().count("\n") == 1
 
 

@@ -265,11 +265,8 @@ class _Trial:
             real = test.real(case.compared_with)
             pictures = pictures_of(recovery, real[here], batch, test.normalisation).nan_to_num(0.0, 0.0, 0.0)
             scores = measure(pictures, real, case.backbone, self.lpips, here.start)
-            if fed := {
-                number: upload
-                for number, upload in self.client.fed.items()
-                if number in range(*here.indices(len(real)))
-            }:
+            inside = range(*here.indices(len(real)))
+            if fed := {image: picture for image, picture in self.client.fed.items() if image in inside}:
                 shown = real.clone()
                 shown[list(fed)] = torch.stack(list(fed.values()))
                 pictures = pictures_of(recovery, shown[here], batch, test.normalisation).nan_to_num(0.0, 0.0, 0.0)

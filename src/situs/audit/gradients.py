@@ -1,4 +1,4 @@
-"""Attacks × defences: every attack against every defence on the same images, with what can be said of each pair."""
+"""Audits of gradients: every attack against every defence on the same images, with verdict, tables and JSON."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from situs.results import Cell, Summary, Table, Tone
 
 @dataclass(frozen=True)
 class Fallback:
-    """The search that an audit makes by itself against a defence to which no closed form of its attacks applies.
+    """The search that an audit adds against a defence to which none of its closed forms applies.
 
-    On the first images and for some seconds: it can show a leak, and says nothing where it shows none.
+    It runs on the first images and for some seconds: it can show a leak, and proves nothing where it shows none.
     """
 
     images: int = 4
@@ -60,8 +60,8 @@ its number."""
 
 @dataclass(frozen=True)
 class Audit(Leak):
-    """Attacks × defences, by defence. baselines: scores of who saw nothing. remedies: what a search for defences found,
-    for the page."""
+    """Attacks × defences, by defence. baselines: scores of blind guesses. remedies: the result of a search for
+    defences, for the page."""
 
     file: ClassVar[str] = "gradients"
 
@@ -104,8 +104,25 @@ class Audit(Leak):
         return Summary(verdict(self), tuple(tables), () if ruling is None else (ruling.sentence,))
 
     def numbers(self) -> dict[str, Any]:
-        """Every image's numbers, means and intervals, and what the gate says."""
-        return _numbers(self)
+        """Everything but the pictures: each image's numbers, means and intervals, and what the gate says."""
+        ruling = self.ruling
+        return {
+            "schema": SCHEMA,
+            "model": self.model,
+            "threat": self.threat.name,
+            "step": _step(self.step),
+            "partial": self.stopped is not None,
+            "stopped": self.stopped,
+            "not_attacked": [{"attack": attack, "defence": defence} for attack, defence in self.undone],
+            "verdict": verdict(self),
+            "pairs": [_pair(pair, self.names) for pair in self.pairs],
+            "baselines": {
+                name: {"mean": mean_numbers(scores), "images": image_numbers(scores, self.names)}
+                for name, scores in self.baselines.items()
+            },
+            "notes": dict(self.notes),
+            "gate": None if ruling is None else ruling.to_json(),
+        }
 
 
 def attack_gradients(
@@ -156,7 +173,7 @@ def _cases(
     step: Step,
     search: MatchingConfig | None,
 ) -> list[Case]:
-    """All attacks against a defence, then against the next; behind them the search that is made where none applies."""
+    """All attacks against a defence and its fallback, then those against the next."""
     cases = []
     for defence in defences:
         cases += [Case("", model, defence, attack, batch=step.batch) for attack in attacks]
@@ -164,8 +181,8 @@ def _cases(
             few = min(count, max(step.batch, FALLBACK.images // step.batch * step.batch))
             matching = Matching(replace(search, iterations=FALLBACK.iterations))
             reason = (
-                f"no closed form applies, so {matching.name} is run by itself on {few} of {counted(count, 'images')} "
-                f"({FALLBACK.iterations} iterations, at most {FALLBACK.seconds:g} s)"
+                f"no closed form applies, so {matching.name} is run as a fallback on {few} of "
+                f"{counted(count, 'images')} ({FALLBACK.iterations} iterations, at most {FALLBACK.seconds:g} s)"
             )
             limits = {"images": few, "seconds": FALLBACK.seconds, "batch": step.batch}
             cases.append(Case("", model, defence, matching, fallback=reason, **limits))
@@ -176,12 +193,13 @@ def _cases(
 
 
 def verdict(audit: Audit) -> str:
-    """What a manager can read: for each defence what the strongest attack got, and what a mere guess gets."""
+    """For each defence what the strongest attack recovered, and what blind guesses reach, for a reader who is no
+    expert."""
     return " ".join([opening(audit), *(f"{name}: {sentence}" for name, sentence in findings(audit).items())]).strip()
 
 
 def opening(audit: Audit) -> str:
-    """What is not as it should be: nothing was attacked, or not all; else ""."""
+    """A warning where nothing was attacked, or not all; else ""."""
     if not audit.attacked:
         if audit.undone:
             return (
@@ -195,7 +213,8 @@ def opening(audit: Audit) -> str:
 
 
 def findings(audit: Audit) -> dict[str, str]:
-    """For each defence what the strongest attack got, and last what a guess gets; empty where nothing was attacked."""
+    """Defence -> what the strongest attack recovered; last, what blind guesses reach. Empty where nothing was
+    attacked."""
     if not audit.attacked:
         return {}
     sentences = {}
@@ -210,18 +229,18 @@ def findings(audit: Audit) -> dict[str, str]:
 
 
 def steps_of(pair: ImageFinding, step: Step) -> str:
-    """What was sent: "one step", "3 local steps"."""
+    """ "one step" or "3 local steps"."""
     step = pair.case.defence.step(step)
     return "one step" if step.local_steps == 1 else f"{step.local_steps} local steps"
 
 
 def strength(pair: ImageFinding) -> tuple[int, float, float]:
-    """By what attacks are compared: images recovered exactly, then the most exposed image, then the mean."""
+    """The key by which attacks are ranked: images recovered exactly, then the most exposed image, then the mean."""
     return pair.exact, pair.worst_psnr, pair.mean_psnr
 
 
 def seen(pair: ImageFinding) -> str:
-    """How much came back, where it is not exact: "mean PSNR 13.1 dB, most exposed image 15.0 dB, …"."""
+    """ "mean PSNR 13.1 dB, most exposed image 15.0 dB, 2 of 3 re-identified"."""
     figures = f"mean PSNR {pair.mean_psnr:.1f} dB, most exposed image {pair.worst_psnr:.1f} dB"
     known = pair.scores.get("reidentified")
     return figures if known is None else f"{figures}, {sum(known):.0f} of {pair.count} re-identified"
@@ -261,7 +280,7 @@ def table(audit: Audit, columns: Sequence[str] = tuple(COLUMNS), show: Show = in
 
 
 def _named(pair: ImageFinding) -> str:
-    """The attack; what is told the images is called a bound."""
+    """The attack's name; an oracle that is told the images is marked as a bound."""
     return f"{pair.attack} (a bound, told the image)" if pair.bound else pair.attack
 
 
@@ -278,7 +297,7 @@ def grid(audit: Audit) -> Cells:
 
 
 def reasons(audit: Audit) -> list[tuple[str, str]]:
-    """(attack against defences, why it does not apply or is not exact); the same said of several defences, once."""
+    """(attack against defences, why it does not apply or is not exact), one row for all defences with one reason."""
     defences_of: dict[tuple[str, str], list[str]] = {}
     for pair in audit.pairs:
         unsure, stopped = pair.why("doubt"), pair.why("stopped")
@@ -298,28 +317,6 @@ def reasons(audit: Audit) -> list[tuple[str, str]]:
     return [(f"{attack} against {names[attack, reason]}", reason) for attack, reason in defences_of]
 
 
-def _numbers(audit: Audit) -> dict[str, Any]:
-    """Everything but the pictures: per image, then means and intervals."""
-    ruling = audit.ruling
-    return {
-        "schema": SCHEMA,
-        "model": audit.model,
-        "threat": audit.threat.name,
-        "step": _step(audit.step),
-        "partial": audit.stopped is not None,
-        "stopped": audit.stopped,
-        "not_attacked": [{"attack": attack, "defence": defence} for attack, defence in audit.undone],
-        "verdict": verdict(audit),
-        "pairs": [_pair(pair, audit.names) for pair in audit.pairs],
-        "baselines": {
-            name: {"mean": mean_numbers(scores), "images": image_numbers(scores, audit.names)}
-            for name, scores in audit.baselines.items()
-        },
-        "notes": dict(audit.notes),
-        "gate": None if ruling is None else ruling.to_json(),
-    }
-
-
 def _step(step: Step) -> dict[str, Any]:
     """How the step was made: what every step has, and what else is not as usual."""
     always, usual = ("batch", "local_steps", "dtype", "seed", "labels_known"), asdict(Step())
@@ -334,7 +331,7 @@ def _pair(pair: ImageFinding, names: Sequence[str]) -> dict[str, Any]:
     return {
         **pair.to_json(),
         "exact": pair.exact,
-        # Of the image that came back best, which is the worst for its owner and what a gate takes.
+        # Of the most exposed image, which a gate judges.
         "worst": {
             name: values and (min(values) if name in LOWER_IS_CLOSER else max(values))
             for name, values in pair.scores.items()

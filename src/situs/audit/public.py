@@ -1,4 +1,4 @@
-"""Audits of gradients from a model and a folder of images: what Python users and the command line call."""
+"""Audits of gradients, from a model and a folder of images: what Python users and the command line call."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ from situs.progress import latest, shown
 from situs.results import Provenance
 
 ATTACKED = ("patchembed", "april", "tokens", "patchembed-prior")
-"""The attacks where none are named: closed forms, which take seconds where no search is left to make, and the one with
-priors, which takes seconds an image where there is noise."""
+"""The default attacks: closed forms, which take seconds unless they must search, and one with priors, which takes
+seconds for an image where there is noise."""
 
 AUTO, DEFENDED, AS_IT_IS = ("auto",), ("none", "noise", "clip", "no-pe-gradient"), ("none",)
-"""The defences where none are named: for a page, and for a gate, which judges what would be sent."""
+"""The default defences: for a page, and for a gate, which judges what would be sent."""
 
 COUNT = 12
-"""Images of an audit, where nothing is said."""
+"""The default number of images."""
 
 CLASSES = 1000
-"""Of a model without a classifier, where nothing is said."""
+"""The default number of classes for a model without a classifier."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class AuditConfig(StepConfig):
-    """Which images, how the audited step is made, and what the attackers have."""
+    """Which images, how the step is made, and the attackers' settings."""
 
     split: str | None = None
-    """train, val or test, where images are split; else train."""
+    """train, val or test, where the data is split; default: train."""
 
     labels: Literal["known", "inferred"] = "inferred"
-    """matching: told, or read off gradients."""
+    """matching: known to the attacker, or inferred from gradients."""
 
     distance: Literal["l2", "cosine"] = "l2"
     """matching: how two gradients are compared."""
@@ -75,7 +75,7 @@ class AuditConfig(StepConfig):
     """matching: starts; the best match is kept."""
 
     search_seconds: Positive = TokensConfig.seconds
-    """tokens: seconds of search for an upload, and at most twice that for all of a defence."""
+    """tokens: seconds of search for one upload; at most twice that for all uploads under a defence."""
 
     predictor: str | None = None
     """adaptive-mjp, tokens: a run of MP3 that orders patches."""
@@ -84,7 +84,7 @@ class AuditConfig(StepConfig):
     """LPIPS weights (AlexNet); without them there is no LPIPS."""
 
     loss: str | None = None
-    """Your own, not cross entropy: file.py:name(logits, labels)."""
+    """Your own loss instead of cross entropy: file.py:name(logits, labels)."""
 
 
 def audit_gradients(
@@ -99,7 +99,7 @@ def audit_gradients(
     facts: Mapping[str, Any] = NOTHING,
     **options: Any,
 ) -> Audit:
-    """What a model's training gradients give away of images: every attack against every defence.
+    """What a model's training gradients reveal of images: every attack against every defence.
 
         asked = {"img_size": 64, "fail_above": "psnr=20"}
         audit = audit_gradients(my_module, "photos/", defences=["none", "noise=1e-3"], **asked)
@@ -111,9 +111,9 @@ def audit_gradients(
     attacks, defences: by name. options: fields of `AuditConfig` (count, batch, fail_above, …; loss may also
     be the function itself), and what `open_model` is asked (img_size, weights, …).
 
-    time_limit: seconds for all attacks. When they are over, or on Ctrl-C, what is there is returned and says so
-    (`Audit.stopped`); no gate passes it. deadline: a limit that the caller holds, in its place. keep: is given the
-    audit now and then while it grows, and at its end. facts: more of them for its files.
+    time_limit: seconds for all attacks. After that, or on Ctrl-C, the audit so far is returned and says so
+    (`Audit.stopped`); no gate passes it. deadline: the caller's own limit instead. keep: called with the audit now and
+    then while it grows, and at its end. facts: more of them for its files.
     """
     config, asked = split_options(AuditConfig, options)
     deadline = Deadline(latest, time_limit) if deadline is None else deadline
@@ -168,7 +168,7 @@ def audit_settings(
     facts: Mapping[str, Any] = NOTHING,
     **options: Any,
 ) -> Comparison:
-    """One model in the settings a, b, c of MJP's Table 5, by attackers who know MJP and who do not.
+    """One model in the settings a, b, c of MJP's Table 5, by informed and uninformed attackers.
 
     defences: "mjp=γ" alone, the share of the patches that is shuffled. All else as in `audit_gradients`, but for
     the step, which is one on one image in float32.
@@ -204,7 +204,7 @@ def audit_settings(
 
 
 def size_of_gradients(victim: Victim, test: TestSet, count: int = 4) -> dict[str, str]:
-    """For a reader: loss and size of the gradient of the first images, by their own labels and by the least likely."""
+    """A note on loss and size of the first images' gradients, with their own labels and with the least likely ones."""
     method, x = method_of(NoDefence(), victim.trains), test.pixels[:count]
     if "label" not in method.needs_targets:
         return {}
@@ -220,7 +220,7 @@ def size_of_gradients(victim: Victim, test: TestSet, count: int = 4) -> dict[str
 
 
 class Opened(NamedTuple):
-    """All that an audit needs. origin: where the model and the images come from, and what makes it evidence."""
+    """All that an audit needs. origin: where the model and the images come from, as facts for the report."""
 
     victim: Victim
     test: TestSet
@@ -244,8 +244,8 @@ def open_audit(
     asked: Mapping[str, Any],
     count: int | None = None,
 ) -> Opened:
-    """The model, the images and the attacks; names are looked up before anything is opened. count: of the images,
-    where it is not the config's."""
+    """Opens the model and the images and creates the attacks, unknown names first. count: of images, in place of the
+    config's."""
     data = addressed(data)
     search = MatchingConfig(distance=config.distance, iterations=config.iterations, restarts=config.restarts)
     configs = [search, TokensConfig(seconds=config.search_seconds)]
@@ -280,9 +280,9 @@ def open_audit(
 
 
 def _check_used(config: AuditConfig, kinds: AbstractSet[type[Any]]) -> None:
-    """Refuses settings of attacks that are not made. kinds: the configs of those that are.
+    """Refuses settings of attacks that are not run. kinds: the configs of those that are.
 
-    A gate searches by itself where no closed form applies, for so many iterations as it has chosen.
+    With a gate, matching may run as a fallback, whose number of iterations is fixed.
     """
     searches = {"iterations": "matching and april-optimisation"}
     if config.fail_above is None:
@@ -300,7 +300,7 @@ def _check_used(config: AuditConfig, kinds: AbstractSet[type[Any]]) -> None:
 
 
 def _each(field: str, names: Sequence[Any]) -> list[Any]:
-    """Each once, and at least one."""
+    """The names without repetition; none at all is refused."""
     if not names:
         raise SitusError(field=field, value="", allowed="one or more of them")
     return list(dict.fromkeys(names))

@@ -1,11 +1,11 @@
-"""What a guard knows of a step and no attacker does: what it was made of, and whether what is sent is its gradient.
+"""What a guard knows of a step and no attacker does: its real inputs, and whether what is sent is its gradient.
 
-An attacker's picture is held against what the patch embedding was really fed (`Witness`, `draws`), in the units that
-the pixels speak for (`units`). And since the guard has the images it can make the step's gradient c again (`replay`)
-and hold what is sent, u, against it (`compare`): u = f · c + noise, with one factor f and noise of one deviation on
-every number. Where factors differ from tensor to tensor (clipped one by one, layer-wise rates, LARS), where something
-is left that is no noise (centred gradients, another step), or where some numbers have less noise than others, an attack
-that fits such an upload badly says nothing about privacy. The deviation of the noise is measured, and not believed.
+An attacker's picture is compared with the real input of the patch embedding (`Witness`, `draws`), in the normalisation
+that fits the pixels (`units`). And since the guard has the images, it can compute the step's gradient c again
+(`replay`) and compare what is sent, u, with it (`compare`): u = f · c + noise, with one factor f and noise of one
+deviation on every number. Where factors differ between tensors (clipped one by one, layer-wise rates, LARS), where the
+rest is no noise (centred gradients, another step), or where some numbers have less noise than others, an attack that
+fits such an upload badly says nothing about privacy. The deviation of the noise is measured, not believed.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def chance_kept() -> Iterator[None]:
 
 @dataclass
 class Pass:
-    """A forward pass of a step, as far as it takes to make it again.
+    """A forward pass of a step, with all that is needed to repeat it.
 
-    args, named: what the module was given. modes: of its parts, training or not. mixed: the type of autocast. fed: the
+    args, named: the module's arguments. modes: of its parts, training or not. mixed: the type of autocast. fed: the
     inputs [B, N, K] of the patch embedding, call after call. slopes: ∂loss/∂logits [B, classes], once it is known.
     """
 
@@ -98,13 +98,13 @@ class Pass:
 
 
 class Witness:
-    """Writes down the forward passes of a module while `wanted` says so, in `passes`."""
+    """Records the forward passes of a module in `passes` while `wanted()` is true."""
 
     def __init__(self, module: nn.Module, stem: Stem | None, wanted: Callable[[], bool]) -> None:
         self.passes: list[Pass] = []
         self._open: Pass | None = None
         self._wanted = wanted
-        # Functions, since a copy of the module has its hooks and would else have a copy of this.
+        # Functions, since a copy of the module copies its hooks and would else copy this object too.
         self._hooks = [
             module.register_forward_pre_hook(lambda *seen: self._begin(*seen), with_kwargs=True),  # noqa: PLW0108
             module.register_forward_hook(lambda _part, _args, output: self._end(output), always_call=True),
@@ -156,8 +156,8 @@ def logits_of(output: Any) -> Tensor | None:
 
 
 def replay(module: nn.Module, passes: Sequence[Pass]) -> Gradients | str:
-    """The gradients of a step by the module's own names, made again on a copy: same weights, draws and slopes of its
-    loss, and nothing done to them; or why that cannot be."""
+    """The gradients of a step by the module's own names, computed again on a copy with the same weights, draws and
+    slopes of its loss; or why that is impossible."""
     copy, total = deepcopy(module), Gradients()
     trained = {name: p for name, p in copy.named_parameters() if p.requires_grad}
     for step_pass in passes:
@@ -186,8 +186,8 @@ def replay(module: nn.Module, passes: Sequence[Pass]) -> Gradients | str:
 
 
 def guessed_passes(module: nn.Module, images: Tensor, gradients: Mapping[str, Tensor]) -> list[Pass]:
-    """A step on images whose passes nobody saw, in eval mode: with the slopes of cross entropy for the labels that the
-    classifier's gradient names, and with those that it has by itself; none where it tells none.
+    """Two guesses at a step whose passes were not recorded, in eval mode: with the slopes of cross entropy for the
+    labels that the classifier's gradient implies, and with the slopes that it implies itself; none without them.
 
     Its gradient is Σ slopes hᵀ over the batch, and the guard has the features h.
     """
@@ -246,8 +246,8 @@ class _FedError(Exception):
 
 @torch.no_grad()
 def draws(module: nn.Module, stem: Stem | None, images: Tensor) -> tuple[list[Tensor], str]:
-    """What the patch embedding is fed [B, N, K] of images in training and in eval mode, and why nobody can say what it
-    was fed in a step that was not watched: the module draws on the way there; "" where it does not."""
+    """The inputs [B, N, K] of the patch embedding for images, in training and in eval mode, and why its input in a step
+    that was not watched is unknown: the module draws random numbers before it; "" where it does not."""
     copy, seen, drew = deepcopy(module), list[Tensor](), False
 
     def take(rows: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""The runner of audits: attackers take turns against what each defence sends, until all is done or the time is over.
+"""The runner of audits: attacks take turns against what each defence sends, until all are done or the time is over.
 
-A scenario says what is attacked: it plans findings, makes trials of them and a report of what came. All trials have
-their first turn before any has its second, so that an audit that is stopped has compared them on the same samples.
+A scenario says what is attacked: it plans findings, gives the trials, and makes a report of the findings so far. All
+trials have their first turn before any has its second, so that a stopped audit has compared them on the same samples.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from situs.gate import Report
 from situs.progress import task
 
 KEEP_EVERY = 5.0
-"""Seconds, at least, between two looks at a report that is not whole yet."""
+"""Least seconds between two calls of `keep` with an unfinished report."""
 
 FINDS = "nothing: what it does not find may still be there"
-"""What an attack proves that only searches."""
+"""What a search proves."""
 
 AnyReport = TypeVar("AnyReport", bound=Report)
 
@@ -38,8 +38,8 @@ class Card(NamedTuple):
 
 
 class Trial(Protocol):
-    """One attacker on what one defence sends. at, total: parts that are behind it, of all. ended: whether it has no
-    further turn although parts are left."""
+    """One attack on what one defence sends. at, total: how many parts of it are done, of how many. ended: whether it
+    has no further turn although parts are left."""
 
     at: int
 
@@ -50,7 +50,7 @@ class Trial(Protocol):
     def ended(self) -> bool: ...
 
     def turn(self, deadline: Deadline, left: int) -> Iterator[Finding]:
-        """The next part, and what came of all until then. left: turns of this round that are still to come."""
+        """Attacks the next part and gives the findings so far. left: turns still to come in this round."""
         ...
 
 
@@ -66,23 +66,23 @@ class Scenario(Protocol[AnyReport]):
 
     @staticmethod
     def cards() -> Iterable[Card]:
-        """Its attacks."""
+        """A card for each of its attacks."""
         ...
 
     def planned(self) -> Iterable[Finding]:
-        """Every finding that is asked for, not run yet."""
+        """A finding with the status not_run for every attack that was asked for."""
         ...
 
     def trials(self) -> Iterable[Finding | Trial]:
-        """Refusals, and trials of all else."""
+        """Findings of attacks that do not apply, and trials of all others."""
         ...
 
     def report(self, findings: Mapping[Hashable, Finding], stopped: str | None) -> AnyReport:
-        """What came of it until now, by `Finding.key`; stopped: by what, None where it is whole."""
+        """The report of findings by `Finding.key`. stopped: what stopped the audit, None where it is whole."""
         ...
 
     def bounds(self, report: AnyReport, deadline: Deadline) -> Iterable[Finding]:
-        """What a pass needs beside the attacks; nothing where there is no gate."""
+        """The bounds that a pass needs beside the attacks; none without a gate."""
         ...
 
 
@@ -91,9 +91,9 @@ def run(
     deadline: Deadline | None = None,
     keep: Callable[[AnyReport], object] | None = None,
 ) -> AnyReport:
-    """Runs all of a scenario. When the deadline's time is over, or on Ctrl-C, what is there is the report, and says so.
+    """Runs a scenario. When the deadline's time is over, or on Ctrl-C, the report holds what is done, and says so.
 
-    keep: is given it now and then while it grows, and at its end.
+    keep: called with the report now and then while it grows, and at its end.
     """
     deadline = deadline or Deadline()
     findings = {finding.key: finding for finding in scenario.planned()}
@@ -124,7 +124,7 @@ def _bounded(
     deadline: Deadline,
     keep: Callable[[AnyReport], object] | None,
 ) -> AnyReport:
-    """The report with what a pass needs beside the attacks."""
+    """The report with the bounds that a pass needs beside the attacks."""
     deadline.closed = False
     more, stopped = dict[Hashable, Finding](), report.stopped
     try:
@@ -143,9 +143,9 @@ def _bounded(
 
 
 def take_turns(parts: Iterable[Finding | Trial], deadline: Deadline) -> Iterator[Finding]:
-    """Refusals, then what the trials come to, turn by turn: a later finding of a key takes the place of those before.
+    """Refusals, then the trials' findings, turn by turn: a later finding of a key replaces the earlier ones.
 
-    It ends when the deadline is over, or on Ctrl-C; that is raised unless the attack could keep what it had found.
+    It ends when the deadline is over. A Ctrl-C is raised unless the attack could return what it had.
     """
     every: list[Trial] = []
     for part in parts:
@@ -166,7 +166,7 @@ def take_turns(parts: Iterable[Finding | Trial], deadline: Deadline) -> Iterator
 
 
 def stopped_by(findings: Sequence[Finding], deadline: Deadline, reason: str) -> str | None:
-    """By what and how far it came; None where all that was asked for is there."""
+    """What stopped an audit, and how many attacks were finished; None where all were."""
     cut = any(finding.why("stopped") for finding in findings if deadline.spent() or finding.why("fallback") is None)
     if not (cut or deadline.interrupted or any(finding.status == "not_run" for finding in findings)):
         return None
@@ -174,8 +174,7 @@ def stopped_by(findings: Sequence[Finding], deadline: Deadline, reason: str) -> 
 
 
 def finished(findings: Sequence[Finding]) -> tuple[str, str]:
-    """How far an audit came: "2 of 5", and of what. What does not apply is no attack, and neither is a bound; what ran
-    by itself is one."""
+    """("2 of 5", "attacks finished"). Attacks that do not apply and bounds are not counted; fallbacks are."""
     attacks = [finding for finding in findings if not finding.bound]
     refused = sum(finding.status == "refused" for finding in attacks)
     done, every = sum(finding.status == "done" for finding in attacks), len(attacks) - refused

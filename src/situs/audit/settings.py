@@ -98,8 +98,35 @@ class Comparison(Leak):
         return Summary(verdict(self), (Table(title, *settings_table(self, columns)),))
 
     def numbers(self) -> dict[str, Any]:
-        """Every image's numbers, means and intervals."""
-        return _numbers(self)
+        """Each image's numbers, means and intervals."""
+        rows = []
+        for row in self.pairs:
+            numbers: dict[str, Any] = {
+                "model": row.case.name,
+                "setting": row.case.setting,
+                "attacker": row.case.attacker,
+            }
+            numbers |= row.to_json()
+            if row.attacked:
+                images = image_numbers(row.scores, self.names, row.facts)
+                numbers |= {"exact": row.exact, "mean": mean_numbers(row.scores), "images": images}
+            rows.append(numbers)
+        return {
+            "schema": SCHEMA,
+            "ratio": self.ratio,
+            "hidden": self.hidden,
+            "patches": self.patches,
+            "shuffled": f"γ = {self.ratio:g}, {self.hidden} of {self.patches} patches",
+            "partial": self.stopped is not None,
+            "stopped": self.stopped,
+            "verdict": verdict(self),
+            "rows": rows,
+            "baselines": [
+                {"setting": setting, "name": name, "mean": mean_numbers(scores)}
+                for (setting, name), scores in self.baselines.items()
+            ],
+            "notes": dict(self.notes),
+        }
 
 
 def contestants(name: str, model: Backbone | Method) -> dict[str, Contestant]:
@@ -200,7 +227,7 @@ def _puzzle(models: Mapping[str, Contestant], count: int, ratio: float, step: St
 def _guesses(
     settings: Sequence[str], test: TestSet, backbone: Backbone, lpips: Lpips | None
 ) -> dict[tuple[str, str], Scores]:
-    """Baselines of each setting: blind guesses; for (c) also the shuffled image: its patches are exact, not their order."""
+    """Baselines of each setting: blind guesses; for (c) also the shuffled image, whose patches are exact."""
     guesses = {}
     for setting in settings:
         for name, scores in measure_guesses(test.real(SETTINGS[setting].compared_with), backbone, lpips).items():
@@ -293,31 +320,3 @@ def glance(comparison: Comparison) -> Cells:
         for name in settings
     )
     return ["model", "attacker", *heads], [[*who, *map(row.get, settings)] for who, row in cells.items()]
-
-
-def _numbers(comparison: Comparison) -> dict[str, Any]:
-    """The same of the settings of Table 5."""
-    rows = []
-    for row in comparison.pairs:
-        numbers: dict[str, Any] = {"model": row.case.name, "setting": row.case.setting, "attacker": row.case.attacker}
-        numbers |= row.to_json()
-        if row.attacked:
-            images = image_numbers(row.scores, comparison.names, row.facts)
-            numbers |= {"exact": row.exact, "mean": mean_numbers(row.scores), "images": images}
-        rows.append(numbers)
-    return {
-        "schema": SCHEMA,
-        "ratio": comparison.ratio,
-        "hidden": comparison.hidden,
-        "patches": comparison.patches,
-        "shuffled": f"γ = {comparison.ratio:g}, {comparison.hidden} of {comparison.patches} patches",
-        "partial": comparison.stopped is not None,
-        "stopped": comparison.stopped,
-        "verdict": verdict(comparison),
-        "rows": rows,
-        "baselines": [
-            {"setting": setting, "name": name, "mean": mean_numbers(scores)}
-            for (setting, name), scores in comparison.baselines.items()
-        ],
-        "notes": dict(comparison.notes),
-    }

@@ -196,14 +196,14 @@ def test_so_does_one_that_is_near_what_blind_guesses_set(metric: str, value: flo
 
 @pytest.mark.parametrize(("wish", "idle"), [("psnr=5", True), ("psnr=10.9", True), ("psnr=11.1", False)])
 def test_a_wish_below_what_blind_guesses_have_says_that_it_decides_nothing(wish: str, idle: bool) -> None:
-    said = f"; the wish {wish} decides nothing: blind guesses have 10 or more, and their own + 1 dB is the limit"
+    said = f"; your limit {wish} has no effect: blind guesses reach 10 or more, and that + 1 dB is the limit"
     for value in (9.0, 24.0):  # passed, above
         assert (said in judged_alone(closed(value), bound(), limit=parse_limit(wish, METRICS)).reason) == idle
-    assert "the wish ssim=0.05 decides nothing: blind guesses have 0.1 or more, and their own is the limit" in (
+    assert "your limit ssim=0.05 has no effect: blind guesses reach 0.1 or more, and that is the limit" in (
         judged_alone(closed(), bound(), limit=parse_limit("ssim=0.05", METRICS)).reason
     )
     for other in ("blind", "reidentified=0.1", "ssim=0.2"):
-        assert "decides nothing" not in judged_alone(closed(), bound(), limit=parse_limit(other, METRICS)).reason
+        assert "has no effect" not in judged_alone(closed(), bound(), limit=parse_limit(other, METRICS)).reason
 
 
 @pytest.mark.parametrize("hardest", [False, True])

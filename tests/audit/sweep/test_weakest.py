@@ -81,8 +81,8 @@ def _noises(victim: Backbone) -> list[Noise]:
 def test_where_no_attack_applies_nothing_is_named_and_the_reason_is_given(found: Remedies) -> None:
     by = {each.defence: each for each in found.remedies}
     for name in ("batch", "withhold"):
-        assert by[name].named is None and "no pass" in by[name].reason, name
-    said = "above the limit up to bf16; inconclusive from int8 on, which is no pass: "
+        assert by[name].named is None and "not a pass" in by[name].reason, name
+    said = "above the limit up to bf16; inconclusive (not a pass) from int8 on: "
     assert by["precision"].named is None and by["precision"].reason.startswith(said)
     assert "Where nothing" not in found.summary().sentence
     assert "None was found for batch, withhold, precision" in found.summary().sentence

@@ -113,7 +113,7 @@ class ClipBatch(Defence):
 
 @dataclass(frozen=True)
 class OwnDp(Clip):
-    """What a run of DP-SGD does in each of its steps, with what the whole run promises."""
+    """What a run of DP-SGD does in each step, with the guarantee of the whole run."""
 
     promise: str = ""
     """ε at δ, for a reader."""
@@ -131,7 +131,7 @@ class OwnDp(Clip):
 
 @dataclass(frozen=True)
 class NoPositionGradient(Defence):
-    """The gradients of everything that holds positions stay with the client."""
+    """The gradients of all parameters that hold positions stay with the client."""
 
     name: ClassVar[str] = "no-pe-gradient"
     about: ClassVar[str] = "the gradients of the parameters that hold positions are not sent"
@@ -151,7 +151,7 @@ class NoPositionGradient(Defence):
 
 @dataclass(frozen=True)
 class Withhold(Defence):
-    """The gradients of the embedding, of all that holds positions and of the first blocks stay with the client."""
+    """The gradients of the embedding, of positions and of the first blocks stay with the client."""
 
     depth: float = 0
     """How many blocks; 0: the embedding and the positions alone."""

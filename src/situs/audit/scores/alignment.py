@@ -1,9 +1,9 @@
-"""PSNR of a recovered picture up to what no one would take for protection: gain, offset, a flip, a shift, two levels.
+"""PSNR of a recovered picture up to changes that protect nobody: gain, offset, a flip, a shift, two levels.
 
 A factor between two tensors of an upload scales the picture that a closed form solves for; a model may flip, shift or
-brighten its images before its first layer; and a blurred page of text is read by a threshold. Each is undone here with
-the original in sight: a bound on what somebody sees who looks at the picture. A blind guess is given the same help, so
-that a gate compares like with like.
+brighten its images before its first layer; and a blurred page of text becomes readable by a threshold. Each is undone
+here with the original at hand, which bounds what a viewer recognises. Blind guesses get the same help, so that a gate
+compares like with like.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ REACH = 4
 
 FLIPS = ((), (-1,), (-2,), (-1, -2))
 AT_ONCE = 2**16
-"""Pictures are looked at together up to so many numbers."""
+"""The most numbers of pictures that are compared at a time."""
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
-"""How alike a recovered image is to the original: per image, then a mean with its 95 % interval.
+"""Similarity of a recovered image to the original: per image, then a mean with its 95 % interval.
 
-Images are floats [n, C, H, W] in [0, 1] (`denormalise` brings a model's there); everything else is refused. Beside the
-usual four stand three that a permutation of patches cannot fool: best-match PSNR per patch, order accuracy and
+Images are floats [n, C, H, W] in [0, 1] (`denormalise` gives them); anything else is refused. Beside the usual metrics
+there are three that a permutation of patches cannot fool: best-match PSNR per patch, order accuracy and
 re-identification in a gallery.
 """
 
@@ -144,7 +144,7 @@ def in_order(error: Tensor, columns: Tensor) -> Tensor:
 
 
 def _ties(error: Tensor, real: Tensor) -> Tensor:
-    """How many places a patch could stand at as well as at its own, [N], those whose originals are equal aside."""
+    """[N]: how many places fit a patch as well as its own, places with equal originals aside."""
     same = torch.cdist(real, real, compute_mode="donot_use_mm_for_euclid_dist").square() / real.shape[-1] <= 1e-12
     return ((error <= error.diagonal().unsqueeze(1) + 1e-12) & ~same).sum(dim=1) + 1
 
@@ -199,9 +199,9 @@ def measure_all(
 
 
 def baselines(real: Tensor, span: slice = slice(None), grey: Tensor | float = 0.5) -> dict[str, Tensor]:
-    """What an attacker has who saw no gradient: one grey, the mean of the other images, and another image of the set.
+    """Blind guesses, which saw no gradient: one grey, the mean of the other images, and another image of the set.
 
-    span: of the images for which that is asked. grey: its level, a number or one for each channel, [C, 1, 1].
+    span: the images to guess. grey: its level, one number or one for each channel, [C, 1, 1].
     """
     check_pictures(real[span], "original images")
     count, plain = real.shape[0], torch.zeros_like(real[span]) + torch.as_tensor(grey).to(real)

@@ -1,7 +1,7 @@
 """Recovered images against the originals: which is which within an upload, and every metric of each.
 
-Only here are attack and truth brought together. An attack gives the images of an upload in any order, because nothing
-in a sum over a batch says which was first; they are matched to the originals so that the squared error is least.
+Attack and truth meet only here. An attack gives the images of an upload in any order, because a sum over a batch does
+not hold it; they are matched to the originals so that the squared error is least.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def pictures_of(recovery: Recovery, real: Tensor, batch: int, normalisation: Nor
 
 
 def facts_of(recovery: Recovery, labels: Tensor, batch: int) -> list[dict[str, Fact]]:
-    """The attacker's facts, once an image; of labels he inferred, how many of the batch's are right.
+    """The attack's facts, once for each image; of inferred labels, how many of the batch are right.
 
-    Where a picture of an upload holds NaN he has failed there, whatever he says: `broken`.
+    Where a picture of an upload holds NaN, the attack has failed there, whatever its facts say: `broken`.
     """
     facts = [dict(fact) for fact in recovery.facts]
     share = len(recovery.images) // max(1, len(facts))
@@ -69,7 +69,7 @@ def measure(pictures: Tensor, real: Tensor, backbone: Backbone, lpips: Lpips | N
 
 
 def closer(scores: Scores, others: Scores) -> Scores:
-    """Of two scores of the same pictures, against two references, for each image and metric the one that tells more."""
+    """The closer of two scores of the same pictures, against two references, for each image and metric."""
     best: Scores = {}
     for name, values in scores.items():
         more, pick = others.get(name), min if name in LOWER_IS_CLOSER else max
@@ -83,9 +83,9 @@ def closer(scores: Scores, others: Scores) -> Scores:
 def measure_guesses(
     real: Tensor, backbone: Backbone, lpips: Lpips | None, normalisation: Normalisation | None = None
 ) -> dict[str, Scores]:
-    """The scores of those who saw no gradient, by name; a few images at a time.
+    """The scores of blind guesses by name, computed a few images at a time.
 
-    The grey is what a model sees as 0: the mean of the normalisation, which everyone has; 0.5 without one.
+    The grey is the mean of the normalisation, which everyone has; 0.5 without one.
     """
     zero = real.new_zeros(1, real.shape[1], 1, 1)
     grey = 0.5 if normalisation is None else denormalise(zero, *normalisation)[0]
@@ -124,9 +124,9 @@ def measure_parts(pictures: Tensor, real: Tensor, mask: Tensor, backbone: Backbo
 
 
 def patch_size_of(backbone: Backbone, size: tuple[int, int]) -> tuple[int, int]:
-    """The patches that order and best matches are measured on: the model's own.
+    """The size of the patches by which order and best matches are measured: the model's own.
 
-    Small squares where it has none, or more than 1,024 of them: matching Swin's 3,136 to each other takes minutes.
+    Small squares where it has none, or more than 1,024: matching Swin's 3,136 patches takes minutes.
     """
     height, width = size
     if 0 < backbone.num_tokens <= 1024:

@@ -1,4 +1,4 @@
-"""Each attacker on one setting: what it must know, what it found, or why it was not tried."""
+"""The attackers of split learning on one setting: what each must know, what it recovers, or why it was not tried."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from situs.locks.veil import Veil
 
 SENDINGS = 16
 LAYOUT_NEEDS = 100
-"""Samples from which the grid is laid out without an embedding; with 50 it failed on the model it was tried on."""
+"""The fewest samples from which the grid is laid out without an embedding; 50 were too few on the model tried."""
 
 CHANNELS_NEED = 16
-"""Samples from which channels are told apart without a prefix token, on the model it was tried on."""
+"""The fewest samples that tell channels apart without a prefix token, on the model tried."""
 
 OFTEN = f"{SENDINGS} sendings where there is noise or a batch shuffle"
 
 
 @dataclass(frozen=True)
 class SplitFinding(Finding):
-    """What came of one attacker on one veil. figures: over all samples, by name, shares in [0, 1] and dB. shown: what
-    it made of the samples, [n, C, H, W]."""
+    """The finding of one attacker on one veil. figures: over all samples by name, shares in [0, 1] and dB. shown: its
+    pictures of the samples, [n, C, H, W]."""
 
     veil: Veil = NONE
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class SplitFinding(Finding):
 
 
 class Outcome(NamedTuple):
-    """scores: beside those of the pictures [n, C, H, W] that were made, if any were. weak: what it lacked."""
+    """scores: beside those of `pictures` [n, C, H, W], if the attack makes any. weak: why it could do better."""
 
     scores: Mapping[str, float]
     pictures: Tensor | None = None
@@ -78,7 +78,7 @@ class Outcome(NamedTuple):
 
 
 def order(scene: Scene) -> Outcome:
-    """Puts channels, then rows in order, under noise as a whole, after a batch shuffle by sample; reads pixels."""
+    """Restores the order of channels and of rows, under noise jointly, and regresses pixels on them."""
     restored, joint = _restored(scene), scene.stage.joint(scene.veil.defence)
     return _outcome(scene, restored, restored.patches(scene.side, joint))._replace(
         weak=_lacked(scene, restored, joint.missing)
@@ -86,7 +86,7 @@ def order(scene: Scene) -> Outcome:
 
 
 def old_embedding(scene: Scene) -> Outcome:
-    """As `order`, but averages noise away and clusters rows by place before it names the clusters."""
+    """As `order`, but averages noise away and clusters rows by place before it matches clusters with places."""
     if scene.old is None:
         raise NotTriedError("no base model was given")
     denoised = _denoised(scene)
@@ -100,7 +100,7 @@ def old_embedding(scene: Scene) -> Outcome:
 def no_embedding(scene: Scene) -> Outcome:
     """Clusters rows by place and lays them out on the grid, up to its symmetries; makes no pictures.
 
-    Noise of several sendings is averaged away first; tokens of a shuffled batch are put together by their company.
+    Noise of several sendings is averaged away first; tokens of a shuffled batch are grouped by co-occurrence.
     """
     if not (scene.veil.rows or scene.size):
         raise NotTriedError("the rows are in their order, and it makes no pictures")
@@ -118,20 +118,20 @@ def no_embedding(scene: Scene) -> Outcome:
 
 
 def decoder(scene: Scene) -> Outcome:
-    """The paper's: learned on public images under the same defence; knows of no permutation and undoes none."""
+    """The paper's: learned on public images under the same defence; does not know of permutations and undoes none."""
     rows = scene.view.seen[:, len(scene.side.prefix) :]
     return Outcome({}, _pictures(scene, scene.stage.decoder(scene.veil.defence)(rows)))
 
 
 def ordered_decoder(scene: Scene) -> Outcome:
-    """The same decoder, behind what `order` has put back."""
+    """The same decoder, on the rows that `order` has restored."""
     restored = _restored(scene)
     learned = scene.stage.decoder(NONE if scene.size else scene.veil.defence)
     return _outcome(scene, restored, learned(restored.tokens))._replace(weak=_lacked(scene, restored))
 
 
 def linkage(scene: Scene) -> Outcome:
-    """Finds each sample again when it is sent once more; after a batch shuffle by the batches its tokens share."""
+    """Re-identifies each sample when it is sent once more; after a batch shuffle by co-occurrence of its tokens."""
     if (count := len(scene.stage.z)) < 2:
         raise NotTriedError("one sample is always found again")
     if not scene.size:
@@ -146,12 +146,12 @@ def linkage(scene: Scene) -> Outcome:
 
 
 def ordered_linkage(scene: Scene) -> Outcome:
-    """Finds each sample again behind what `order` has put back in both sendings."""
+    """Re-identifies each sample by the rows that `order` has restored in both sendings."""
     if len(scene.stage.z) < 2:
         raise NotTriedError("one sample is always found again")
     views = scene.view, scene.again(1)
     earlier, later = _restored(scene), restore(scene, scene.side, views[1])
-    # What was put together belongs to whose tokens are most of it; where that is nobody's half, to nobody.
+    # A restored sample belongs to the one that has most of its tokens, if these are more than half.
     mine, other = (
         view.truth.sample.flatten()[restored.index] for view, restored in zip(views, (earlier, later), strict=True)
     )
@@ -165,16 +165,16 @@ def ordered_linkage(scene: Scene) -> Outcome:
 
 
 def repeats(scene: Scene) -> Outcome:
-    """Links several sendings of each sample, averages their noise away, then does as `order` does."""
+    """Links several sendings of each sample, averages their noise away, then continues as `order`."""
     if scene.veil.kind != "noise":
         raise NotTriedError("there is no noise to average away")
     return order(_denoised(scene))
 
 
 def labels(scene: Scene) -> Outcome:
-    """Reads the class off the gradient that comes back to the blocks' output, with the head and without.
+    """Infers the class from the gradient that comes back to the blocks' output, with the head and without.
 
-    Of any number of classes an image each one by least squares, with the head alone.
+    Where an image has any number of classes: each by least squares, with the head only.
     """
     stage, truth, device = scene.stage, scene.view.truth, scene.stage.model.device
     if stage.labels is None or stage.unlabelled is not None:
@@ -219,11 +219,11 @@ ATTACKS: dict[str, tuple[Callable[[Scene], Outcome], str]] = {
 
 
 class NotTriedError(SitusError):
-    """The attack says nothing of this setting, and why. That is no protection."""
+    """The attack does not apply to this setting, and why, which is no protection."""
 
 
 def attack(name: str, scene: Scene) -> SplitFinding:
-    """What an attacker finds under a veil."""
+    """The finding of an attacker under a veil."""
     count = len(scene.stage.z)
     planned = SplitFinding(name, str(scene.veil), "done", asked=count, veil=scene.veil)
     try:
@@ -240,14 +240,14 @@ def attack(name: str, scene: Scene) -> SplitFinding:
 
 
 def _restored(scene: Scene) -> Restored:
-    """What arrived first, put back once for all who begin with it."""
+    """The first sending with its order restored, for all attackers that begin with it."""
     if "restored" not in scene.cache:
         scene.cache["restored"] = restore(scene, scene.side, scene.view, joint=scene.stage.joint(scene.veil.defence))
     return scene.cache["restored"]
 
 
 def _lacked(scene: Scene, restored: Restored, first: str = "") -> str:
-    """Why an attacker is weaker than it can be: what it says first, or channels that few samples did not tell."""
+    """Why an attacker could do better: the first reason, or that few samples left channels unknown."""
     count = len(scene.stage.z)
     few = restored.scores.get("channels", 1.0) < 1 and count < CHANNELS_NEED
     return first or (f"{counted(count, 'samples')} are few to tell channels by" if few else "")
@@ -256,14 +256,14 @@ def _lacked(scene: Scene, restored: Restored, first: str = "") -> str:
 def _outcome(scene: Scene, restored: Restored, patches: Tensor) -> Outcome:
     pictures = _pictures(scene, patches)
     if scene.size:
-        # Which picture is whose is not known to the server, and does not matter to whoever is in it: the best counts.
+        # The server does not know which picture is whose, which protects nobody: each sample's nearest picture counts.
         apart = torch.cdist(scene.stage.pictures.flatten(1).double(), pictures.flatten(1))
         pictures = pictures[apart.argmin(dim=1)]
     return Outcome(restored.scores, pictures)
 
 
 def _denoised(scene: Scene) -> Scene:
-    """The scene for whoever links several sendings of each sample and averages their noise away; itself without any."""
+    """The scene after linking several sendings of each sample and averaging their noise; itself without noise."""
     if scene.veil.kind != "noise":
         return scene
     if "denoised" not in scene.cache:
@@ -283,7 +283,7 @@ def _denoised(scene: Scene) -> Scene:
 
 
 def _co_occurrence(scene: Scene) -> Tensor:
-    """[n, R]: tokens that were always in one batch, for whoever sees several epochs."""
+    """[n, R]: groups of tokens that were in one batch in every sending."""
     if "co-occurrence" not in scene.cache:
         sendings = [scene.view.seen, *(scene.again(number).seen for number in range(1, SENDINGS))]
         scene.cache["co-occurrence"] = co_occurrence(sendings, scene.size)
@@ -291,7 +291,7 @@ def _co_occurrence(scene: Scene) -> Tensor:
 
 
 def _by_co_occurrence(scene: Scene) -> tuple[Tensor, Tensor]:
-    """(rows [n', R, D] of the samples that were put together by the batches they share, the truth about them)."""
+    """(rows [n', R, D] of the samples grouped by co-occurrence, the true row of each [n', R])."""
     seen, row, group = scene.view.seen, scene.view.truth.row, _co_occurrence(scene)
     fixed, rest = recurring(seen, len(scene.side.prefix))
     group = group.scatter(1, fixed, -1).flatten()
@@ -306,13 +306,13 @@ def _pictures(scene: Scene, patches: Tensor) -> Tensor:
 
 
 ALONE = Joint()
-"""Each token for itself."""
+"""Each token on its own."""
 
 
 class Restored(NamedTuple):
-    """tokens: [n, N, D], patch tokens where they are believed to belong. index: [n, N], of which row of all n · R each
-    is. scores: the shares of channels, places and samples that are right, where they were hidden. expected: [n, N, D],
-    the mean of the tokens that each place may have; of one sure token it is that."""
+    """tokens: [n, N, D], patch tokens at their estimated places. index: [n, N], the row of all n · R that each is.
+    scores: the shares of channels, places and samples that are right, where they were hidden. expected: [n, N, D], the
+    posterior mean token of each place."""
 
     tokens: Tensor
     index: Tensor
@@ -332,7 +332,7 @@ class Restored(NamedTuple):
 def restore(scene: Scene, side: PublicSide, view: View, *, joint: Joint = ALONE, drifted: bool = False) -> Restored:
     """Undoes what the client did to a sending. drifted: `side` is of an old embedding, and tokens are clustered first.
 
-    joint: what neighbours tell of an order. The truth is looked at for the scores alone.
+    joint: the model of neighbours that orders rows. The truth is used for the scores only.
     """
     seen, truth = view
     scores: dict[str, float] = {}
@@ -382,7 +382,7 @@ def _rows(scene: Scene, side: PublicSide, seen: Tensor, drifted: bool) -> Tensor
 
 
 def _together(seen: Tensor, side: PublicSide, whole: Whole) -> tuple[Tensor, Tensor]:
-    """([n, N], which of all n · R rows each place has; [n, N, D], what it may have in the mean), neighbours judged."""
+    """([n, N], which of all n · R rows each place has; [n, N, D], its posterior mean), neighbours used."""
     rest = torch.stack([set_apart(sample, side.prefix)[1] for sample in seen])
     tokens = seen.gather(1, rest[..., None].expand(-1, -1, seen.shape[2]))
     belief = whole.beliefs(tokens)
@@ -391,7 +391,7 @@ def _together(seen: Tensor, side: PublicSide, whole: Whole) -> tuple[Tensor, Ten
 
 
 def _grouped(tokens: Tensor, places: Tensor, batch: Tensor, side: PublicSide, borders: Borders) -> Tensor:
-    """[B, N]: the rows of a batch by sample and place, patches joined whose borders fit."""
+    """[B, N]: the rows of a batch by sample and place, grouped by how well borders of patches fit."""
     group = borders.group(read_pixels(tokens, places, side), places, len(batch))
     return torch.empty_like(batch).index_put_((group, places), batch.flatten())
 
@@ -402,7 +402,7 @@ def unclustered(count: int, places: int, width: int) -> bool:
 
 
 def _clustered(seen: Tensor, side: PublicSide) -> Tensor:
-    """The row of the stream that each is, [n, R], clustered by place and then named; too few samples: as they are."""
+    """[n, R]: the row of the stream that each is, by clusters matched with places; with too few samples one by one."""
     prefix = len(side.prefix)
     if unclustered(len(seen), seen.shape[1] - prefix, seen.shape[2]):
         return order_rows(seen, side)
@@ -410,7 +410,7 @@ def _clustered(seen: Tensor, side: PublicSide) -> Tensor:
 
 
 def _refine_places(tokens: list[Tensor], places: list[Tensor], side: PublicSide) -> list[Tensor]:
-    """Places of tokens that several samples exchanged, clustered from where an old embedding puts them."""
+    """Places of tokens that several samples exchanged, by clusters that start from an old embedding's places."""
     if unclustered(sum(map(len, tokens)) // len(side.places), *side.places.shape):
         return places
     of, centres, within = refine_clusters(tokens, places, len(side.places))

@@ -1,13 +1,13 @@
-"""What needs no embedding, or an old one: which rows share a place, where the places lie, which samples are the same.
+"""Attacks without an embedding, or with an old one: rows that share a place, the layout of places, equal samples.
 
 Over many samples the tokens of one place share its position vector. Clustering them, one token of each sample in each
-cluster, needs no embedding at all; the clusters' centres are then matched with the public position vectors, which a
-fine-tuning moves far less than it takes to mix up places.
+cluster, needs no embedding at all; the clusters' centres are then matched with the public position vectors, which
+fine-tuning moves far less than it takes to confuse places.
 
-Without any embedding the clusters are laid out on the grid, up to its symmetries: patches that touch show alike things,
-and position vectors of neighbours are alike. Distances along the graph of the most alike clusters, drawn in the plane,
-give a first layout; it is then polished until clusters are as alike as clusters that far apart are in the layout
-itself.
+Without any embedding the clusters are laid out on the grid, up to its symmetries: neighbouring patches show similar
+content, and their position vectors are similar. Distances along the graph of the most similar clusters, drawn in the
+plane (Isomap), give a first layout. It is then improved until the similarity of clusters depends on their distance as
+it does on average in the layout.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def cluster_rows(seen: Tensor, prefix: int) -> Clusters:
 
 
 def refine_clusters(batches: list[Tensor], of: list[Tensor], places: int) -> tuple[list[Tensor], Tensor, Tensor]:
-    """(the cluster of each token, the centres [N, D], the covariance within [D, D]) of batches [B · N, D], by turns.
+    """(the cluster of each token, the centres [N, D], the covariance within [D, D]) of batches [B · N, D], as k-means.
 
-    of: where each starts. A batch has B tokens in each cluster, as many as samples that are in it.
+    of: the clusters to start from. A batch has B tokens in each cluster, one of each of its samples.
     """
     tokens = torch.cat(batches)
     centres = _means(tokens, torch.cat(of), places)
@@ -223,9 +223,9 @@ def _misfit(place: Tensor, tables: list[Tensor], apart: Tensor) -> float:
 
 
 def _polished(place: Tensor, tables: list[Tensor], apart: Tensor) -> Tensor:
-    """Moves clusters until they are as alike to each other as their distances say: a quadratic assignment a round.
+    """Moves clusters until their similarity fits their distance: a quadratic assignment in each round.
 
-    A round starts from the layout so far, blurred more or less; the profile is that of the layout so far.
+    A round starts from the layout so far, blurred more or less, and uses its profile.
     """
     best, least = place, _misfit(place, tables, apart)
     alike = torch.stack(tables).sum(dim=0).fill_diagonal_(0).numpy()
@@ -283,7 +283,7 @@ def symmetries(side: int) -> Tensor:
 
 QUANTILES = 9
 COMPARED = 12
-"""Of the token space, along which one and the same token is looked for."""
+"""Directions of the token space by which the same token is found in another sending."""
 
 
 def fingerprints(seen: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ def link(earlier: Tensor, later: Tensor) -> Tensor:
 
 
 def co_occurrence(sendings: Sequence[Tensor], size: int) -> Tensor:
-    """[n, R]: a number for each token of the first sending; tokens have the same one that were always in one batch.
+    """[n, R]: a group number for each token of the first sending; tokens of a group were always in the same batch.
 
     sendings: [n, R, D] each, the same samples in other batches of `size` that follow each other, tokens exchanged
     within each.

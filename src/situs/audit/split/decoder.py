@@ -1,7 +1,7 @@
 """The paper's own attacker: a decoder from what arrives to pixels, learned on public images under the same defence.
 
-It never puts rows in order, so that against permuted rows it measures its own blindness and not what the rows give
-away: the attacks that do put them in order stand beside it, and one of them decodes what it has put in order.
+It never restores the order of rows, so that against permuted rows its failure does not show what the rows reveal: the
+attacks that do restore the order stand beside it, and one of them decodes what it has restored.
 
 A regression of each patch on its own row comes first, in closed form; a small transformer then learns what the other
 rows add to it. It starts from nothing added, and learning stops when public images that were held out gain no more:

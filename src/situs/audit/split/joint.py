@@ -1,4 +1,4 @@
-"""The whole image at once: which order of rows is likeliest as a picture, what it then shows, whose patch is whose.
+"""The whole image at once: the likeliest order of its rows, the pixels behind it, and which patches belong together.
 
 Under noise a token alone no longer tells its place, but what a picture shows goes on across the borders of patches.
 Public images give a Gaussian of all tokens of an image, noise among them: place by place, a token is regressed on those
@@ -226,7 +226,7 @@ def chosen(belief: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Joint:
-    """What the whole image adds to tokens alone. orders: for rows in any order; reads: for pixels; None: nothing.
+    """What neighbours add to single tokens. orders: for rows in any order; reads: for pixels; None: nothing.
 
     missing: why this could not be tried.
     """
@@ -291,7 +291,7 @@ def _content(side: PublicSide, axes: Tensor) -> Tensor:
 
 
 def joint(side: PublicSide, part: PublicSide, unseen: Tensor, patches: Tensor, grid: tuple[int, int]) -> Joint:
-    """What the whole image adds under the noise of `side`, decided on public images.
+    """What neighbours add under the noise of `side`, decided on public images.
 
     part: the same without the images whose clear tokens are `unseen` [t, N, D] and whose pixels are `patches`
     [t, N, P]; these are attacked by it.

@@ -1,4 +1,4 @@
-"""The attacker on what comes back: labels from the gradient of the features that the server itself computed."""
+"""Labels from the gradient that comes back to the features which the server itself computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from situs.backbones.base import Backbone, Stream
 
 PIECE = 400_000
-"""Numbers of what the blocks gave that are looked at at once; each class takes as many again."""
+"""The most numbers of the blocks' output at a time; each class takes as many again."""
 
 
 def labels_with_head(backbone: Backbone, out: Tensor, gradient: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def regroup(gradient: Tensor, read: Tensor, size: int) -> Tensor:
 
 
 def share_up_to_names(guess: Tensor, truth: Tensor) -> float:
-    """The share that is right under the best names for the numbers found."""
+    """The share that is right under the best naming of the clusters."""
     size = int(max(guess.max(), truth.max())) + 1
     table = torch.zeros(size, size).index_put_((guess, truth), torch.ones(len(guess)), accumulate=True)
     rows, columns = linear_sum_assignment(table.numpy(), maximize=True)

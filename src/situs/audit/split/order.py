@@ -1,4 +1,4 @@
-"""The attacker who knows the embedding: which place each token came from, and the pixels behind it (SPEC §7).
+"""The attacker that knows the embedding: which place each token came from, and the pixels behind it.
 
 Natural patches have almost no energy in many directions of the token space, and there the position vectors stand
 alone. Mahalanobis distance shows these directions: a token's cost at a place is its distance from the mean token there,
@@ -107,7 +107,7 @@ def set_apart(rows: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
 def order_rows(seen: Tensor, side: PublicSide) -> Tensor:
     """The row of the stream that each row sent is, [n, R], for samples [n, R, D] whose rows may be in any order.
 
-    Each token for itself; what neighbours tell beside it: `joint`.
+    Each token on its own; `joint` also uses neighbours.
     """
     stream_rows = torch.empty(seen.shape[:2], dtype=torch.long)
     for sample, rows in zip(seen, stream_rows, strict=True):

@@ -1,4 +1,4 @@
-"""What a split audit found: scores, tables (among them the paper's Table 6), the threat and the verdict."""
+"""The result of a split audit: scores, tables (among them the paper's Table 6), the threat model and the verdict."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from situs.locks.veil import Veil
 from situs.results import Cell, Summary, Table, Tone, percent
 
 UNDOING = ("order", "old-embedding", "ordered-decoder", "repeats")
-"""Attackers who put back what is permuted before they make pictures."""
+"""Attackers that undo permutations before they make pictures."""
 
 _decibels: Callable[[float], str] = "{:.1f} dB".format
 _number: Callable[[float], str] = "{:.3f}".format
@@ -43,7 +43,7 @@ SCORES: dict[str, tuple[Callable[[float], str], str]] = {
 
 @dataclass(frozen=True)
 class SettingResult:
-    """One setting: what the client's task keeps, and what each attacker found."""
+    """One setting: the utility that is left for the client, and each attacker's finding."""
 
     veil: Veil
     kept: Kept
@@ -54,7 +54,7 @@ class SettingResult:
         return max((finding.figures[score] for finding in self.findings if score in finding.figures), default=None)
 
     def pictured(self, among: Collection[str] = tuple(ATTACKS)) -> SplitFinding | None:
-        """The attacker whose pictures are best, of those named."""
+        """The finding with the best pictures among the attackers named; None without pictures."""
         pictured = [finding for finding in self.findings if "psnr" in finding.figures and finding.attack in among]
         return max(pictured, key=lambda finding: finding.figures["psnr"], default=None)
 
@@ -71,7 +71,7 @@ UTILITY: dict[str, tuple[Callable[[Kept], float | None], str]] = {
     "neighbours": (lambda kept: kept.neighbours, "of the nearest five without the defence, the share that still are"),
     "features": (lambda kept: kept.cosine, "mean cosine of the pooled features with those of the undefended samples"),
 }
-"""What the client's task keeps, the most telling first -> (its value, what it is)."""
+"""Measure of utility -> (its value, what it is), the most telling first."""
 
 PAPER = {"none": "SL", "noise": "GN", "lowpass": "LP", "batch-shuffle": "BS"}
 PRIVACY = ("ssim", "psnr", "fsim", "patch psnr")
@@ -82,7 +82,7 @@ Blind = Mapping[str, Mapping[str, float]]
 
 
 def tables(title: str, settings: Settings, blind: Blind) -> tuple[Table, ...]:
-    """Those that there is something for."""
+    """All attackers; the paper's Table 6 and the strengths, where the settings allow them."""
     shown = [table(title, settings, blind)]
     if any(setting.pictured(("decoder",)) for setting in settings):
         shown.append(paper_table(settings))
@@ -109,7 +109,7 @@ def strengths(settings: Settings) -> list[str]:
 
 
 def table(title: str, settings: Settings, blind: Blind) -> Table:
-    """Blind guesses, then a row an attacker below its setting; scores that nobody has are left out."""
+    """Blind guesses, then a row for each attacker below its setting; scores that nobody has are left out."""
     everyone = [finding.figures for setting in settings for finding in setting.findings]
     scores = [name for name in SCORES if any(name in figures for figures in (*everyone, *blind.values()))]
     kept = utilities(settings)
@@ -128,9 +128,9 @@ def table(title: str, settings: Settings, blind: Blind) -> Table:
 
 
 def paper_table(settings: Settings) -> Table:
-    """Table 6 of the paper: its own attacker, who knows of no permutation, beside the best who puts it back.
+    """Table 6 of the paper: its own attacker, which does not know of permutations, beside the best that undoes them.
 
-    '+' is with rows permuted. Columns are permuted on their own and with rows, as they are beside the defences.
+    '+' is with rows permuted. Permuted columns have rows of their own, without another defence.
     """
     kept, single = utilities(settings)[:2], [name for name in UNDOING if name != "repeats"]
     often = any(setting.pictured(("repeats",)) for setting in settings)
@@ -153,7 +153,7 @@ def paper_table(settings: Settings) -> Table:
 
 
 def trade_off(settings: Settings) -> Table:
-    """Each strength: what the task keeps, and what the best attacker, who knows the defence, finds."""
+    """A row for each strength: utility, and what the best attacker, who knows the defence, recovers."""
     kept = utilities(settings)
     shares = [name for name in ("places", "linked", "labels") if any(f.best(name) is not None for f in settings)]
     rows: list[list[Cell]] = []
@@ -167,7 +167,7 @@ def trade_off(settings: Settings) -> Table:
 
 
 def who_was_tried(settings: Settings) -> Table:
-    """Every setting against every attacker there is: tried, not tried, not asked for."""
+    """Every setting against every attacker: tried, not tried, not asked for."""
 
     def status_of(setting: SettingResult, name: str) -> str:
         status = {finding.attack: finding.status for finding in setting.findings}.get(name)
@@ -194,14 +194,14 @@ def _cells(figures: Mapping[str, float], scores: Sequence[str]) -> list[Cell]:
 
 
 RECOGNISED = 20.0
-"""dB from which a picture is said to be seen; the numbers stand beside it."""
+"""dB from which a picture counts as recognised."""
 
 SEEN = {
     "psnr": "the server sees the samples",
     "best psnr": "the server sees some of the samples",
     "patch psnr": "the server sees patches out of place",
 }
-"""score -> what is said where it reaches that, the worst first."""
+"""Score -> the conclusion where it reaches that, the worst first."""
 
 AGAIN = (
     "What is not in the tables was not attacked, which is no protection. The audit keeps nothing to go on with: given "
@@ -210,10 +210,10 @@ AGAIN = (
 """What is said of an audit that was stopped."""
 
 CLEARER, MORE = 3.0, 0.1
-"""dB, and share of places, labels and the like, above a guess from which an attacker is said to know something."""
+"""dB, and share of places, labels and the like, above a blind guess from which an attacker counts as successful."""
 
 CHANCE = {"labels": 0.5, "unnamed labels": 0.5, "samples": 0.5}
-"""The most that a guess of them comes to, where none was made: one of two."""
+"""The score of a guess at one of two, where no blind guess was made."""
 
 UNFINISHED = ("stopped", "not_run")
 
@@ -238,16 +238,16 @@ METRICS = {
     for name in SCORES
     if name not in ("ssim", "fsim")
 }
-"""What is held against guesses; the picture's own PSNR speaks for its other scores."""
+"""The scores that are compared with blind guesses; PSNR stands for the other scores of a picture."""
 
 
 def guess_at(blind: Blind, score: str) -> float | None:
-    """The best of those who saw no token; None where there is none."""
+    """The best blind guess, which saw no token; None where there is none."""
     return max((scores[score] for scores in blind.values() if score in scores), default=None)
 
 
 def exposures_of(figures: Mapping[str, float], blind: Blind, samples: int) -> list[Exposure]:
-    """Every figure of an attack that a gate reads; above: it is clearly more than a guess."""
+    """The figures of an attack that a gate reads; above: clearly more than a blind guess."""
     rows = []
     for name, metric in METRICS.items():
         if (value := figures.get(name)) is None:
@@ -264,11 +264,11 @@ def exposures_of(figures: Mapping[str, float], blind: Blind, samples: int) -> li
 
 @dataclass(frozen=True)
 class SplitAudit(Report):
-    """All that was attacked. kept: what the client's task keeps, by veil. blind: what guesses without any token come
-    to. pictures: the samples, where the page shows them.
+    """The report of a split audit. kept: utility by veil. blind: scores of blind guesses. pictures: the samples, where
+    the page shows them.
 
-    trained: the defence that a run was trained under, in units of its tokens as they are now. thin: why public images
-    are too few, None where not.
+    trained: the defence of a run's training, relative to its tokens as they are now. thin: why public images are too
+    few, None where they are not.
     """
 
     file: ClassVar[str] = "split-audit"
@@ -285,7 +285,7 @@ class SplitAudit(Report):
 
     @property
     def settings(self) -> tuple[SettingResult, ...]:
-        """What was found, veil by veil; veils that nobody came to are left out."""
+        """The results by veil; veils that were never started are left out."""
         by_veil: dict[str, list[SplitFinding]] = {}
         for finding in cast("Sequence[SplitFinding]", self.findings):
             by_veil.setdefault(finding.defence, []).append(finding)
@@ -297,12 +297,12 @@ class SplitAudit(Report):
 
     @property
     def private(self) -> bool:
-        """Its page shows the images and what was made of them."""
+        """Whether its page shows the images and recovered pictures."""
         return self.pictures is not None
 
     @property
     def tone(self) -> Tone:
-        """Bad where an attacker came to clearly more than a guess; never good, for others may do better."""
+        """Bad where an attacker did clearly better than a blind guess; never good, for others may do better."""
         return "bad" if any(one.above for finding in self.findings for one in finding.exposures) else "unsure"
 
     def best(self, score: str) -> float | None:
@@ -310,11 +310,11 @@ class SplitAudit(Report):
         return max((value for setting in self.settings if (value := setting.best(score)) is not None), default=None)
 
     def guess(self, score: str) -> float | None:
-        """The best of those who saw no token; None where there is none."""
+        """The best blind guess, which saw no token; None where there is none."""
         return guess_at(self.blind, score)
 
     def _reasons(self, *, done: bool) -> dict[str, list[str]]:
-        """Of attackers that were tried what each lacked, or of others why they were not -> the settings."""
+        """Why attackers that were tried could do better (done), or why others were not tried -> the settings."""
         reasons: dict[str, list[str]] = {}
         for setting in self.settings:
             for finding in setting.findings:
@@ -342,7 +342,7 @@ class SplitAudit(Report):
         return Summary(verdict(self), self.tables, tuple(notes))
 
     def _of_training(self, trained: Veil) -> str:
-        """What was sent in training, where something else was audited."""
+        """A note on the defence of the run's training."""
         sentence = f"This run was trained under what is {trained} of its tokens now"
         beyond = any(
             setting.veil.kind == "noise" == trained.kind and setting.veil.strength > 1.01 * trained.strength
@@ -396,7 +396,7 @@ def _plain(scores: Mapping[str, float]) -> dict[str, float]:
 
 
 def verdict(audit: SplitAudit) -> str:
-    """What the settings leave to the server, in sentences: those with the same conclusion together."""
+    """What a server learns, in sentences: settings with the same conclusion together."""
     if audit.stopped is not None and not audit.settings:
         return f"Stopped by {audit.stopped}, before any attack was through: this page says nothing about the model."
     if not audit.settings:
@@ -424,7 +424,7 @@ def verdict(audit: SplitAudit) -> str:
 
 
 def _conclusion(setting: SettingResult) -> str:
-    """Of pictures: all, some, or their patches without their places, so that a mean hides none of them."""
+    """The conclusion on pictures: all, some, or patches out of place, so that a mean hides none of these."""
     if setting.pictured() is None:
         return "no attack on the pictures was tried, which is no protection"
     seen = [what for score, what in SEEN.items() if (setting.best(score) or 0.0) >= RECOGNISED]
@@ -460,7 +460,7 @@ def _span(settings: Sequence[SettingResult], score: str, written: Callable[[floa
 
 
 def _named(settings: list[SettingResult], every: Sequence[SettingResult]) -> str:
-    """The settings; a defence once, where all that can be permuted beside it came to the same."""
+    """The settings' names; a defence once, where all permutations beside it have the same conclusion."""
     named: dict[str, None] = {}
     for setting in settings:
         alike = [other for other in every if other.veil.defence == setting.veil.defence]

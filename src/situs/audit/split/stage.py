@@ -1,4 +1,4 @@
-"""Both sides' images and the model between them: what is sent, what the task keeps, what judges an attack."""
+"""Private and public images and the model between them: what is sent, the utility that is left, scores of attacks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class View(NamedTuple):
 
 
 def counted_words(seed: int, *parts: int) -> Words:
-    """Words for a measurement, that anyone can draw again; an owner's come from a key."""
+    """Random words from a seed, so that a measurement can be repeated; an owner's come from a key."""
 
     def words(purpose: str, count: int) -> Tensor:
         stream = f"split:{purpose}:{':'.join(map(str, parts))}"
@@ -61,14 +61,14 @@ def counted_words(seed: int, *parts: int) -> Words:
 
 
 def check_places(backbone: Backbone) -> None:
-    """Refuses a model whose blocks are told places beside the tokens: no order of rows hides them from its server."""
+    """Refuses a model whose blocks get positions beside the tokens: no order of rows hides them from its server."""
     if (why := row_refusal(backbone) or row_leak(backbone)) is not None:
         raise SitusError(f"{backbone.name}: no order of rows hides places from its server, nothing to attack: {why}")
 
 
 @torch.no_grad()
 def streams(backbone: Backbone, images: Iterable[Tensor]) -> Tensor:
-    """The stream at the entrance of the blocks, [n, R, D] float64, of batches of images."""
+    """The streams that enter the blocks, [n, R, D] float64, for batches of images."""
     check_places(backbone)
     positions = backbone.positions()
     return torch.cat([backbone.assemble(backbone.embed(batch), positions).z.double().cpu() for batch in images])
@@ -106,9 +106,9 @@ NEAREST = 5
 
 @dataclass(frozen=True)
 class Kept:
-    """cosine: mean similarity with the undefended features. neighbours: the share of the nearest five that are still
-    among them. knn, probe: leave-one-out accuracy, of labelled images. accuracy: the model's own classifier. None:
-    could not be measured."""
+    """The utility that is left. cosine: mean similarity with the undefended features. neighbours: the share of the
+    nearest five that still are. knn, probe: leave-one-out accuracy on labelled images. accuracy: of the model's own
+    classifier. None: could not be measured."""
 
     cosine: float
     neighbours: float | None = None
@@ -128,7 +128,7 @@ def cosine(features: Tensor, plain: Tensor) -> float:
 
 
 def neighbours(features: Tensor, plain: Tensor) -> float | None:
-    """The share of each sample's nearest five of the undefended features [n, D] that are among its nearest here."""
+    """The share of each sample's nearest five by undefended features [n, D] that are among its nearest five here."""
     if len(features) <= 2 * NEAREST:
         return None
     here, there = (_nearest(vectors) for vectors in (features, plain))
@@ -163,19 +163,19 @@ def _nearest(features: Tensor) -> Tensor:
 
 
 LOOKED_AT = 24
-"""Pictures at most that SSIM and feature similarity are means over: they cost far more than the attack itself."""
+"""The most pictures for SSIM and feature similarity, which cost far more than the attack itself."""
 
 SSIM_WINDOW = 11
 
 ENOUGH = 10
-"""Public tokens a channel from which a covariance of tokens is known well enough to be held against an attack."""
+"""Public tokens per channel from which the covariance of tokens is known well enough."""
 
 DECODING = 1000
-"""Steps from here on are those of a decoder that learns on public images."""
+"""Numbers of steps from here on belong to a decoder that learns on public images."""
 
 
 class Stage:
-    """Private and public images, and what is computed of them once. The attacker has the public ones.
+    """Private and public images, and what is computed from them once. The attacker has the public ones.
 
     z: [n, R, D] private streams. pictures: [n, C, H, W] in [0, 1]. patches: [m, N, P], the public images. labels: [n],
     [n, K] of 1, 0 and -1 (nobody knows) where an image has any number of classes, or None; `unnamed` says why they are
@@ -207,7 +207,7 @@ class Stage:
 
     @property
     def thin(self) -> str | None:
-        """Why the attackers know too little of what tokens are like, or None."""
+        """Why public images are too few for the statistics of tokens; None where they are not."""
         tokens, width = len(self.patches) * self.patches.shape[1], self.z.shape[2]
         if tokens >= ENOUGH * width:
             return None
@@ -270,7 +270,7 @@ class Stage:
 
     @torch.no_grad()
     def through(self, defence: Veil, public: bool = False) -> Tensor:
-        """What the blocks give for defended tokens, rows where they belong; permutations change nothing of it."""
+        """The blocks' output for defended tokens, rows in their order; permutations do not change it."""
         key = str(defence), public
         if key not in self._outs:
             prefix, weight, side = self.backbone.num_prefix, next(self.backbone.parameters()), self.side(defence)
@@ -298,7 +298,7 @@ class Stage:
         return self.labels is not None and self.labels.dim() == 2
 
     def commonest(self) -> dict[str, float]:
-        """What the commonest of public labels, said of every image, come to where an image has any number of them."""
+        """The score of the commonest public labels for every image, where an image has any number of them."""
         if self.unlabelled is not None or not self.several:
             return {}
         assert self.labels is not None
@@ -322,7 +322,7 @@ class Stage:
 
     @torch.no_grad()
     def keeps(self, defence: Veil) -> Kept:
-        """What the client's task keeps; of labelled images the public ones too are among the neighbours."""
+        """The utility under a defence; public images count among the neighbours of labelled ones."""
         out = self.through(defence)
         features, plain = self.pooled(out), self.pooled(self.through(NONE))
         kept = Kept(cosine(features, plain), neighbours(features, plain))
@@ -337,7 +337,7 @@ class Stage:
         return replace(kept, accuracy=float((self.logits(out).argmax(dim=-1).cpu() == self.labels).double().mean()))
 
     def returned(self, defence: Veil) -> tuple[Tensor, Tensor]:
-        """(what the blocks gave, the gradient that comes back to it) [n, R, D], rows where they belong."""
+        """(the blocks' output, the gradient that comes back to it) [n, R, D], rows in their order."""
         assert self.labels is not None
         out = self.through(defence).clone().requires_grad_()
         logits, labels = self.logits(out), self.labels.to(self.model.device)
@@ -346,7 +346,7 @@ class Stage:
         return out.detach(), gradient
 
     def scores(self, images: Tensor) -> dict[str, float]:
-        """How alike pictures [n, C, H, W] in [0, 1] are to the private ones: means, and the one that came back best."""
+        """Similarity of pictures [n, C, H, W] in [0, 1] to the private ones: means, and the most exposed one."""
         real, images = self.pictures.double(), images.double()
         quality = psnr(images, real)
         scores = {"psnr": float(quality.mean()), "best psnr": float(quality.max())}

@@ -1,4 +1,4 @@
-"""The strength at which a defence stops attackers who know it: what comes back, over ever stronger settings."""
+"""Curves: what comes back over ever stronger settings of a defence, from attackers who know it."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from situs.models.data import AnyData
 from situs.results import Cell, Provenance, Result, Summary, Table, percent
 
 BESIDE = ("none", "no-pe-gradient")
-"""What else is done, a line each, where nothing is said."""
+"""The default defences beside the swept one, a line each."""
 
 UNREACHED = "not attacked before the stop"
 
 FAILED = 20.0
-"""PSNR in dB of the worst image below which an attack is said to have failed."""
+"""PSNR in dB of the most exposed image below which an attack counts as failed."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """What came back at one strength. values: by metric, of images by the strongest attack; empty where none applied.
+    """What came back at one strength. by: the best attack. values: its figures by metric; empty where none applied.
 
-    ends: of the 95 % interval of the first metric. said: why the attack stops there, or does not apply; never a proof
-    of privacy by itself. whole: whether every attack that applies saw everything to its end."""
+    ends: of the 95 % interval of the first metric. reason: why the attack gets no more, or does not apply; never a
+    proof of privacy. whole: whether every attack that applies ran to its end on every sample."""
 
     strength: str
     defence: str
@@ -59,7 +59,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """A curve with one other defence beside it. axis: what its strengths are."""
+    """A curve with another defence beside it. axis: what its strengths are."""
 
     curve: str
     beside: str
@@ -69,7 +69,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Curves(Result):
-    """Lines by curve. metrics: what is measured, by name with its words; the first has intervals."""
+    """All lines. metrics: name -> description; the first has intervals."""
 
     file: ClassVar[str] = "curve"
 
@@ -101,7 +101,7 @@ class Curves(Result):
 
 IMAGES = {
     "psnr": "PSNR, dB",
-    "worst": "PSNR of the image that came back best, dB",
+    "worst": "PSNR of the most exposed image, dB",
     "exact": "share of the images recovered exactly",
     "patches": "share of the patches recovered exactly",
 }
@@ -121,7 +121,7 @@ def curve_table(curves: Curves) -> tuple[list[str], list[list[Cell]]]:
 
 
 def verdict(curves: Curves) -> str:
-    """For each line where all comes back, and where little does; what fails here may be read otherwise."""
+    """For each line the strengths at which everything comes back, and at which little does."""
     sentences = [] if curves.stopped is None else [f"A partial result: stopped by {curves.stopped}."]
     sentences += [_ended(line, curves) for line in curves.lines]
     return " ".join([*sentences, "An attack that stops proves nothing about others."])
@@ -215,13 +215,13 @@ def trace_defences(
 
 
 def _with(strength: Defence, other: Defence) -> Defence:
-    """Both at once; one alone where the other does nothing."""
+    """Both at once; one alone where the other is no defence."""
     parts = tuple(part for part in (strength, other) if not isinstance(part, NoDefence))
     return Together(parts) if len(parts) > 1 else parts[0] if parts else NoDefence()
 
 
 def point_of(audit: Audit, name: str, defence: str, model: Backbone | Method, test: TestSet) -> Point:
-    """What the strongest attack got at one strength, and why it got no more."""
+    """What the strongest attack recovered at one strength, and why no more."""
     pairs = [pair for pair in audit.pairs if pair.defence == defence]
     tried = [pair for pair in pairs if pair.attacked]
     if not tried:
@@ -230,7 +230,7 @@ def point_of(audit: Audit, name: str, defence: str, model: Backbone | Method, te
         return Point(name, defence, "", {}, reason="; ".join([*reasons, *left]))
     best = max(tried, key=lambda pair: (pair.mean_psnr, pair.exact))
     psnr = mean_of(best.scores["psnr"] or [0.0])
-    # The image that came back best may be another attack's.
+    # The most exposed image may be another attack's.
     values = {"psnr": psnr.mean, "worst": max(pair.worst_psnr for pair in tried), "exact": best.exact / best.count}
     backbone = model if isinstance(model, Backbone) else model.backbone
     if best.shown is not None and len(audit.images):
@@ -243,8 +243,8 @@ def point_of(audit: Audit, name: str, defence: str, model: Backbone | Method, te
 
 
 def exact_patches(recovered: Tensor, real: Tensor, backbone: Backbone) -> float:
-    """The share of the patches of images [n, C, H, W] in [0, 1] at whose place one stands with an error below half a
-    grey level."""
+    """The share of the patches of images [n, C, H, W] in [0, 1] that were recovered at their place with an error below
+    half a grey level."""
     height, width = real.shape[2:]
     parts = [
         patchify(images.double(), patch_size_of(backbone, (height, width))).flatten(0, 1)
@@ -254,7 +254,7 @@ def exact_patches(recovered: Tensor, real: Tensor, backbone: Backbone) -> float:
 
 
 def _why(pair: ImageFinding) -> str:
-    """Why an attack got no more; "" where every image is there."""
+    """Why an attack recovered no more; "" where it has every image exactly."""
     if pair.exact == pair.count:
         return ""
     verdicts = dict.fromkeys(str(fact["verdict"]) for fact in pair.facts if fact.get("verdict"))
@@ -270,7 +270,7 @@ SHARES = {
     "tokens": "share of the tokens known with their place",
     "sentences": "share of the sentences known whole",
     "words": "share of the tokens whose word is known",
-    "picked": "share of the sentences told from candidates",
+    "picked": "share of the sentences picked among candidates",
 }
 
 OVER = ("clip", "noise", "precision")
@@ -326,7 +326,7 @@ def trace_texts(
 
 
 def _sendable(axis: Ladder) -> Ladder:
-    """Without what changes how the step is computed: sentences are sent in other types alone."""
+    """The ladder without autocast, which audits of texts do not have."""
     return Ladder(axis.about, [rung for rung in axis.rungs if rung.label != "autocast"])
 
 

@@ -41,7 +41,7 @@ WEAK, STRONG = -8, 5
 """The decades of noise that are searched, in units of the gradient's own size."""
 
 LEAST_NOISE = 0.3
-"""Noise multiplier below which ε says nothing any more, and takes its accountant forever."""
+"""Noise multiplier below which ε is meaningless, and takes its accountant forever."""
 
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
@@ -73,7 +73,7 @@ def by_strength(veil: Veil) -> tuple[bool, float]:
 
 
 class Rung(NamedTuple):
-    """One setting: what is done to the gradients, and how the step is made. label: its name on the ladder."""
+    """One setting: the defence and the step. label: its name on the ladder."""
 
     label: str
     defence: Defence
@@ -88,7 +88,7 @@ class Ladder(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """How large the gradients of the samples are: root mean square of a number, and median norm of a sample's."""
+    """The size of the samples' gradients: root mean square of a number, and median norm of a sample's gradient."""
 
     rms: float
     norm: float
@@ -172,10 +172,10 @@ def _round(value: float) -> float:
 
 @dataclass(frozen=True)
 class CostConfig(Checked):
-    """Of which trainings the cost of a setting is said."""
+    """The training for which ε is given."""
 
     private_images: Count = 50_000
-    """Images of the training that ε is said of."""
+    """Images of the training for which ε is given."""
 
     private_epochs: Count = 10
     """Its epochs."""
@@ -183,8 +183,8 @@ class CostConfig(Checked):
 
 @dataclass(frozen=True)
 class Cost:
-    """cosine: of what is sent with the gradient itself, the mean over some images. share: of the numbers that are sent.
-    epsilon: of DP-SGD with this noise, where it is one; promise: the same in words."""
+    """cosine: of what is sent with the gradient itself, the mean over some images. share: of numbers that are sent.
+    epsilon: of DP-SGD with this noise, where the defence is that; promise: the same in words."""
 
     cosine: float
     share: float
@@ -193,7 +193,7 @@ class Cost:
 
 
 def cost_of(victim: Backbone | Method, rung: Rung, test: TestSet, config: CostConfig) -> Cost:
-    """What a setting takes from the gradient, and promises."""
+    """What a setting costs, and the guarantee it gives."""
     step, defence, batch = rung.step, rung.defence, rung.step.batch
     method = method_of(defence, victim, step.seed)
     sizes, whole = names_sent(method, defence), parameter_names(method)

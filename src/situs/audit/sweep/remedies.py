@@ -12,13 +12,13 @@ from situs.gate import Limit
 from situs.results import Cell, Result, Summary, Table
 
 Answer = Literal["above", "inconclusive", "passed"]
-"""What a gate says of a rung. inconclusive: no attack applied, or none proved anything, which is no pass."""
+"""What a gate says of a setting. inconclusive (not a pass): no attack applied, or none proved anything."""
 
 
 @dataclass(frozen=True)
 class Trial:
     """One setting against the attackers. worst: of the most exposed image, by `metric`; None where nothing was tried.
-    said: the gate's reason. unseen: whether the search had not seen these images."""
+    by: the attack. reason: the gate's. unseen: whether the search had not seen these images."""
 
     setting: str
     answer: Answer
@@ -43,9 +43,9 @@ class Trial:
 @dataclass(frozen=True)
 class Remedy:
     """One defence. named: its weakest setting that passed, also on images that the search had not seen; None where
-    there is none, and `said` why. seen, unseen: what the gate said of it; weaker, weaker_unseen: of the next weaker
-    one. cut: whether it was stopped before it was done. untried_from: where settings failed on images that the search
-    had not seen and images ended before settings did, the strongest that was tried on such."""
+    there is none, and `reason` says why. seen, unseen: the gate's answers to it; weaker, weaker_unseen: to the next
+    weaker one. cut: whether the search was stopped before its end. untried_from: the strongest setting tried on unseen
+    images, where these ran out before the settings did."""
 
     defence: str
     named: str | None
@@ -62,7 +62,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Remedies(Result):
-    """All defences. searched, held_out: images that the search saw, and those it did not."""
+    """The search for every defence. searched, held_out: how many images the search saw, and how many it did not."""
 
     file: ClassVar[str] = "defences"
 
@@ -109,8 +109,8 @@ class Remedies(Result):
 
 
 UNTUNED = (
-    "What these settings cost in accuracy was not measured: the cosine with the gradient is of one step. Training "
-    "under a setting tells."
+    "The cost in accuracy was not measured: the cosine with the gradient is that of one step. Train under a setting to "
+    "measure it."
 )
 
 
@@ -157,7 +157,7 @@ def verdict(search: Remedies) -> str:
         if search.stopped is not None:
             return f"Stopped by {search.stopped}, before a setting was found: this says nothing about any defence."
         return (
-            f"No setting that was tried keeps the gate {search.limit} against attackers that know it. Where nothing "
+            f"No setting that was tried passes the gate {search.limit} against attackers that know it. Where no attack "
             "applies, nothing is known: that is no remedy."
         )
     named = "; ".join(str(remedy.named) for remedy in search.with_setting)

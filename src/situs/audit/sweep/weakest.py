@@ -1,9 +1,9 @@
-"""The weakest setting of each defence that a gate passes, found with few trials, and what it costs.
+"""The weakest setting of each defence that passes the gate, found with few trials, and what it costs.
 
-Only attacks decide. A setting is named where the gate of an audit (`situs.gate`) passes it: a closed form that knows
-the defence solved all images, its equations fit, and none is above the limit. Where no attack applies there is no pass.
-A ladder's settings go from weak to strong, and a stronger one gives away no more: that is assumed while searching, and
-what is named was tried, also on images that the search had not seen, as was the setting below it.
+Only attacks decide. A setting is named if it passes the gate of an audit (`situs.gate`): a closed form that knows the
+defence solved all images, its equations fit, and no image is above the limit. Where no attack applies there is no pass.
+The search assumes that a stronger setting reveals no more. Whatever it names was tried, also on images that the search
+had not seen, and so was the setting below it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from situs.progress import tracked
 from situs.results import Provenance
 
 ROUNDS = 3
-"""Times that a setting may fail on images it had not seen and the next stronger one be tried on others."""
+"""How often a setting may fail on unseen images and the next stronger one be tried on others."""
 
 ANSWERS: dict[str, Answer] = {"above": "above", "passed": "passed"}
 
@@ -39,7 +39,7 @@ ANSWERS: dict[str, Answer] = {"above": "above", "passed": "passed"}
 
 
 class Climbed(NamedTuple):
-    """first_kept: the weakest rung on which no image was above; None where every one has such. named: the weakest that
+    """first_kept: the weakest rung on which no image was above; None where there is none. named: the weakest that
     passes; None where none does."""
 
     first_kept: int | None
@@ -47,8 +47,8 @@ class Climbed(NamedTuple):
 
 
 def climb(rungs: int, ask: Callable[[int], Answer], near: int | None = None) -> Climbed:
-    """Both ends on a ladder of so many rungs. ask: what the gate says of a rung, which is asked once each. near: where
-    to begin."""
+    """The two on a ladder of so many rungs. ask: gives the gate's answer for a rung, at most once each. near: where to
+    begin."""
     answers: dict[int, Answer] = {}
 
     def answer(rung: int) -> Answer:
@@ -83,7 +83,7 @@ def _least(low: int, high: int, holds: Callable[[int], bool], near: int | None =
 
 
 def _bracket(low: int, high: int, holds: Callable[[int], bool], near: int) -> tuple[int, int]:
-    """A rung that does not hold and a higher one that does; twice the same end where that is not to be had."""
+    """A rung that does not hold and a higher one that does; twice the same end where there is no such pair."""
     here, stride, down = near, 1, holds(near)
     while here != (low if down else high):
         there = max(low, here - stride) if down else min(high, here + stride)
@@ -146,7 +146,7 @@ class Search:
         others: Sequence[TestSet],
         near: int | None = None,
     ) -> Remedy:
-        """Climbs one ladder, and holds what it names to images that it has not seen. near: a rung to begin at."""
+        """Searches one ladder, and tries what it names on unseen images. near: a rung to begin at."""
         seen: dict[int, Trial] = {}
 
         def ask(rung: int) -> Answer:
@@ -217,7 +217,7 @@ def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Seque
 def _why(kept: int | None, rungs: Sequence[Rung], seen: Mapping[int, Trial]) -> str:
     if kept is None:
         return f"images are above the limit up to the strongest setting, {rungs[-1].label}"
-    reason = f"inconclusive from {rungs[kept].label} on, which is no pass: {seen[kept].reason}"
+    reason = f"inconclusive (not a pass) from {rungs[kept].label} on: {seen[kept].reason}"
     return reason if kept == 0 else f"above the limit up to {rungs[kept - 1].label}; {reason}"
 
 

@@ -25,7 +25,8 @@ NAME = "sentences"
 
 
 def refusal(backbone: TextBackbone, sent: set[str]) -> str | None:
-    """Why the attack cannot be made of gradients of these names; None where it can. It says nothing about privacy."""
+    """Why the attack does not apply to gradients of these names, which says nothing about privacy; None where it
+    does."""
     if backbone.depth < 2:
         return "it holds what it finds against the second block, and the model has one"
     if lacking := [name for depth in (1, 2) for name in qkv_weights(backbone, depth) if name not in sent]:
@@ -44,12 +45,12 @@ def find_sentences(
     unknown: torch.Tensor | None = None,
     deadline: Deadline | None = None,
 ) -> Recovered:
-    """What one who knows the weights and the size of the batch reads off an upload: first by the spans of the blocks'
-    gradients, which tell exactly, then, for what they leave open, by matching rows of words with rows of places.
-
-    noise: deviation of the noise that was added, which he knows. steps: whether numbers come in even ones. hidden: the
-    id that stands for masked words. unknown: [D], the vector that he knows MJP to give words in the stead of their
+    """What an attacker who knows the weights and the size of the batch recovers from an upload: first by the spans of
+    the blocks' gradients, which are exact, then, for what they leave open, by matching rows of words with rows of
     places.
+
+    noise: its deviation, which the attacker knows. steps: whether numbers come in even steps (int8). hidden: the id of
+    masked words. unknown: [D], the vector that MJP gives words instead of their position, for an informed attacker.
     """
     deadline = deadline or Deadline()
     recovered = _by_spans(backbone, upload, batch, noise, steps, hidden, unknown, deadline)
@@ -71,8 +72,8 @@ def _by_spans(
     unknown: torch.Tensor | None,
     deadline: Deadline,
 ) -> Recovered:
-    """What the blocks' gradients tell, and the words that the embedding's names."""
-    words = usable_words(backbone, upload, noise or float(steps))  # even steps may make a row zero that was none
+    """What the spans of the blocks' gradients tell, with the words that the embedding's gradient names."""
+    words = usable_words(backbone, upload, noise or float(steps))  # rounding to even steps may make a row zero
     sure = named_words(backbone, upload)
     if reason := refusal(backbone, set(upload)):
         return Recovered(sure, reason=reason)
@@ -95,7 +96,7 @@ def _by_spans(
 
 
 def _joined(recovered: Recovered, rows: Matched, batch: int, table: str | None) -> Recovered:
-    """What the spans tell with what rows of words and places tell. table: the position table's name, None without."""
+    """What the spans tell, with what rows of words and places add. table: the position table's name, None without."""
     words = recovered.words | rows.words | {word for word, _, _ in rows.tokens}
     facts = {**recovered.facts, "matched": len(rows.tokens), "noise_of_rows": rows.noise}
     if not rows.tables:
@@ -127,10 +128,10 @@ def _also(recovered: Recovered, reason: str) -> str:
 
 
 def usable_words(backbone: TextBackbone, upload: Gradients, noise: float = 0.0) -> torch.Tensor:
-    """The words that may be in the batch: those with a row in the word embedding's gradient that is not zero.
+    """The words that may be in the batch: those whose row in the word embedding's gradient is not zero.
 
-    All of them where it is not sent, where the head has the same weight and names every word, or where noise or a
-    number too small for its type may have changed what is zero.
+    All words where it is not sent, where the head shares its weight and so touches every row, or where noise or
+    underflow may have changed which rows are zero.
     """
     weight = word_weight(backbone)
     size = backbone.inner.get_input_embeddings().weight.shape[0]
@@ -141,6 +142,6 @@ def usable_words(backbone: TextBackbone, upload: Gradients, noise: float = 0.0) 
 
 
 def reads_embedding(backbone: TextBackbone, upload: Gradients) -> bool:
-    """Whether the word embedding's gradient is sent and says more than the others."""
+    """Whether the word embedding's gradient is sent and its zero rows can be trusted."""
     weight = word_weight(backbone)
     return weight in upload and not is_tied(backbone) and upload[weight].dtype != torch.float16

@@ -1,4 +1,4 @@
-"""Audits of gradients from a model of words and a file of sentences: what Python users and the command line call."""
+"""Audits of gradients, from a language model and a file of sentences: what Python users and the command line call."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ ABOUT = {
 }
 
 TEXT_DEFENCES = ("bf16", "clip", "clip-batch", "fp16", "int8", "noise", "none")
-"""The defences that a client of a model of words may have; the others are about places of patches."""
+"""The defences for language models; the others concern positions of patches or how the step is computed."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 COUNT, CLASSES = 12, 2
-"""Sentences of an audit, and classes of a model without a classifier, where nothing is said."""
+"""The default numbers of sentences, and of classes for a model without a classifier."""
 
 
 def first_lines(texts: str | Path, count: int | None, batch: int, usual: int = COUNT) -> list[str]:
@@ -64,12 +64,12 @@ def first_lines(texts: str | Path, count: int | None, batch: int, usual: int = C
 
 
 AWARE = {True: "MJP known", False: "MJP not known"}
-"""Of a model that hides places: whether the attacker knows that it does, and with which vector."""
+"""Of a model trained with MJP: whether the attacker is informed, that is, knows MJP and its vector."""
 
 
 class Row(NamedTuple):
-    """One row: what is done, whether the word embedding's gradient is sent, and whether the attacker knows of hidden
-    places."""
+    """One row: the defence, whether the word embedding's gradient is sent, and whether the attacker knows of hidden
+    positions."""
 
     label: str
     defence: Defence
@@ -87,16 +87,16 @@ def audit_texts(
     facts: Mapping[str, Any] = NOTHING,
     **options: Any,
 ) -> TextAudit:
-    """What a model's training gradients give away of sentences, with or without the words' own.
+    """What a model's training gradients reveal of sentences, with or without the gradient of the word embedding.
 
         audit = audit_texts("minilm/", "sentences.txt", batch=4, count=8)
         situs.pages.publish(audit, "audit")
         assert not audit.judge(tokens=0.2).passed
 
     model: a folder of transformers with its tokeniser (BERT, GPT-2, Llama and its like). texts: a file with one
-    sentence a line. defences: none, noise=σ, clip=C, clip-batch=C, fp16, bf16, int8. options: fields of `StepConfig`,
-    and what `open_model` is asked. When the deadline's time is over, or on Ctrl-C, what is there is returned and says
-    so. keep: is given the audit now and then while it grows. facts: more of them for its files.
+    sentence a line. defences: none, noise=σ, clip=C, clip-batch=C, fp16, bf16, int8, or several joined by "+". options:
+    fields of `StepConfig`, and what `open_model` takes. When the deadline's time is over, or on Ctrl-C, the audit so
+    far is returned and says so. keep: called with the audit now and then while it grows. facts: more for its files.
     """
     config, asked = split_options(StepConfig, options)
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
@@ -154,13 +154,13 @@ def _before_noise(defence: Defence) -> Defence:
 
 
 def _rows(chosen: Sequence[Defence], *, hides: bool) -> list[Row]:
-    """The rows: a defence is never reported without an attacker who knows it, and so with MJP."""
+    """All rows. MJP is never reported without an informed attacker."""
     rows = product(chosen, (True, False) if hides else (None,), (True, False))
     return [Row(label_of(defence, sent, aware), defence, sent, bool(aware)) for defence, aware, sent in rows]
 
 
 def label_of(defence: Defence, sent: bool, aware: bool | None) -> str:
-    """What a row is called. aware: whether the attacker knows of hidden places; None: none are."""
+    """The name of a row. aware: whether the attacker knows of hidden positions; None: none are hidden."""
     words = [*([] if defence.name == "none" else [defence.label]), *([] if aware is None else [AWARE[aware]])]
     return ", ".join([*words, SENT if sent else WITHHELD])
 
@@ -169,13 +169,13 @@ def _about(row: Row) -> str:
     about = "; ".join(part.about for part in _parts(row.defence))
     added = "" if row.defence.name == "none" else f"{about}; the attacker knows its settings. "
     if row.aware:
-        added += "The attacker knows that places are hidden, and their vector. "
+        added += "The attacker knows that positions are hidden, and their vector. "
     return f"{added}{ABOUT[SENT if row.sent else WITHHELD]}"
 
 
 @dataclass
 class Texts:
-    """The scenario of sentences. start: the report as it begins. shown: the words that a page needs, by their ids."""
+    """The scenario of sentences. start: the report without findings. shown: the words that a page needs, by id."""
 
     name: ClassVar[str] = "texts"
     threat: ClassVar[ThreatModel] = HONEST
@@ -207,7 +207,7 @@ class Texts:
         return (finding_of(row.label, len(self.sentences)) for row in self.rows)
 
     def trials(self) -> Sequence[_Trial]:
-        """Of each row; in one without the words' gradient behind the same row with it."""
+        """One for each row; a row without the words' gradient follows the same row with it."""
         for row in self.rows:
             twin = None if row.sent else self._trials[-1]
             self._trials.append(_Trial(self, row, twin, tells=not is_tied(self.victim.backbone)))
@@ -219,12 +219,11 @@ class Texts:
         return replace(self.start, findings=rows, stopped=stopped, shown=dict(self.shown))
 
     def bounds(self, report: TextAudit, deadline: Deadline) -> Sequence[Finding]:  # noqa: ARG002
-        """None: a search passes no gate, whatever stands beside it."""
+        """None: a search never passes a gate."""
         return ()
 
     def turns(self, trial: _Trial) -> int:
-        """Batches that are still to be attacked, this one among them: where a row is the same as another, it takes no
-        time."""
+        """Batches that are still to be attacked, this one included; rows that repeat another take no time."""
         slow = [other for other in self._trials if other.twin is None or other.twin.tells]
         here = sum(self._trials.index(other) >= self._trials.index(trial) for other in slow)
         return max(here + (trial.total - trial.at - 1) * len(slow), 1)
@@ -235,7 +234,7 @@ class Texts:
         return [number % max(classes, 1) for number in range(span.start, span.stop)]
 
     def upload(self, row: Row, span: slice) -> Gradients:
-        """What is sent; made once for both rows of a defence."""
+        """What is sent; computed once for both rows of a defence."""
         key = (row.defence, span.start)
         if self._sent is None or self._sent[0] != key:
             self._sent = None  # before the next is made: whole gradients fill any memory
@@ -256,8 +255,8 @@ class Texts:
 class _Trial:
     """The attack on one row, batch by batch. twin: the same row with the words' gradient, where it is not sent here.
 
-    tells: whether that gradient told something in the last batch that others do not. cut: how far the attack came in
-    the first batch in which it was stopped.
+    tells: whether that gradient added something in the last batch. cut: how far the attack came in the first batch in
+    which it was stopped.
     """
 
     texts: Texts
@@ -308,7 +307,7 @@ class _Trial:
         yield self._finding()
 
     def _finding(self) -> TextFinding:
-        """What came of all batches until now."""
+        """The finding of all batches so far."""
         asked, remarks = len(self.texts.sentences), [Remark("gap", reason) for reason in dict.fromkeys(self.gaps)]
         done = f"{len(self.reads)} of {counted(asked, 'sentences')}" if len(self.reads) < asked else None
         if stopped := self.cut or done:
@@ -333,7 +332,8 @@ class _Trial:
         return recovered
 
     def _picked(self, upload: Gradients, span: slice, reads: Sequence[Read], deadline: Deadline) -> list[Read]:
-        """What was not found whole, with whether one who has candidates picks it. Of MJP nobody knows what is drawn."""
+        """The reads; of sentences not recovered whole, whether an attacker picks them among candidates. Not under MJP,
+        whose draws nobody knows."""
         texts = self.texts
         if texts.victim.method is not None:
             return list(reads)

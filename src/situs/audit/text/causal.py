@@ -1,9 +1,9 @@
 """Sentences from the gradients of a causal model: the words first, then their order, word by word from the left.
 
-What enters the first block's attention is one of V vectors (times the places of a table), so a span test names the
-words. What enters the second block's at a place hangs on the words up to there alone: a beginning that is right passes
-its span test, and any other word behind it, or the right one behind another beginning, fails. The last word of a
-sentence is learned and never read, so it is in neither span: it is read off what its place learns (`learned`).
+The input of the first block's attention is one of V vectors (for each place of a table), so a span test names the
+words. The input of the second block's at a place depends only on the words up to there: a right beginning passes its
+span test; another word after it, or the right one after another beginning, fails. The last word of a sentence is a
+target and never an input, so it is in neither span: it follows from the gradient at its place (`learned`).
 """
 
 from __future__ import annotations

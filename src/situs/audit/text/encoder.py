@@ -1,4 +1,5 @@
-"""Sentences from the gradients of an encoder with a table of positions (BERT): words at places, then who is with whom.
+"""Sentences from the gradients of an encoder with a table of positions (BERT): words at places, then which belong
+together.
 
 A word at a place is a candidate if its vector lies in the span of the first block's gradients. That span cannot tell
 the pairs that are there from the closure of the graph of words and places: the MLP can (`roots`), and gives the
@@ -8,9 +9,9 @@ comes of one token is a whole sentence, which the second block's span then tells
 sentence is enough. Where that span has fewer directions than the sentence tokens, as in the last block of a classifier,
 of which [CLS] alone is read, it cannot: how exactly the sentence solves the attention decides then.
 
-Under MJP some tokens of a sentence have one learned vector in the stead of their places. Who knows that looks for every
-word with that vector too, and finds those tokens as he finds the others; which of the gaps each of them came from
-is in no gradient (they are a bag), so that he fills the gaps in any order.
+Under MJP some tokens of a sentence have one learned vector instead of their positions. An informed attacker tests every
+word with that vector too, and recovers those tokens like the others; which of the gaps each of them came from is in no
+gradient, so that it fills the gaps in any order.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ ROUNDS, POLISH = 30, 12
 """Steps of a search, and from its end to the root."""
 
 NEAR = 3 * TELLING
-"""The share of the activation that may stick out at the end of a search that is followed to a root."""
+"""The largest relative residual of the activation at which a search is continued to a root."""
 
 FLAT = 3e-3
-"""A direction in which the linear equations change by less than this, of the most they change, is left to the search:
-rounding would blur what they say of it."""
+"""Directions in which the linear equations change by less than this share of the largest change are left to the search,
+because rounding blurs the equations there."""
 
 
 class Roots(NamedTuple):
@@ -136,7 +137,7 @@ class FirstBlock(Behind):
         return Roots(torch.maximum(*fits) <= TELLING, tokens.o)
 
 
-# --- words at places, then who is with whom --------------------------------------------------------------------------
+# --- words at places, then which belong together ---------------------------------------------------------------------
 
 
 TOGETHER, UNKNOWNS, STARTS = 32, 2048, 3
@@ -144,16 +145,16 @@ TOGETHER, UNKNOWNS, STARTS = 32, 2048, 3
 
 
 HIDDEN, PATIENCE = -1, 8
-"""The place of a word that has none, and after how many places without a word a sentence is taken to have ended. Who
-knows of hidden places, which have none, looks on for as many places as there are tokens in the batch."""
+"""The place of a word without one, and after how many places without a word a sentence is taken to have ended. An
+attacker who knows of hidden places goes on for as many places as the batch has tokens."""
 
 
 PAIRS = 1 << 16
-"""Words at places that are searched where the first block's test passes every word."""
+"""The most words at places that are searched where the first block's test passes every word."""
 
 
 EXACT = 1e-3
-"""Share of the token's own part of the attention that a sentence may leave unexplained, where that decides."""
+"""The share of a token's attention that a sentence may leave unexplained, where that decides."""
 
 
 class Candidates(NamedTuple):
@@ -212,7 +213,7 @@ def encoder_sentences(
 
 
 def _all_pass(backbone: TextEncoder, span: Span) -> bool:
-    """Whether words lie in the span whatever they are: those of a model whose words have few channels."""
+    """Whether every word lies in the span, as in a model whose words have few channels."""
     if backbone.token_dim == backbone.dim:
         return False
     weight = backbone.inner.get_input_embeddings().weight
@@ -221,8 +222,8 @@ def _all_pass(backbone: TextEncoder, span: Span) -> bool:
 
 
 def at_places(able: Candidates) -> Sentence:
-    """The words of one sentence where only one of them passes at a place, `UNNAMED` between them: what a batch of one
-    gives away of its places even where no whole sentence comes of it."""
+    """The words at places where only one word passes, `UNNAMED` between them: what a batch of one reveals even where no
+    whole sentence is confirmed."""
     words_of: dict[int, set[int]] = {}
     for word, place in zip(able.words.tolist(), able.places.tolist(), strict=True):
         words_of.setdefault(place, set()).add(word)
@@ -324,7 +325,7 @@ class _Search:
                 (self.sentences.append if self.holds(sentence) else self.refuted.add)(sentence)
 
     def _sentence(self, row: int, output: Tensor) -> tuple[Sentence, float]:
-        """Who stands with candidate `row`, whose attention gave `output` [D], and what share of it they leave open."""
+        """The sentence of candidate `row`, whose attention gave `output` [D], and the share it leaves unexplained."""
         paid = self.heads.paid(self.q[:, row : row + 1], self.k)[:, 0]
         parts = pulls(paid, self.v, output.unflatten(0, (self.heads.count, -1)))
         others = [at for at in range(len(parts)) if at != row]
@@ -354,7 +355,7 @@ class _Search:
         return sentence, left
 
     def holds(self, sentence: Sentence) -> bool:
-        """Whether all of a sentence lies in the span of the second block's gradients, where that can hold it."""
+        """Whether a sentence lies in the span of the second block's gradients, where that has enough directions."""
         if not sentence:
             return False
         if self.two.rank < len(sentence):

@@ -1,4 +1,4 @@
-"""Which words a model learned at places whose inputs are known: the last words of sentences, and masked words.
+"""The target words at places whose inputs are known: the last words of sentences, and masked words.
 
 The gradient of the last layer before the head is ∂W = Σ_t δ_t a_t^T, and what enters it, a_t, follows from the words in
 front. With fewer places than a has channels, every δ_t is the solution of a linear system. It is J^T U^T Σ (p - e_y)
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 class Head:
-    """How δ of a place hangs on the word that it learned."""
+    """How δ of a place depends on the word that it learned."""
 
     def __init__(self, place: Place, tail: Callable[[Tensor], Tensor], words: Tensor) -> None:
         """tail: [D] -> [E], between the layer and the head. words: the head's weight, [V, E]."""

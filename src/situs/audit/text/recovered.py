@@ -1,9 +1,9 @@
-"""What one who sees an upload can say of the sentences behind it, and how that is held against the truth.
+"""What an attacker recovers of the sentences behind an upload, compared with the truth.
 
-Beside what was found: whether one who has candidates for a sentence picks the true one, the least that any attack must
-be denied. What was sent is compared with the gradients of the batch as it is and as it would be with another word in
-one of its sentences. Noise of deviation σ hides which of two it was only where their gradients are nearer than a few σ
-over *all* numbers that are sent, far later than an attack that must find words loses them.
+Beside it: whether an attacker with candidates for a sentence picks the true one, the least that a defence must prevent.
+What was sent is compared with the gradients of the batch as it is, and with another word in one of its sentences. Noise
+of deviation σ hides which of the two it was only if their gradients differ by less than a few σ over *all* numbers that
+are sent; an attack that must find the words loses them far earlier.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ UNNAMED = -1
 
 @dataclass(frozen=True)
 class Recovered:
-    """words: those that are in the batch, wherever they stand. sentences: put together, each held against the gradients
-    of the second block; of a batch of one at least its words at places that no other word passes at or whose rows match
-    the place's, `UNNAMED` between them. facts: ranks and counts. reason: why nothing, or not all, was found; partial:
-    how far the attack came where it was stopped. placed: words with their places, in whichever sentence of the batch.
+    """words: those that are in the batch, at any place. sentences: whole ones, each confirmed by the gradients of the
+    second block; of a batch of one at least the words at places where no other word fits or whose rows match the
+    place's, `UNNAMED` between them. facts: ranks and counts. reason: why nothing, or not all, was recovered; partial:
+    how far the attack came where it was stopped. placed: (word, place) in an unknown sentence of the batch.
     """
 
     words: frozenset[int] = frozenset()
@@ -43,11 +43,11 @@ class Recovered:
 
 
 class Read(NamedTuple):
-    """One sentence and what was found of it. name: for a reader. found: the sentence that was found, () where none is
-    its own; of a batch whose words are known at places alone, those of its words. known: of each token, whether the
-    attacker knows that its word is in the batch. grouped: whether `found` is known to be one sentence. picked: whether
-    one who has candidates with one word changed is sure of the true one; None where that was not tried. tokens: how
-    many there are; right: at how many of their places the sentence that was found has the same word.
+    """One sentence and what was recovered of it. name: for a reader. recovered: the sentence matched with it, () if
+    none; of a batch whose words are known at places only, those of its words. known: for each token, whether its word
+    is known to be in the batch. grouped: whether `recovered` is known to be one sentence. picked: whether an
+    attacker picks it among candidates with one word changed; None where that was not tried. tokens: how many there are;
+    right: at how many of their places the recovered sentence has the same word.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Read(NamedTuple):
 
 
 def score(names: Sequence[str], truth: Sequence[Sentence], recovered: Recovered) -> list[Read]:
-    """Each true sentence with the one that was found of it: the pairing that has most tokens right."""
+    """Each true sentence with the recovered one of the pairing that has most tokens right."""
     reads = [Read(name, sentence, (), _known(sentence, recovered)) for name, sentence in zip(names, truth, strict=True)]
     if recovered.sentences:
         right = np.array([[_right(real, other) for other in recovered.sentences] for real in truth])
@@ -92,7 +92,7 @@ def score(names: Sequence[str], truth: Sequence[Sentence], recovered: Recovered)
 
 
 def _placed(read: Read, recovered: Recovered) -> Read:
-    """With the words of the sentence that are known at their places, in whichever sentence of the batch."""
+    """The read with the words that are known at their places, in an unknown sentence of the batch."""
     words = [word if (word, place) in recovered.placed else UNNAMED for place, word in enumerate(read.truth)]
     return read._replace(recovered=tuple(words), grouped=False)
 
@@ -109,7 +109,7 @@ def _known(truth: Sentence, recovered: Recovered) -> tuple[bool, ...]:
 
 
 DECOYS, SURE = 3, 0.99
-"""Candidates beside the true sentence, each with one other word, and how sure one who picks must be."""
+"""Candidates beside the true sentence, each with one other word, and the probability from which one is picked."""
 
 
 def pick(
@@ -123,10 +123,10 @@ def pick(
     seed: int = 0,
     deadline: Deadline | None = None,
 ) -> dict[int, bool]:
-    """Which of the sentences `asked` [their numbers in the batch] one picks for sure among their decoys.
+    """Sentence number -> whether an attacker picks it among its decoys, for the numbers `asked`.
 
-    bound: what is done to gradients before noise. He knows the rest of the batch, labels and masked places; the noise
-    is what the likeliest candidate leaves.
+    bound: what is done to gradients before noise. The attacker knows the rest of the batch, labels and masked places;
+    it takes for noise what the likeliest candidate leaves.
     """
 
     def left(batch: Sequence[Sentence]) -> float:
@@ -150,7 +150,7 @@ def pick(
 
 
 def decoys(victim: TextVictim, sentence: Sentence, chance: torch.Generator) -> list[Sentence]:
-    """The sentence with one other word, at another place each time where it has several."""
+    """Copies of the sentence with one other word, at different places where it has several."""
     special = set(victim.tokeniser.all_special_ids)
     places = [place for place, word in enumerate(sentence) if word not in special]
     size = victim.backbone.inner.get_input_embeddings().weight.shape[0]

@@ -1,4 +1,4 @@
-"""What a text audit came to: a finding for each defence, its sentence, its tables and its JSON."""
+"""The result of a text audit: a finding for each defence, the verdict, tables and JSON."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MEANING = {
     "words": "the share of a sentence's tokens whose word is known to be in the batch, of the most exposed sentence",
     "tokens": "the share of a sentence's tokens that are known with their place in it, of the most exposed sentence",
     "sentences": "the share of the sentences that are known whole",
-    "picked": "the share of the sentences that are known whole, or that one who has candidates with one word changed "
-    "is sure of",
+    "picked": "the share of the sentences that are known whole, or that an attacker picks among candidates that differ "
+    "in one word",
 }
 METRICS = {name: Metric(name) for name in MEANING}
 """What a gate may limit; each rises with the leak."""
@@ -29,8 +29,8 @@ METRICS = {name: Metric(name) for name in MEANING}
 
 @dataclass(frozen=True)
 class TextFinding(Finding):
-    """What came of the attack on one defence. reads: the sentences that were attacked. facts: of each upload. seconds:
-    for all its uploads; of one that is the same attack on the same numbers as another, None."""
+    """The finding of the attack on one defence. reads: the attacked sentences. facts: of each upload. seconds: for all
+    uploads; None where the same attack on the same numbers was run for another defence."""
 
     reads: Sequence[Read] = field(default=(), kw_only=True)
     seconds: float | None = field(default=0.0, kw_only=True)
@@ -45,7 +45,7 @@ class TextFinding(Finding):
 
     @property
     def picked(self) -> int:
-        """Sentences that are known whole, or that one who has candidates is sure of."""
+        """Sentences that are known whole, or picked among candidates."""
         return sum(read.scores["picked"] > 0 for read in self.reads)
 
     @property
@@ -74,9 +74,9 @@ def finding_of(
     facts: Sequence[Mapping[str, Fact]] = (),
     seconds: float | None = 0.0,
 ) -> TextFinding:
-    """What came of the attack on a defence, as a gate reads it. asked: how many sentences there are.
+    """The finding of the attack on a defence, as a gate reads it. asked: how many sentences there are.
 
-    It is a search: it can fail a gate, and what it does not find proves nothing.
+    The attack is a search: it can fail a gate, and what it does not find proves nothing.
     """
     finding = TextFinding(
         NAME, defence, status, asked=asked, remarks=remarks, facts=facts, reads=reads, seconds=seconds
@@ -92,7 +92,7 @@ def finding_of(
             most = samples[values.index(max(values))]
             exposures.append(Exposure(most, METRICS[name], finding.shares[name]))
     if (more := finding.picked - finding.whole) > 0:
-        reason = f"{counted(more, 'sentences')} not found can be told from candidates for sure"
+        reason = f"{counted(more, 'sentences')} not found can be identified among candidates"
         remarks = [*remarks, Remark("doubt", reason)]
     return replace(finding, samples=samples, scores=scores, exposures=exposures, remarks=remarks)
 
@@ -160,7 +160,7 @@ class TextAudit(Report):
         }
 
 
-HEADER = ("defence", "tokens", "words known", "tokens right", "whole sentences", "told from candidates", "seconds")
+HEADER = ("defence", "tokens", "words known", "tokens right", "whole sentences", "picked among candidates", "seconds")
 
 
 def cells(finding: TextFinding) -> list[Cell]:
@@ -179,7 +179,7 @@ def cells(finding: TextFinding) -> list[Cell]:
 
 
 def _share(share: float, none: str = "none found") -> str:
-    """A share; of nothing, that nothing was found, for 0 % would read as if all were safe."""
+    """A share; "none found" in place of 0 %, which would read as if all were safe."""
     return percent(share) if share else none
 
 
@@ -191,7 +191,7 @@ def reasons(audit: TextAudit) -> list[tuple[str, str]]:
 
 
 def verdict(audit: TextAudit) -> str:
-    """What a manager can read: what came back under each defence, and what that does not say."""
+    """What came back under each defence, and what that does not prove, for a reader who is no expert."""
     sentences = [] if audit.stopped is None else [f"A partial result: stopped by {audit.stopped}."]
     for finding in audit.findings:
         if not finding.attacked:
@@ -205,7 +205,9 @@ def verdict(audit: TextAudit) -> str:
         )
         if finding.picked > finding.whole:
             more = f"{finding.picked - finding.whole} of the others"
-            sentences.append(f"One who has candidates with one word changed is sure of {more}: this is not hidden.")
+            sentences.append(
+                f"An attacker with candidates that differ in one word identifies {more}: these are not hidden."
+            )
     if any(finding.whole < finding.count for finding in audit.findings):
         sentences.append("What was not recovered was not found by this attack; that is no proof that it is private.")
     return " ".join(sentences)

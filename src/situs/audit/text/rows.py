@@ -28,16 +28,16 @@ from situs.audit.text.victim import Sentence, is_tied, word_weight
 from situs.backbones.hf.text import TextBackbone
 
 QUIET = 0.1
-"""The quantile of a table's rows by which its noise is told: that share of them, at least, must be of no word."""
+"""The quantile of a table's rows that measures its noise: at least that share of the rows must hold no word."""
 
 CHANCE, RARE = 1e-6, 1e-3
-"""The chance that a whole table of noise has one row that seems to be more: of words, and of places."""
+"""The probability that a table of pure noise has one row that counts as more: of words, and of places."""
 
 LIKELY = 0.5
 """From which probability a word at a place is named."""
 
 MOST, ALIKE = 256, 4.0
-"""Words that are looked at together, and how far the strengths of directions that count together may be apart."""
+"""The most words that are searched together, and the largest ratio of strengths of directions that count together."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The victim of a text audit: a model of words, its tokeniser, its loss, and the gradients that a client would send."""
+"""The victim of a text audit: a language model, its tokeniser, its loss, and the gradients that a client sends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Sentence = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TextVictim:
-    """A model of words as a client trains it. tokeniser: the folder's own. notes: what a reader must know, by name."""
+    """A language model as a client trains it. tokeniser: the folder's own. notes: for a reader, by name."""
 
     backbone: TextBackbone
     tokeniser: Any
@@ -55,7 +55,7 @@ class TextVictim:
 
     @property
     def unknown(self) -> Tensor | None:
-        """The vector [D] that hidden places have, which is a part of the model; None where nothing is hidden."""
+        """The vector [D] of hidden positions, a part of the model; None where nothing is hidden."""
         learned = None if self.method is None else self.method.unknown_position()
         return None if learned is None else learned.vector
 
@@ -129,7 +129,7 @@ def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVict
     hides = model.method if isinstance(model.method, HidesPlaces) else None
     if hides is not None:
         share = f"{hides.hidden_share:g} of the words of a sentence, in spans"
-        notes["mjp"] = f"{share}, are shuffled and get one vector in the stead of their places"
+        notes["mjp"] = f"{share}, are shuffled and get one vector instead of their positions"
     return TextVictim(backbone, tokeniser, task, model.name, notes, hides, model.when)
 
 
