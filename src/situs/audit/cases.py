@@ -173,7 +173,7 @@ class Case:
         return mine[0] is theirs[0] and mine[1:] == theirs[1:]
 
     def same_recovery(self, other: Case) -> bool:
-        """Whether the attacker comes to the same pictures in both."""
+        """Whether the attacker recovers the same pictures in both."""
         return self.same_upload(other) and self.attack is other.attack and self.informed == other.informed
 
 

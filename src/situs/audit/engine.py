@@ -361,7 +361,7 @@ def trials_of(
     yield from trials
 
 
-# --- what every audit of images comes to ----------------------------------------------------------------------------
+# --- the report of every audit of images -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def mean_numbers(scores: Mapping[str, Sequence[float] | None]) -> dict[str, Any]
 def image_numbers(
     scores: Mapping[str, Sequence[float] | None], names: Sequence[str], facts: Sequence[Mapping[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
-    """Each image's scores and facts; of an attack that was stopped, those it came to."""
+    """Each image's scores and facts; of a stopped attack, of the images it attacked."""
     facts = [{}] * len(scores.get("psnr") or ()) if facts is None else facts
     return [
         {"image": image, **{name: None if values is None else values[i] for name, values in scores.items()}, **fact}

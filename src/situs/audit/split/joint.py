@@ -122,7 +122,7 @@ class Regressed:
         return torch.cat([self.whiten[window], -self.weights[window] @ self.whiten[window]])
 
     def gain(self, moments: Moments, noise: Tensor, grid: tuple[int, int]) -> float:
-        """Log likelihood a place of images with these moments, above that of places each for itself."""
+        """Log likelihood per place of images with these moments, above that of independent places."""
         alone, total = self._likelihood(moments, noise, ()), 0.0
         windows = [window_at(place, grid) for place in range(grid[0] * grid[1])]
         for window in set(windows):

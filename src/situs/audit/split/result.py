@@ -148,7 +148,7 @@ def paper_table(settings: Settings) -> Table:
             *_of(setting.pictured(("repeats",)), ["psnr"] * often),
         ])  # fmt: skip
     header = ["", *kept, *(f"decoder {name}" for name in PRIVACY), "undone by", *PRIVACY, "places", "channels"]
-    title = "As the paper's Table 6: the privacy by its own attacker, and by one who undoes permutations"
+    title = "As the paper's Table 6: privacy against its own attacker, and against one that undoes permutations"
     return Table(title, [*header, *[f"psnr, {SENDINGS} sendings"] * often], rows)
 
 
@@ -226,10 +226,10 @@ THREAT = {
     "it is sent": "each sample once, and several times where an attacker is said to see several sendings",
     "TLS": "keeps others out, not the server",
     "no claim": "nothing here is cryptography or differential privacy; an attack that was not tried is no protection",
-    "not attacked here": "a server that departs from the protocol; the key, by who has the locked blocks and no "
-    "embedding (`situs audit lock` tries); pictures, by who has no embedding; a decoder that learns to re-order; "
-    "labels by who has no head, where an image has any number of classes; "
-    "pixels behind an old embedding, by who allows for its drift (old-embedding reads them as if there were none)",
+    "not attacked here": "a server that departs from the protocol; the key, with the locked blocks and no embedding "
+    "(`situs audit lock` tries); pictures without an embedding; a decoder that learns to re-order; labels without the "
+    "head, where an image has any number of classes; pixels behind an old embedding with a correction of its drift "
+    "(old-embedding has none)",
 }
 
 
@@ -450,7 +450,7 @@ def _explained(conclusion: str, settings: list[SettingResult]) -> str:
     if cut := dict.fromkeys(
         finding.attack for setting in settings for finding in setting.findings if finding.status in UNFINISHED
     ):
-        parts.append(f"{', '.join(cut)} did not come to an end, which is no protection")
+        parts.append(f"{', '.join(cut)} was not finished, which is no protection")
     return "; ".join(parts) + "."
 
 

@@ -1,4 +1,4 @@
-"""What a search for defences comes to: for each the setting that it names, what was tried, and its cost."""
+"""The result of a search for defences: for each the setting that it names, what was tried, and its cost."""
 
 from __future__ import annotations
 

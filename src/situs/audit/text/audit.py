@@ -281,7 +281,7 @@ class _Trial:
         texts, batch = self.texts, self.texts.config.batch
         span = slice(self.at * batch, (self.at + 1) * batch)
         names, truth = texts.start.names[span], texts.sentences[span]
-        deadline.say(f"{self.row.label}: gradients of {names[0]} and the batch behind it")
+        deadline.say(f"{self.row.label}: gradients of the batch from {names[0]} on")
         upload, begun = texts.upload(self.row, span), time.monotonic()
         if self.twin is None or self.twin.tells:
             self.recovered = self._attack(upload, deadline)

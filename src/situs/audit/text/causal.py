@@ -66,7 +66,7 @@ def causal_sentences(
     if count < two.rank:
         reason = f"{two.rank - count} of {two.rank} tokens are behind no beginning that passes the test"
     elif len(whole) != batch or any(UNNAMED in sentence for sentence in whole):
-        reason = "the last words of some sentences cannot be told"
+        reason = "the last words of some sentences are not determined"
     named.update(word for sentence in whole for word in sentence if word != UNNAMED)
     return Recovered(frozenset(named), tuple(whole), facts, reason=reason)
 
