@@ -71,13 +71,15 @@ def audit_split(
     deadline: Deadline | None = None,
     **chosen: Unpack[Watched],
 ) -> SplitAudit:
-    """What a server that runs a model's blocks learns of the samples, for each defence without and with permutations.
+    """Measures what the server of split learning can learn about samples, for each defence.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. base:
     the model before fine-tuning, whose embedding is public. public: images of the set that the attacker has, chosen at
     random beside those that are attacked. pictures: keep the images and what was made of them, which makes the page
     private. deadline: asked between attackers; when its time is over, or on Ctrl-C, the result so far is returned and
     says so; it cannot be resumed. chosen: see `load_set`; count is the number of attacked samples.
+
+    >>> print(situs.audit_split("runs/ft", defences=["none"], attacks=["linkage"], count=8, public=8))
     """
     veils = veils_of(defences, permute)
     for name in attacks:

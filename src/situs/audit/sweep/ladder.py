@@ -175,10 +175,10 @@ class CostConfig(Checked):
     """The training for which ε is given."""
 
     private_images: Count = 50_000
-    """Images of the training for which ε is given."""
+    """Number of training images for which ε is computed."""
 
     private_epochs: Count = 10
-    """Its epochs."""
+    """Number of epochs for which ε is computed."""
 
 
 @dataclass(frozen=True)
