@@ -85,14 +85,9 @@ def _next(backbone: DecoderBackbone, span: Span, weight: str, prefix: Sentence, 
     if not len(words):
         return []
     z = backbone.branches(torch.tensor(prefix, dtype=torch.long, device=words.device), words).unsqueeze(1)
-    rotary = backbone.positions((1,)).rotary
-    stream = Stream(z, 0, rotary, None, None)
-    inputs = entering(backbone, weight, lambda: _second(backbone, stream))[:, 0]
+    more = backbone.layer_inputs(Stream(z, 0, backbone.positions((1,)).rotary, None, None))
+    inputs = entering(backbone, weight, lambda: backbone.layers()[1](z, attention_mask=None, **more))[:, 0]
     return words[span.holds(inputs.double())].tolist()
-
-
-def _second(backbone: DecoderBackbone, stream: Stream) -> None:
-    backbone.layers()[1](stream.z, attention_mask=None, **backbone.given(stream))
 
 
 def _repeats(node: Sentence) -> bool:
