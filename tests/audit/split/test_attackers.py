@@ -67,7 +67,9 @@ def test_an_old_embedding_does(held: Stage, defence: str, permute: tuple[str, ..
     assert found.figures["psnr"] > 22 and ATTACKS[found.attack][1].startswith("the embedding before fine-tuning")
 
 
-@pytest.mark.parametrize("defence", ["none", pytest.param("lowpass=0.5", marks=pytest.mark.slow), "batch-shuffle=4"])
+@pytest.mark.parametrize(
+    "defence", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lowpass=0.5", "batch-shuffle=4"))]
+)
 def test_a_decoder_behind_the_order_attack_sees_what_it_does_not_see_before(held: Stage, defence: str) -> None:
     blind, first = (tried(held, name, defence, "rows", "columns") for name in ("decoder", "ordered-decoder"))
     plain = tried(held, "ordered-decoder", defence)
@@ -85,7 +87,9 @@ def test_repeats_see_through_noise(held: Stage) -> None:
 
 
 @pytest.mark.parametrize("name", ["linkage", "ordered-linkage"])
-@pytest.mark.parametrize("defence", ["none", "noise=0.2", "lowpass=0.5", "batch-shuffle=4"])
+@pytest.mark.parametrize(
+    "defence", ["none", "noise=0.2", pytest.param("lowpass=0.5", marks=pytest.mark.slow), "batch-shuffle=4"]
+)
 def test_samples_are_linked(held: Stage, name: str, defence: str) -> None:
     """Behind a batch shuffle too: by the batches their tokens share, or when the shuffle was undone."""
     assert tried(held, name, defence, "rows", "columns").figures == {"linked": 1}
