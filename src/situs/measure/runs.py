@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from situs.config import flat
 from situs.errors import SitusError, counted, unknown_name
@@ -38,6 +38,14 @@ MAJORITY = "val_majority"
 _NO_RESULTS = ("checkpoints", "nan", "tensorboard", "wandb")
 
 Curve = tuple[list[float], list[float]]
+
+
+class Best(NamedTuple):
+    """A metric's best value, and the step and epoch at which it was logged."""
+
+    value: float
+    step: int
+    epoch: float | None
 
 
 @dataclass(frozen=True)
@@ -145,9 +153,9 @@ class Runs(Result):
                     "total_steps": run.total,
                     "last": {name: value for name in names if (value := last(run, name)) is not None},
                     "best": {
-                        name: {"value": found[0], "step": found[1]}
+                        name: point._asdict()
                         for name in names
-                        if name != "lr" and (found := best(run, name)) is not None
+                        if name != "lr" and (point := best(run, name)) is not None
                     },
                     "speed": speed(run),
                     "results": [result.name for result in run.results],
@@ -186,7 +194,7 @@ def _ranked(runs: Sequence[Run]) -> str:
         found = {run: value for run, value in values.items() if value is not None}
         if len(found) < len(runs) or not is_judged(name):
             continue
-        order = sorted(found, key=found.__getitem__, reverse="loss" not in name)
+        order = sorted(found, key=found.__getitem__, reverse=not falls(name))
         if same or name.startswith(("val_", "knn")):
             said += f" {spoken(name).capitalize()} is {_ends({run: show(found[run]) for run in order})}."
         else:
@@ -209,6 +217,16 @@ def _ends(shown: Mapping[str, str]) -> str:
 def is_judged(name: str) -> bool:
     """Whether it is among `JUDGED`."""
     return name != MAJORITY and any(part in name for part in JUDGED)
+
+
+def falls(name: str) -> bool:
+    """Whether a lower value of a metric is the better one."""
+    return "loss" in name or "perplexity" in name
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a metric is measured on samples that the run does not train on: by validation or by a probe."""
+    return name != MAJORITY and (name.startswith(("val_", "knn")) or name.endswith("_test"))
 
 
 def spoken(name: str) -> str:
@@ -300,13 +318,13 @@ def last(run: Run, metric: str) -> float | None:
     return values[-1] if values else None
 
 
-def best(run: Run, metric: str) -> tuple[float, int] | None:
-    """A metric's best value, the lowest of a loss and the highest of others, and its step."""
-    steps, values = curve(run, metric, "step")
-    if not values:
+def best(run: Run, metric: str) -> Best | None:
+    """Where a metric is best: lowest for a loss or a perplexity, highest for others; the first of equal ones."""
+    records = [record for record in run.records if _number(record.get(metric)) and _number(record.get("step"))]
+    if not records:
         return None
-    index = (min if "loss" in metric else max)(range(len(values)), key=values.__getitem__)
-    return values[index], int(steps[index])
+    record = (min if falls(metric) else max)(records, key=lambda record: record[metric])
+    return Best(record[metric], int(record["step"]), record.get("epoch"))
 
 
 def speed(run: Run) -> dict[str, Any]:

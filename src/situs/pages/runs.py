@@ -8,10 +8,12 @@ from typing import Any
 from situs.config import flat
 from situs.measure.runs import (
     MAJORITY,
+    Best,
     Run,
     Runs,
     best,
     curve,
+    is_held_out,
     is_judged,
     last,
     metric_names,
@@ -63,26 +65,43 @@ def page(found: Runs) -> Page:
 
 
 def _curves(page: Page, runs: Sequence[Run], over: str) -> None:
-    section, panels = page.opening, {}
+    section = page.opening
+    held_out, training, marks = {}, {}, {}
     for name in metric_names(runs):
-        lines = {run.name: found for run in runs if (found := curve(run, name, over))[0]}
+        lines = {run.name: line for run in runs if (line := curve(run, name, over))[0]}
         if name == "val_top1" and (levels := {run.name: curve(run, MAJORITY, over) for run in runs}):
             lines |= {f"largest class, {run}": level for run, level in levels.items() if level[0]}
-        if lines and name != MAJORITY:
-            panels["learning rate" if name == "lr" else spoken(name)] = lines
+        if not lines or name == MAJORITY:
+            continue
+        if is_held_out(name):
+            held_out[spoken(name)] = lines
+            bests = {run.name: best(run, name) for run in runs}
+            marks[spoken(name)] = {
+                run: (x, point.value)
+                for run, point in bests.items()
+                if point is not None and (x := getattr(point, over)) is not None
+            }
+        else:
+            training["learning rate" if name == "lr" else spoken(name)] = lines
     waiting = [run.name for run in runs if not run.records]
     if waiting:
         section.text(f"Nothing is logged yet by {', '.join(waiting)}.")
-    if not panels:
+    if not held_out and not training:
         section.text("No number was logged that could be drawn.")
-        return
-    section.figure(
-        curve_panels(panels, over),
-        "What the runs logged. Loss, accuracy and gradient norm of training are means over the steps between two "
-        "points.",
-        alt="Curves of " + ", ".join(panels),
-        name="curves",
-    )
+    if held_out:
+        section.figure(
+            curve_panels(held_out, over, marks=marks),
+            f"Measured during training, on held-out samples. A ring marks the best {over} of each run.",
+            alt="Curves of " + ", ".join(held_out),
+            name="held-out",
+        )
+    if training:
+        section.figure(
+            curve_panels(training, over),
+            "Logged by the training. Loss, accuracy and gradient norm are means over the steps between two points.",
+            alt="Curves of " + ", ".join(training),
+            name="curves",
+        )
 
 
 def _finals(section: Section, runs: Sequence[Run]) -> None:
@@ -92,16 +111,19 @@ def _finals(section: Section, runs: Sequence[Run]) -> None:
     passed = [name for name in names if is_judged(name) and any(_best_before_last(run, name) for run in runs)]
     if passed:
         rows = [[spoken(name), *(_at(best(run, name)) for run in runs)] for name in passed]
-        section.table(header, rows, "Best values where the last is not the best, and the step each was reached at.")
+        section.table(header, rows, "Best values where the last is not the best, and when each was reached.")
 
 
 def _best_before_last(run: Run, name: str) -> bool:
-    found = best(run, name)
-    return found is not None and found[0] != last(run, name)
+    point = best(run, name)
+    return point is not None and point.value != last(run, name)
 
 
-def _at(found: tuple[float, int] | None) -> str | None:
-    return None if found is None else f"{found[0]:.4g} (step {found[1]:,})"
+def _at(point: Best | None) -> str | None:
+    if point is None:
+        return None
+    epoch = "" if point.epoch is None else f"epoch {point.epoch:g}, "
+    return f"{point.value:.4g} ({epoch}step {point.step:,})"
 
 
 def _speeds(section: Section, runs: Sequence[Run]) -> None:
