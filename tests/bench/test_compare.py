@@ -68,7 +68,7 @@ def test_what_differs_in_machine_versions_and_settings_is_said() -> None:
         "cases: graph": ("True", "False"),
     }
     notes = found.summary().notes
-    assert notes[0] == "Measured on different machines (device): a ratio is not the code's alone."
+    assert notes[0] == "Measured on different machines (device): a ratio is not due to the code alone."
     assert notes[1:] == ("only in before: mp3, vit_base_patch16_224, batch 8",)
     json.dumps(found.to_json())
 

@@ -93,7 +93,7 @@ def test_how_far_runs_came(runs: list[Path]) -> None:
     assert (going.step, going.total, going.finished) == (20, 30, False)
     assert going.status == "not finished: step 20 of 30 (it may be running, or was stopped)"
     (runs[1] / "nan").mkdir()
-    assert read_runs(runs)[1].status == "ended after step 20 by a step that was not finite"
+    assert read_runs(runs)[1].status == "ended after step 20: the loss was not finite"
     for folder, step in zip(runs, (25, 24), strict=True):  # the first went on behind that step, and to its end
         (folder / "nan").mkdir(exist_ok=True)
         (folder / "nan" / "state.json").write_text(with_checksum({"format": FORMAT, "step": step}, "state.json"))
@@ -236,8 +236,8 @@ def test_a_log_without_a_finite_number_has_a_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ("", "this run has logged nothing yet, metrics.jsonl is empty"),
-        (None, "this run has logged nothing yet, metrics.jsonl is empty"),
+        ("", "this run has logged nothing yet \\(metrics.jsonl is empty\\)"),
+        (None, "this run has logged nothing yet \\(metrics.jsonl is empty\\)"),
         ('{"step": 1}\nnonsense\n{"step": 2}\n', "metrics.jsonl: line 2 is no JSON"),
         ('{"step": 1}\n[1, 2]\n', "metrics.jsonl: line 2 is no record of a step"),
         ('{"loss": 1}\n', "metrics.jsonl: line 1 is no record of a step"),

@@ -78,7 +78,7 @@ def test_it_is_what_a_slow_loop_finds(model: Model, data: Path) -> None:
     assert [each.name for each in found.worst] == [source.key(row) for row in order]
     for each, row in zip(found.worst, order, strict=True):
         assert each.iou == pytest.approx(ious[row], abs=5e-3)
-        assert torch.equal(each.truth, source.read(row)["mask"]) and each.said.shape == each.truth.shape
+        assert torch.equal(each.truth, source.read(row)["mask"]) and each.predicted.shape == each.truth.shape
         assert float(each.picture.min()) >= 0 and float(each.picture.max()) <= 1
     held = found.to_json()
     assert held["miou"] == found.scores.miou and [row["class"] for row in held["classes"]] == ["ground", "disc"]
@@ -106,7 +106,7 @@ def test_others_are_refused(model: Model, data: Path, tmp_path: Path) -> None:
     with pytest.raises(SitusError, match="its classes are not those of tiny: there are 3, not 2"):
         evaluate_segments(model, data, masks=MaskConfig(0, (), ("ground", "disc", "c")))
     lost = Model("lost", model.backbone, None, model.input, facts={"method": "segmentation"})
-    with pytest.raises(SitusError, match=r"lost: its decoder is gone, the file situs_method\.safetensors"):
+    with pytest.raises(SitusError, match=r"lost: its decoder is missing \(the file situs_method\.safetensors"):
         evaluate_segments(lost)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from situs.studies.share import share_told
+from situs.studies.share import progress_in
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,12 @@ from situs.studies.share import share_told
 def test_the_newest_line_that_tells_a_share_counts(log: str, expected: float, tmp_path: Path) -> None:
     file = tmp_path / "job.log"
     file.write_text(log)
-    assert share_told(file, 0) == expected
+    assert progress_in(file, 0) == expected
 
 
 def test_what_was_said_before_the_job_was_cut_does_not_count(tmp_path: Path) -> None:
     file = tmp_path / "job.log"
     file.write_text(before := "step 30/40 · loss 1.9\n")
-    assert share_told(file, len(before)) == 0.0
+    assert progress_in(file, len(before)) == 0.0
     file.write_text(before + "x" * 10_000 + "\nstep 4/40 · loss 1.9\n")
-    assert share_told(file, len(before)) == 0.1
+    assert progress_in(file, len(before)) == 0.1

@@ -1,7 +1,7 @@
-"""How many floating point operations a step is, by its matrix products: what the model needs, however it is computed.
+"""Floating point operations of a step, counted by its matrix products.
 
-A product of [m, k] and [k, n] is 2 m k n. Attention is its two products, and their four in the backward: what a fused
-kernel computes again is not counted, nor what is no product.
+A product of [m, k] and [k, n] is 2 m k n. Attention counts as its two products, and four in the backward: what a fused
+kernel recomputes is not counted, and neither is anything but products.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 SIZES = 1, 2
-"""Samples of the two steps that are counted; a step's products grow linearly with its samples."""
+"""Batch sizes of the two steps that are counted; the products of a step grow linearly with its batch."""
 
 
 def step_flops(loss_of: Callable[[int], torch.Tensor], batch: int) -> int:
     """Operations of a forward and backward over `batch` samples. loss_of: the loss of that many samples."""
     less, more = (_count(loss_of, size) for size in SIZES)
-    each = (more - less) // (SIZES[1] - SIZES[0])
-    return less + (batch - SIZES[0]) * each
+    per_sample = (more - less) // (SIZES[1] - SIZES[0])
+    return less + (batch - SIZES[0]) * per_sample
 
 
 def _count(loss_of: Callable[[int], torch.Tensor], size: int) -> int:

@@ -1,4 +1,4 @@
-"""What a measurement was made on."""
+"""The machine of a measurement."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PACKAGES = "situs", "torch", "triton", "timm"
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Device, system and versions, by name."""
-    found: dict[str, Any] = {"kind": device.type, "device": _name(device)}
-    found |= {"cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()}
-    found |= {"threads": torch.get_num_threads(), "system": f"{platform.system()} {platform.machine()}"}
-    found |= {"python": platform.python_version(), "cuda": torch.version.cuda if device.type == "cuda" else None}
-    return found | {name: _version(name) for name in PACKAGES}
+    facts: dict[str, Any] = {"kind": device.type, "device": _name(device)}
+    facts |= {"cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()}
+    facts |= {"threads": torch.get_num_threads(), "system": f"{platform.system()} {platform.machine()}"}
+    facts |= {"python": platform.python_version(), "cuda": torch.version.cuda if device.type == "cuda" else None}
+    return facts | {name: _version(name) for name in PACKAGES}
 
 
 def _name(device: torch.device) -> str:

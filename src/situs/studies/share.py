@@ -1,4 +1,4 @@
-"""How far a job is, by what it says in its log."""
+"""The progress of a job, from its log."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _TOLD = re.compile(rb"^step ([\d,]+)/([\d,]+) |^ *(\d+) %  ", re.MULTILINE)
 _LAST = 4096  # bytes, which hold the newest line
 
 
-def share_told(log: Path, start: int) -> float:
-    """From 0 to 1, as the newest line with a share tells; 0 before there is one. start: where in the log it begins."""
+def progress_in(log: Path, start: int) -> float:
+    """The progress from 0 to 1 in the newest line that shows it; 0 before. start: where this run's log begins."""
     with log.open("rb") as file:
         end = file.seek(0, 2)
         file.seek(max(start, end - _LAST))
-        found = [*_TOLD.finditer(file.read())]
-    if not found:
+        lines = [*_TOLD.finditer(file.read())]
+    if not lines:
         return 0.0
-    done, of, percent = (int((part or b"0").replace(b",", b"")) for part in found[-1].groups())
+    done, of, percent = (int((part or b"0").replace(b",", b"")) for part in lines[-1].groups())
     return min(1.0, done / of if of else percent / 100)
