@@ -45,8 +45,8 @@ class Peer(NamedTuple):
 
 def shape_of(case: StepCase) -> tuple[Any, dict[str, int]]:
     """timm's model of a case, and width, depth and heads of it for the others."""
-    given = {"img_size": case.img_size, "patch_size": case.patch_size, **case.model_args}
-    asked = {name: value for name, value in given.items() if value is not None}
+    settings = {"img_size": case.img_size, "patch_size": case.patch_size, **case.model_args}
+    asked = {name: value for name, value in settings.items() if value is not None}
     model: Any = timm.create_model(case.model, num_classes=case.num_classes, drop_path_rate=case.drop_path, **asked)
     return model, {"dim": model.embed_dim, "depth": len(model.blocks), "heads": model.blocks[0].attn.num_heads}
 
