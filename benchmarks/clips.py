@@ -21,7 +21,7 @@ import torch
 
 from situs.bench.ceiling import wait
 from situs.bench.kernels import profile_kernels
-from situs.bench.machine import describe_machine
+from situs.bench.step import describe_machine
 from situs.cli.tables import print_table
 from situs.config import from_dict
 from situs.core.random import uniform

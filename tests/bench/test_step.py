@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from situs.bench import step
 from situs.bench.cases import StepCase, StepConfig, Timing
 from situs.bench.clock import Times
 from situs.bench.kernels import Kernels
 from situs.bench.measure import StepRow
-from situs.bench.step import StepTable, bench_step, read_steps
+from situs.bench.step import StepTable, bench_step, describe_machine, read_steps
 from situs.errors import SitusError
 
 KERNELS = Kernels(7.5, {"matmul": 6.0, "other": 2.0}, {"gemm": 6.0, "odd": 2.0}, 12.0, {"matmul": 9.0, "other": 3.0})
@@ -101,3 +102,10 @@ def test_rows_stand_in_the_order_that_was_asked_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(step, "measure_at_once", backwards)
     found = bench_step(["mp3", "mae", "mjp"], device="cpu", at_once=True)
     assert [row.case.method for row in found.rows] == ["mp3", "mae", "mjp"]
+
+
+def test_a_machine_is_described_by_device_and_versions() -> None:
+    machine = describe_machine(torch.device("cpu"))
+    assert machine["kind"] == "cpu" and machine["device"].startswith("CPU, ")
+    assert machine["torch"] == torch.__version__.partition("+")[0] or machine["torch"] == torch.__version__
+    assert machine["cuda"] is None and machine["cores"] >= 1

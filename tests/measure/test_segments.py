@@ -184,7 +184,7 @@ def local(inputs: Tensor) -> Tensor:
 def test_a_model_of_single_points_sees_the_same_in_windows_and_in_the_whole(overlap: float) -> None:
     picture = torch.randn(3, 28, 36, generator=torch.Generator().manual_seed(0))
     whole = segment(local, picture, (12, 16), (4, 4), Inference("whole"))
-    slid = segment(local, picture, (12, 16), (4, 4), Inference("slide", overlap, at_once=3))
+    slid = segment(local, picture, (12, 16), (4, 4), Inference("slide", overlap))
     torch.testing.assert_close(slid, whole, rtol=0, atol=1e-5)
 
 

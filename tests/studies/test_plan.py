@@ -78,7 +78,9 @@ def test_a_scale_is_laid_over_and_leaves_out_what_rests_on_what_it_leaves_out() 
         planned(study(), "huge")
     with pytest.raises(SitusError, match=r"scales.tiny\[0\]: matches no job"):
         planned(study(scales={"tiny": [{"jobs": ["nosuch"]}]}), "tiny")
-    with pytest.raises(SitusError, match=r"scales.tiny\[0\] for jobs.look: verb='.*': is no training, so it takes no preset"):
+    with pytest.raises(
+        SitusError, match=r"scales.tiny\[0\] for jobs.look: verb='.*': is no training, so it takes no preset"
+    ):
         planned(study(scales={"tiny": [{"jobs": ["look"], "change": {"train": {"epochs": 1}}}]}), "tiny")
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +15,6 @@ import torch
 from situs.bench.cases import StepCase, StepConfig, Timing, make_cases
 from situs.bench.ceiling import measure_ceiling
 from situs.bench.crowd import Answer, measure_at_once
-from situs.bench.machine import describe_machine
 from situs.bench.measure import StepRow, measure_case
 from situs.config import from_dict, to_dict
 from situs.errors import SitusError, counted
@@ -254,3 +256,30 @@ def read_steps(path: str | Path) -> StepTable:
         if isinstance(error, SitusError):
             raise error.said_of(str(path)) from None
         raise SitusError(f"{path}: is a damaged table of steps: {error!r}") from None
+
+
+# --- the machine ----------------------------------------------------------------------------------------------------
+
+PACKAGES = "situs", "torch", "triton", "timm"
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Device, system and versions, by name."""
+    facts: dict[str, Any] = {"kind": device.type, "device": _name(device)}
+    facts |= {"cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()}
+    facts |= {"threads": torch.get_num_threads(), "system": f"{platform.system()} {platform.machine()}"}
+    facts |= {"python": platform.python_version(), "cuda": torch.version.cuda if device.type == "cuda" else None}
+    return facts | {name: _version(name) for name in PACKAGES}
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.backends.cpu.get_cpu_capability()}" if device.type == "cpu" else device.type
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

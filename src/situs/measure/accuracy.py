@@ -43,6 +43,11 @@ class Accuracy:
     classes: int
     only: int | None = None
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % confidence interval of top-1."""
+        return wilson(self.top1 * self.count, self.count)
+
 
 @dataclass(frozen=True)
 class ClassAccuracy(Result):
@@ -62,7 +67,7 @@ class ClassAccuracy(Result):
         beside = ByClass.of(self.answers)
         verdict = f", {end}" if (end := beside.verdict(self.classes)) else ""
         text = f"{name} recognises {percent(whole.top1, 2)} of {samples} of {len(self.classes):,} classes{verdict}."
-        low, high = wilson(whole.top1 * whole.count, whole.count)
+        low, high = whole.interval
         columns = {
             "top-1": percent(whole.top1, 2),
             "95 % interval": f"{100 * low:.1f} to {percent(high)}",
@@ -196,7 +201,7 @@ def measure_accuracy(
     sums to add to, where more than the accuracy is wanted.
     """
     tally = tally or Tally()
-    _run(model, batches, tally, classes, precision)
+    _fill(tally, model, batches, classes, precision)
     return tally.result()
 
 
@@ -205,22 +210,27 @@ def measure_labels(
 ) -> LabelScores:
     """The scores of a multi-label classifier over all `batches` of all ranks."""
     tally = LabelTally()
-    _run(model, batches, tally, classes, precision)
+    _fill(tally, model, batches, classes, precision)
     return tally.result()
 
 
-def _run(
-    model: Classifier, batches: Iterable[Batch], tally: Tally | LabelTally, classes: int | None, precision: str
+def _fill(
+    tally: Tally | LabelTally, model: Classifier, batches: Iterable[Batch], classes: int | None, precision: str
 ) -> None:
     with evaluating(model):
         for batch in batches:
-            with autocast(batch.inputs.device, precision):
-                logits = model(batch.inputs) if batch.mask is None else model(batch.inputs, batch.mask)
+            logits = logits_of(model, batch, precision)
             if classes not in (None, logits.shape[-1]):
                 raise SitusError(
                     f"the model has {counted(logits.shape[-1], 'classes')} and the data {classes}", field="data"
                 )
             tally.add(logits, labels_of(batch, tally.target))
+
+
+def logits_of(model: Classifier, batch: Batch, precision: str) -> Tensor:
+    """The logits [B, classes] of a batch."""
+    with autocast(batch.inputs.device, precision):
+        return model(batch.inputs) if batch.mask is None else model(batch.inputs, batch.mask)
 
 
 def check_numbers(name: str, loss: float) -> None:

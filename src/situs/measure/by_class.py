@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from situs.results import Cell, Figure, Table, percent
+from situs.results import Cell, Figure, Table, percent, points
 
 TOP5_FROM = 11
 """Classes from which top-5 is reported: of ten classes, five random guesses are right half of the time."""
@@ -123,19 +123,17 @@ def by_class(answers: Tensor, classes: Sequence[str]) -> list[dict[str, Any]]:
 
     None where there is no sample, or none that is confused.
     """
-    most, which = answers.clone().fill_diagonal_(0).max(dim=1)
-    counts, hits, named = (column.tolist() for column in ByClass.of(answers))
-    rows = zip(classes, counts, hits, named, most.tolist(), which.tolist(), strict=True)
+    columns = [column.tolist() for column in ByClass.of(answers)]
     return [
-        {
-            "class": name,
-            "count": count,
-            "top1": hit / count if count else None,
-            "named": predicted,
-            "taken_for": classes[other] if often else None,
-        }
-        for name, count, hit, predicted, often, other in rows
+        {"class": name, "count": count, "top1": hit / count if count else None, "named": named, "taken_for": other}
+        for name, count, hit, named, other in zip(classes, *columns, confused_with(answers, classes), strict=True)
     ]
+
+
+def confused_with(answers: Tensor, classes: Sequence[str]) -> list[str | None]:
+    """The class that each class of counts [C, C] is confused with most often; None for a class without confusions."""
+    most, which = answers.clone().fill_diagonal_(0).max(dim=1)
+    return [classes[other] if count else None for count, other in zip(most.tolist(), which.tolist(), strict=True)]
 
 
 def class_table(answers: Tensor, classes: Sequence[str], things: str) -> Table:
@@ -146,7 +144,7 @@ def class_table(answers: Tensor, classes: Sequence[str], things: str) -> Table:
         title = "The classes with the lowest accuracy"
     header = ["class", things, "right, %", f"{things} predicted as it", "most often confused with"]
     cells: list[list[Cell]] = [
-        [row["class"], row["count"], None if row["top1"] is None else f"{100 * row['top1']:.2f}", row["named"],
+        [row["class"], row["count"], None if row["top1"] is None else points(row['top1']), row["named"],
          row["taken_for"] or ("none" if row["count"] else None)]
         for row in rows
     ]  # fmt: skip

@@ -27,7 +27,7 @@ from situs.methods.base import Batch, Method, encode_moved
 from situs.models.data import AnyData, AnyModel, Chosen, examples, load_set, made_with, opened, top1_reason
 from situs.models.inference import Total, evaluating
 from situs.models.model import check_classifier
-from situs.results import Cell, Figure, Result, Summary, Table, percent
+from situs.results import Cell, Figure, Result, Summary, Table, percent, points
 from situs.train.step import autocast
 
 RATIOS = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
@@ -150,7 +150,7 @@ class ConsistencyCurve(Result):
         """The result at the γ nearest to Table 1's; a row for each γ, mask known and hidden."""
         header = ["γ", "patches shuffled", "", "top-1, %", "consistency, %", "Diff.Norm", "Diff.Norm² (Eq. 6)"]
         cells: list[list[Cell]] = [
-            [f"{r.ratio:g}", r.masked, MASKS[r.mask_known], _points(r.top1), _points(r.consistency), r.diff_norm,
+            [f"{r.ratio:g}", r.masked, MASKS[r.mask_known], points(r.top1), points(r.consistency), r.diff_norm,
              r.diff_norm_squared]
             for r in self.rows
         ]  # fmt: skip
@@ -242,10 +242,6 @@ class ConsistencyCurve(Result):
 def puzzle(grid: tuple[int, ...], ids: Tensor, ratio: float, seed: int) -> tuple[Tensor, Tensor]:
     """Mask and index [B, N] of each sample at γ = ratio: the same whatever batch it stands in."""
     return draw_puzzle(uniform(seed, 0, ids, f"consistency/{ratio}", puzzle_noise_shape(grid, ratio)), grid, ratio)
-
-
-def _points(share: float | None) -> str | None:
-    return None if share is None else f"{100 * share:.2f}"
 
 
 def shuffled(

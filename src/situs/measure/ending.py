@@ -21,7 +21,6 @@ from situs.data.loader import Loader, make_loader
 from situs.data.sources.base import Source
 from situs.errors import SitusError
 from situs.measure.accuracy import Accuracy, hard, labels_of
-from situs.measure.by_class import wilson
 from situs.measure.features import Pool, encoded, pool_features
 from situs.measure.knn import POOLS, knn_accuracy
 from situs.measure.probe.head import SMALL
@@ -118,7 +117,7 @@ def frozen_start(config: RunConfig, train: Loader, val: Loader) -> Frozen | None
 
 def ending(last: Accuracy, frozen: Baseline | None, val: Loader) -> Iterator[str]:
     """Warnings about a weak top-1: none where it is above the largest class and the frozen features."""
-    low, high = wilson(last.top1 * last.count, last.count)
+    low, high = last.interval
     top1, largest = percent(last.top1, 2), percent(last.majority, 2)
     if last.only is not None and last.classes > 1:
         name = val.classes[last.only] if val.classes is not None else str(last.only)

@@ -14,13 +14,12 @@ from torch import Tensor
 from situs import __version__
 from situs.data.open import addressed
 from situs.errors import SitusError
-from situs.measure.accuracy import Accuracy, Classifier, Tally, check_numbers, hard, labels_of
-from situs.measure.by_class import TOP5_FROM, wilson
+from situs.measure.accuracy import Accuracy, Classifier, Tally, check_numbers, hard, labels_of, logits_of
+from situs.measure.by_class import TOP5_FROM
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_classes, load_set, open_several
 from situs.models.inference import Total, evaluating
-from situs.results import Figure, Provenance, Result, Summary, Table, percent
-from situs.train.step import autocast
+from situs.results import Figure, Provenance, Result, Summary, Table, percent, points
 
 Average = Literal["softmax", "logits"]
 MEANING = """
@@ -60,11 +59,11 @@ class Ensemble(Result):
         )
         many = self.together.classes >= TOP5_FROM
         rows = [
-            [name, f"{100 * score.top1:.2f}", f"{100 * score.balanced:.2f}",
-             *([f"{100 * score.top5:.2f}"] if many else []), f"{score.loss:.4f}"]
+            [name, points(score.top1), points(score.balanced),
+             *([points(score.top5)] if many else []), f"{score.loss:.4f}"]
             for name, score in {**self.alone, f"together ({self.average})": self.together}.items()
         ]  # fmt: skip
-        low, high = wilson(self.together.top1 * self.together.count, self.together.count)
+        low, high = self.together.interval
         text += (
             f" The 95 % interval is {percent(low)} to {percent(high)}; always predicting the largest class is right in "
             f"{percent(self.together.majority, 2)}."
@@ -177,8 +176,7 @@ def measure_ensemble(
             first = next(iter(batch_of.values()))
             outputs = []
             for name, batch in batch_of.items():
-                with autocast(batch.inputs.device, precision):
-                    outputs.append(models[name](batch.inputs).float())
+                outputs.append(logits_of(models[name], batch, precision).float())
                 alone[name].add(outputs[-1], labels_of(batch))
                 strangers.add(_differs(first, batch))
             _check_classes(models, outputs)

@@ -23,7 +23,7 @@ from situs.measure.features import Pool, layer_features
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_labels, load_bank, made_with, opened
 from situs.models.inference import evaluating
-from situs.results import Figure, Result, Summary, Table, percent
+from situs.results import Figure, Result, Summary, Table, percent, points
 from situs.train.step import autocast
 
 AT_ONCE = 1 << 25
@@ -87,7 +87,7 @@ class LayerKnn(Result):
         best = max(self.rows, key=lambda row: row.accuracy)
         if best.accuracy > max(ends.values()):
             text += f" Best is the {POOLS[best.pool]} after block {best.layer}: {percent(best.accuracy, 2)}."
-        cells = {(row.layer, row.pool): [f"{100 * row.accuracy:.2f}", f"{100 * row.balanced:.2f}"] for row in self.rows}
+        cells = {(row.layer, row.pool): [points(row.accuracy), points(row.balanced)] for row in self.rows}
         layers = sorted({row.layer for row in self.rows})
         rows = [[layer, *itertools.chain(*(cells[layer, pool] for pool in ends))] for layer in layers]
         weights = "equal weights" if self.temperature is None else f"weights exp(similarity / {self.temperature:g})"

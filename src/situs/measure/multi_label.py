@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from situs.errors import SitusError, counted, verb
 from situs.measure.by_class import LISTED, WEAKEST
 from situs.models.inference import rows_of_ranks
-from situs.results import Figure, Result, Summary, Table, percent
+from situs.results import Figure, Result, Summary, Table, percent, points
 
 _NAMED = 5
 MEANING = """
@@ -120,8 +120,7 @@ class LabelAccuracy(Result):
         weakest = sorted(self._ranked(), key=lambda row: row["average_precision"])[:WEAKEST]
         shown = ("average_precision", "accuracy", "f1")
         rows = [
-            [row["class"], row["positives"], row["count"], *(f"{100 * row[name]:.2f}" for name in shown)]
-            for row in weakest
+            [row["class"], row["positives"], row["count"], *(points(row[name]) for name in shown)] for row in weakest
         ]
         return [Table("The classes with the lowest average precision", header, rows)]
 

@@ -19,14 +19,14 @@ from situs.data.sources.coco import CocoSource, Rle, Truth, decode_rles, encode_
 from situs.errors import SitusError, counted
 from situs.files import write_text
 from situs.limits import check_value
-from situs.measure.by_class import mixed_pairs
+from situs.measure.by_class import confused_with, mixed_pairs
 from situs.measure.segments import BARS, CROSSED, LISTED, WORST, worst_figures
 from situs.methods.base import Batch
 from situs.methods.detection import Detection
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.models.inference import evaluating, rows_of_ranks
 from situs.models.model import Model
-from situs.results import Cell, Figure, Result, Summary, Table, percent
+from situs.results import Cell, Figure, Result, Summary, Table, percent, points
 from situs.train import distributed
 from situs.train.export import PARTS
 from situs.train.step import autocast
@@ -105,15 +105,15 @@ class Detections(Result):
         name, objects = self.provenance.name, int(self.answers.table[:-1].sum())
         seen = self.provenance.counted(self.count)
         of = f"{counted(objects, 'objects')} of {counted(len(self.classes), 'classes')} in {seen}"
-        sentence = f"{name} reaches {_points(self.boxes.ap)} AP of boxes and {_points(self.masks.ap)} of masks on {of}."
+        sentence = f"{name} reaches {points(self.boxes.ap)} AP of boxes and {points(self.masks.ap)} of masks on {of}."
         rows: list[list[Cell]] = [
-            [what, *(_points(value) for value in scores.means().values())]
+            [what, *(points(value) for value in scores.means().values())]
             for what, scores in (("boxes", self.boxes), ("masks", self.masks))
         ]
         table = Table(self.provenance.title(seen), ["", *NAMES.values()], rows)
         f1 = f"F1 at a score of {SURE} or more and an overlap of {OVERLAP}: {percent(self.answers.f1, 1)}."
         notes = (f1, *([f"The detections are in {self.saved}."] if self.saved else []))
-        numbers = (f"{100 * self.boxes.ap:.1f}", "AP of boxes"), (f"{100 * self.masks.ap:.1f}", "AP of masks")
+        numbers = (points(self.boxes.ap, 1), "AP of boxes"), (points(self.masks.ap, 1), "AP of masks")
         return Summary(sentence, (table,), notes, numbers)
 
     def numbers(self) -> dict[str, Any]:
@@ -153,14 +153,14 @@ class Detections(Result):
         tables, names = [], [*self.classes, "none"]
         if self.worst:
             cells: list[list[Cell]] = [
-                [image.name, f"{100 * image.f1:.1f}", len(image.truth.classes), len(image.predicted.classes)]
+                [image.name, points(image.f1, 1), len(image.truth.classes), len(image.predicted.classes)]
                 for image in self.worst
             ]
             tables.append(Table(WORST, ["image", "F1, %", "objects", "detected"], cells))
         rows_with_objects = [row for row in by_class(self) if row["boxes"] is not None]
         if len(rows_with_objects) > BARS:
             cells = [
-                [row["class"], row["objects"], f"{100 * row['boxes']:.2f}", f"{100 * row['masks']:.2f}", row["missed"],
+                [row["class"], row["objects"], points(row['boxes']), points(row['masks']), row["missed"],
                  row["taken_for"] or "none"]
                 for row in sorted(rows_with_objects, key=lambda row: row["boxes"])[:LISTED]
             ]  # fmt: skip
@@ -179,17 +179,16 @@ class Detections(Result):
 def by_class(detections: Detections) -> list[dict[str, Any]]:
     """A row for each class: objects, AP of boxes and of masks (None without objects), how many are missed, and the
     class it is confused with most."""
-    table = detections.answers.table
-    rows = []
-    for number, name in enumerate(detections.classes):
-        others = table[number, :-1].clone()
-        others[number] = 0
-        taken = detections.classes[int(others.argmax())] if int(others.max()) else None
-        precisions = {"boxes": detections.boxes.classes[number], "masks": detections.masks.classes[number]}
-        rows.append({"class": name, "objects": int(table[number].sum()),
-                     **{what: None if math.isnan(value) else value for what, value in precisions.items()},
-                     "missed": int(table[number, -1]), "taken_for": taken})  # fmt: skip
-    return rows
+    table, names = detections.answers.table[:-1], detections.classes
+    columns = {
+        "class": names,
+        "objects": table.sum(dim=1).tolist(),
+        "boxes": [None if math.isnan(value) else value for value in detections.boxes.classes],
+        "masks": [None if math.isnan(value) else value for value in detections.masks.classes],
+        "missed": table[:, -1].tolist(),
+        "taken_for": confused_with(table[:, :-1], names),
+    }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def evaluate_objects(
@@ -314,11 +313,6 @@ def _shown(loader: Loader, detected: ImageDetections, truth: Truth, f1: float) -
 
 def _drawn(boxes: Tensor, classes: Tensor, rles: list[Rle], sides: tuple[int, int]) -> DrawnObjects:
     return DrawnObjects(boxes, classes, decode_rles(rles, sides))
-
-
-def _points(value: float) -> Cell:
-    """In hundredths, as COCO's scores are reported."""
-    return None if math.isnan(value) else f"{100 * value:.2f}"
 
 
 _ALL, _SMALL, _MEDIUM, _LARGE = range(4)

@@ -19,11 +19,10 @@ from situs.data.sources.base import Source
 from situs.data.text import Columns
 from situs.errors import SitusError
 from situs.files import write_result
-from situs.measure.accuracy import check_numbers
+from situs.measure.accuracy import check_numbers, logits_of
 from situs.models.data import AnyData, AnyModel, load_any, opened
 from situs.models.inference import evaluating
 from situs.models.model import check_classifier
-from situs.train.step import autocast
 
 
 class Prediction(NamedTuple):
@@ -102,8 +101,7 @@ def predict(
     names, shares, rows = [], [], []
     with evaluating(model.backbone):
         for part in loader:
-            with autocast(part.inputs.device, precision):
-                logits = model.backbone(part.inputs) if part.mask is None else model.backbone(part.inputs, part.mask)
+            logits = logits_of(model.backbone, part, precision)
             best = logits.float().softmax(dim=-1).max(dim=-1)
             shares.append(best.values)
             names.append(best.indices)

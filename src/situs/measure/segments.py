@@ -19,15 +19,15 @@ from situs.data.masks import names_beside
 from situs.data.sampler import sample_of
 from situs.data.sources.remote import is_remote
 from situs.errors import SitusError, counted
-from situs.limits import Count, Within, check_value
-from situs.measure.by_class import mixed_pairs
+from situs.limits import Within, check_value
+from situs.measure.by_class import confused_with, mixed_pairs
 from situs.methods.base import Batch
 from situs.methods.segmentation import Segmentation
 from situs.methods.upernet import resize
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.models.inference import Total, evaluating, rows_of_ranks
 from situs.models.model import Model
-from situs.results import Cell, Figure, Result, Summary, Table, percent
+from situs.results import Cell, Figure, Result, Summary, Table, percent, points
 from situs.train.export import PARTS
 from situs.train.step import autocast
 
@@ -44,6 +44,8 @@ FIRST = 2
 """How many of the worst images open the page."""
 PICTURES = 8
 """How many of the worst images the page shows."""
+WINDOWS = 32
+"""Sliding windows computed at a time."""
 
 
 Predict = Callable[[Tensor], Tensor]
@@ -60,9 +62,6 @@ class Inference(Checked):
 
     overlap: Annotated[float, Within("[0, 1)")] = 1 / 3
     """slide: the smallest overlap of neighbouring windows, as a share of a window."""
-
-    at_once: Count = 32
-    """slide: windows at a time."""
 
 
 class Segmented(NamedTuple):
@@ -142,7 +141,7 @@ class Segments(Result):
 
     def details(self) -> list[Table]:
         """The worst images; of many classes, the weakest and the most confused pairs."""
-        worst = [[sample.name, f"{100 * sample.iou:.2f}"] for sample in self.worst]
+        worst = [[sample.name, points(sample.iou)] for sample in self.worst]
         listed = [Table(WORST, ["image", "IoU, %"], worst)] if worst else []
         return [*listed, *class_details(self.scores, self.classes)]
 
@@ -183,7 +182,7 @@ def class_details(scores: SegmentScores, classes: Sequence[str], model: str = ""
     rows = [row for row in by_class(scores, classes) if row["iou"] is not None]
     if len(rows) > BARS:
         cells: list[list[Cell]] = [
-            [row["class"], row["pixels"], f"{100 * row['iou']:.2f}", row["taken_for"] or "none"]
+            [row["class"], row["pixels"], points(row["iou"]), row["taken_for"] or "none"]
             for row in sorted(rows, key=lambda row: row["iou"])[:LISTED]
         ]
         title = f"The {counted(len(cells), 'classes')} with the lowest IoU{model}"
@@ -206,16 +205,10 @@ def class_details(scores: SegmentScores, classes: Sequence[str], model: str = ""
 
 def by_class(scores: SegmentScores, classes: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each class: pixels, IoU (None if neither present nor predicted), the class it is confused with most."""
-    most, which = scores.answers.clone().fill_diagonal_(0).max(dim=1)
-    rows = zip(classes, scores.answers.sum(1).tolist(), scores.iou.tolist(), most.tolist(), which.tolist(), strict=True)
+    pixels, others = scores.answers.sum(1).tolist(), confused_with(scores.answers, classes)
     return [
-        {
-            "class": name,
-            "pixels": pixels,
-            "iou": None if math.isnan(iou) else iou,
-            "taken_for": classes[other] if often else None,
-        }
-        for name, pixels, iou, often, other in rows
+        {"class": name, "pixels": count, "iou": None if math.isnan(iou) else iou, "taken_for": other}
+        for name, count, iou, other in zip(classes, pixels, scores.iou.tolist(), others, strict=True)
     ]
 
 
@@ -399,8 +392,8 @@ def _slide(predict: Predict, picture: Tensor, window: tuple[int, int], how: Infe
     (height, width), (high, wide) = picture.shape[1:], window
     places = [(top, left) for top in starts(height, high, how.overlap) for left in starts(width, wide, how.overlap)]
     total, seen = None, torch.zeros(height, width, device=picture.device)
-    for first in range(0, len(places), how.at_once):
-        some = places[first : first + how.at_once]
+    for first in range(0, len(places), WINDOWS):
+        some = places[first : first + WINDOWS]
         parts = predict(_windows(picture, some, window)).float()
         for (top, left), part in zip(some, parts, strict=True):
             total = part.new_zeros(len(part), height, width) if total is None else total

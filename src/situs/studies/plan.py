@@ -13,7 +13,7 @@ from situs.config import choices_of, from_dict, merge
 from situs.errors import SitusError, unknown_name
 from situs.presets import load_preset
 from situs.studies.find import check_path
-from situs.studies.form import PAPER, VERBS, Column, Curves, Job, Line, Row, Study, Table
+from situs.studies.form import PAPER, VERBS, Column, Job, Line, Row, Study, Table
 
 Jobs = dict[str, Job]
 _NAME = re.compile(r"\w[\w.+=-]*")
@@ -211,8 +211,3 @@ def check_configs(jobs: Jobs) -> None:
 def recipe_of(job: Job, cls: type[Any]) -> dict[str, Any]:
     """A job's changes over its preset, as tables of a config `cls`."""
     return merge(load_preset(job.preset) if job.preset else {}, job.change, choices_of(cls))
-
-
-def curve_times(curves: Curves) -> float:
-    """The factor of our lines."""
-    return times_of(curves.unit, curves.times)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,7 +37,6 @@ from situs.studies.load import load_study, study_file
 from situs.studies.plan import data_of, put
 from situs.studies.reading import read_folder
 from situs.studies.result import StudyResult
-from situs.studies.share import progress_in
 from situs.studies.words import elsewhere, nameless, paths_of, words_of
 from situs.train.interrupt import Interrupt
 
@@ -343,3 +343,19 @@ def _last_line(log: Path, start: int) -> str:
         line.removeprefix("situs: ") for line in lines if line.startswith("situs: ")
     ]  # what follows is a library's
     return (messages or lines or [""])[-1]
+
+
+_PROGRESS = re.compile(rb"^step ([\d,]+)/([\d,]+) |^ *(\d+) %  ", re.MULTILINE)
+_TAIL = 4096  # bytes, which hold the newest line
+
+
+def progress_in(log: Path, start: int) -> float:
+    """The progress from 0 to 1 in the newest line that shows it; 0 before. start: where this run's log begins."""
+    with log.open("rb") as file:
+        end = file.seek(0, 2)
+        file.seek(max(start, end - _TAIL))
+        lines = [*_PROGRESS.finditer(file.read())]
+    if not lines:
+        return 0.0
+    done, of, percent = (int((part or b"0").replace(b",", b"")) for part in lines[-1].groups())
+    return min(1.0, done / of if of else percent / 100)

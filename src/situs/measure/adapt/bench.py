@@ -20,7 +20,7 @@ from situs.data.sampler import sample_of
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.subset import Rows
 from situs.errors import SitusError
-from situs.measure.accuracy import Accuracy, Tally, hard, labels_of, measure_accuracy
+from situs.measure.accuracy import Accuracy, Tally, hard, labels_of, logits_of, measure_accuracy
 from situs.measure.adapt.ways import FOLDS, PARTS, Initial, TriedWay, Way, class_means
 from situs.measure.finetune import finetune_config
 from situs.measure.knn import knn_scores
@@ -33,7 +33,7 @@ from situs.progress import notes_to, silent
 from situs.train.assemble import RunConfig, Start, make_method
 from situs.train.checkpoint.state import seed_generators
 from situs.train.optim import OptimConfig, gentle, peak_rate, rate_at, trains_few, warmup_steps
-from situs.train.step import Stepper, autocast
+from situs.train.step import Stepper
 from situs.train.tuning import TuningConfig, attach, freeze
 
 LOOKS = 8
@@ -170,9 +170,8 @@ class Bench:
         hits = torch.full((len(loader.source),), torch.nan, dtype=torch.double)
         with evaluating(method):
             for batch in loader:
-                with autocast(self.device, config.train.precision_on(self.device)):
-                    named = method.backbone(batch.inputs).argmax(dim=-1)
-                hits[sample_of(batch.ids).cpu()] = (named == hard(labels_of(batch))).double().cpu()
+                logits = logits_of(method.backbone, batch, config.train.precision_on(self.device))
+                hits[sample_of(batch.ids).cpu()] = (logits.argmax(dim=-1) == hard(labels_of(batch))).double().cpu()
         method.train()
         return hits
 

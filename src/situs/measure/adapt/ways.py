@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from situs.backbones.config import PositionKind
 from situs.measure.accuracy import Accuracy, headline, shares
-from situs.measure.by_class import MEANING, class_figures, class_table, wilson
+from situs.measure.by_class import MEANING, class_figures, class_table
 from situs.measure.probe.linear import Linear
-from situs.results import Figure, Result, Summary, Table, percent
+from situs.results import Figure, Result, Summary, Table, percent, points
 
 Way = Literal["kNN", "class means", "linear probe", "head", "LoRA", "all layers"]
 WAYS: tuple[Way, ...] = ("class means", "linear probe", "head", "LoRA", "all layers")
@@ -148,7 +148,7 @@ class Adapted(Result):
         tables = [Table(f"cross-validation on {self.provenance.counted(len(self.labels))}", *self.table())]
         if self.test is not None and self.start is not None:
             numbers = headline(self.test)[0], (percent(self.start.top1, 2), "top-1 of the frozen start")
-            low, high = wilson(self.test.top1 * self.test.count, self.test.count)
+            low, high = self.test.interval
             text = (
                 f"{percent(self.test.top1)} of {self.provenance.counted(self.test.count)} of {len(self.classes):,} "
                 f"classes are recognised, with {self.chosen.name}. This test split was not used for any choice; the "
@@ -166,7 +166,7 @@ class Adapted(Result):
                 [name, percent(score.top1), f"{100 * low:.1f} to {percent(high)}", percent(score.balanced),
                  percent(score.majority)]
                 for name, score in ends.items()
-                for low, high in [wilson(score.top1 * score.count, score.count)]
+                for low, high in [score.interval]
             ]  # fmt: skip
             header = ["", "top-1", "95 % interval", "balanced", "largest class"]
             tables.append(Table(self.provenance.title("the test split"), header, rows))
@@ -181,7 +181,7 @@ class Adapted(Result):
             tested = ~trial.right.isnan()
             more, error = gain(trial.right, self.chosen.right, self.labels)
             shares = [None, None] if not tested.any() else [
-                f"{100 * float(trial.right[tested].mean()):.1f}", f"{100 * balanced(trial.right, self.labels):.1f}"
+                f"{100 * float(trial.right[tested].mean()):.1f}", points(balanced(trial.right, self.labels), 1)
             ]  # fmt: skip
             beside = None if trial is self.chosen or not tested.any() else f"{100 * more:+.1f} ± {100 * error:.1f}"
             step = f"{trial.updates:,} of {trial.total:,}" if trial.total else None
@@ -215,7 +215,7 @@ class Adapted(Result):
         scores = {
             name: None if score is None else {
                 "top1": score.top1, "count": score.count, "balanced": score.balanced, "majority": score.majority,
-                "interval": wilson(score.top1 * score.count, score.count),
+                "interval": score.interval,
             }
             for name, score in ends.items()
         }  # fmt: skip

@@ -26,7 +26,7 @@ from situs.measure.probe.linear import WEIGHT_DECAYS, Probe, Probes, fit_probe, 
 from situs.methods.base import Batch, UnknownPosition
 from situs.models import Model
 from situs.models.inference import evaluating
-from situs.results import Cell, Figure, Summary, Table, percent
+from situs.results import Cell, Figure, Summary, Table, percent, points
 from situs.train.step import autocast
 
 RATIO = 0.75
@@ -90,7 +90,7 @@ class PositionProbes(Probes[PositionProbe]):
         counts = ["patches tested", f"{self.provenance.things} fitted to"]
         header = ["model", "accuracy, %", "mean error, patches", "error of one guess", *counts]
         rows: list[list[Cell]] = [
-            [name, f"{100 * probe.score.accuracy:.2f}", probe.distance, probe.guess, probe.score.count,
+            [name, points(probe.score.accuracy), probe.distance, probe.guess, probe.score.count,
              probe.train_count]
             for name, probe in self.probes.items()
         ]  # fmt: skip

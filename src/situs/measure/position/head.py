@@ -21,7 +21,7 @@ from situs.methods.measured import SolvesPuzzles
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.models.inference import Total, evaluating
 from situs.models.model import puzzle_method, told_places
-from situs.results import Figure, Result, Summary, Table, percent
+from situs.results import Figure, Result, Summary, Table, percent, points
 from situs.train.step import autocast
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 0.9)
@@ -103,7 +103,7 @@ class PositionGrid(Result):
         )
         rows = [
             [f"{cell.mask_ratio:g}", f"{cell.position_mask_ratio:g}", cell.visible, cell.dropped,
-             _percent(cell.accuracy), _percent(cell.top5)]
+             points(cell.accuracy), points(cell.top5)]
             for cell in self.cells
         ]  # fmt: skip
         header = ["γ", "γ_pos", "patches visible", "positions dropped", "accuracy, %", "top-5, %"]
@@ -170,7 +170,7 @@ class PositionCurve(Result):
             f"predicted right, {accuracy / chance:.1f} times chance ({percent(chance, 2)})."
         )
         near = self.top5
-        rows = [[f"{ratio:g}", _percent(right), _percent(near.get(ratio))] for ratio, right in self.accuracy.items()]
+        rows = [[f"{ratio:g}", points(right), points(near.get(ratio))] for ratio, right in self.accuracy.items()]
         table = Table(
             self.provenance.title(self.provenance.counted(self.count)), ["η", "accuracy, %", "top-5, %"], rows
         )
@@ -193,10 +193,6 @@ class PositionCurve(Result):
         caption = f"Share of all patches whose place is predicted right. Trained at η = {self.trained:g}."
         chance = {"level": (f"chance, 1 / {self.places}", 100 / self.places)}
         return [Figure("curve", caption, "figures.curves", (series, *labels), chance)]
-
-
-def _percent(share: float | None) -> str | None:
-    return None if share is None else f"{100 * share:.2f}"
 
 
 def evaluate_position(

@@ -28,7 +28,7 @@ from situs.core.position import Positions, coordinates, sincos
 from situs.errors import SitusError, missing_extra
 from situs.limits import check_value
 from situs.models.data import AnyModel, open_several
-from situs.results import Cell, Figure, Provenance, Result, Summary, Table, percent
+from situs.results import Cell, Figure, Provenance, Result, Summary, Table, percent, points
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -204,9 +204,7 @@ class PositionTables(Result):
     def details(self) -> list[Table]:
         """MJP's Tables 6 and 8, the rows of the paper last."""
         looks = (*self.looks, *self.references)
-        shares = [
-            [look.title, *(f"{100 * look.spectrum.explained_by(count):.2f}" for count in SHOWN)] for look in looks
-        ]
+        shares = [[look.title, *(points(look.spectrum.explained_by(count)) for count in SHOWN)] for look in looks]
         errors: list[list[Cell]] = []
         for look in looks:
             decoded = look.decoded

@@ -19,7 +19,7 @@ from situs.measure.probe.segments import SegmentProbes, probe_segments
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_labels, load_bank, made_with, opened
 from situs.progress import tracked
-from situs.results import Cell, Figure, Provenance, Summary, Table, percent
+from situs.results import Cell, Figure, Provenance, Summary, Table, percent, points
 
 MEANING = """
 The backbone is frozen and every sample becomes one vector. A logistic regression on these vectors is fitted to the
@@ -64,9 +64,9 @@ class ClassProbes(Probes[ClassProbe]):
         header = ["model", "pool", "top-1, %", "balanced, %", "largest class, %", "loss", things,
                   f"{things} fitted to", "weight decay"]  # fmt: skip
         rows: list[list[Cell]] = [
-            [name, probe.pool, f"{100 * probe.score.accuracy:.2f}",
-             f"{100 * rows_of(probe.score.answers).balanced:.2f}",
-             f"{100 * rows_of(probe.score.answers).majority:.2f}", probe.score.loss, probe.score.count,
+            [name, probe.pool, points(probe.score.accuracy),
+             points(rows_of(probe.score.answers).balanced),
+             points(rows_of(probe.score.answers).majority), probe.score.loss, probe.score.count,
              probe.train_count, f"{probe.fitted.weight_decay:g}"]
             for name, probe in self.probes.items()
         ]  # fmt: skip

@@ -19,7 +19,7 @@ from situs.errors import SitusError
 from situs.limits import check_values
 from situs.models.inference import Total
 from situs.progress import tracked
-from situs.results import Cell, Provenance, Result, Table
+from situs.results import Cell, Provenance, Result, Table, points
 
 WEIGHT_DECAYS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 SELECTION_SHARE = 0.2
@@ -130,7 +130,7 @@ class Probes(Result, Generic[P]):
     def tried(self) -> Table:
         """Every weight decay on the selection part of the training split."""
         rows: list[list[Cell]] = [
-            [name, f"{trial.weight_decay:g}", f"{100 * trial.accuracy:.2f}", trial.loss,
+            [name, f"{trial.weight_decay:g}", points(trial.accuracy), trial.loss,
              trial.weight_decay == probe.fitted.weight_decay]
             for name, probe in self.probes.items()
             for trial in probe.fitted.tried

@@ -41,7 +41,7 @@ from situs.measure.segments import (
 from situs.methods.base import Batch
 from situs.methods.upernet import resize
 from situs.models.inference import evaluating
-from situs.results import Cell, Figure, Summary, Table, percent
+from situs.results import Cell, Figure, Summary, Table, percent, points
 from situs.train.step import autocast
 
 PROBE = """
@@ -89,7 +89,7 @@ class SegmentProbes(Probes[SegmentProbe]):
         things = self.provenance.things
         header = ["model", "mIoU, %", "pixel accuracy, %", "loss", things, f"{things} fitted to", "weight decay"]
         rows: list[list[Cell]] = [
-            [name, f"{100 * probe.scores.miou:.2f}", f"{100 * probe.scores.accuracy:.2f}", probe.score.loss,
+            [name, points(probe.scores.miou), points(probe.scores.accuracy), probe.score.loss,
              probe.score.count, probe.train_count, f"{probe.fitted.weight_decay:g}"]
             for name, probe in self.probes.items()
         ]  # fmt: skip

@@ -21,7 +21,7 @@ from situs.errors import SitusError, counted
 from situs.measure.accuracy import Accuracy
 from situs.measure.corruptions import CORRUPTIONS, GROUPS
 from situs.measure.corruptions.severity import SEVERITIES, describe
-from situs.results import Cell, Figure, Result, Summary, Table, percent
+from situs.results import Cell, Figure, Result, Summary, Table, percent, points
 
 ALEXNET = {
     "gaussian_noise": 0.886,
@@ -299,11 +299,11 @@ class Robustness(Result):
         rows: list[list[Cell]] = []
         if self.clean is not None:
             blank: list[Cell] = [None] * len(severities)
-            rows.append(["clean", *blank, points(1 - self.clean.top1), *([None] if normal else [])])
+            rows.append(["clean", *blank, points(1 - self.clean.top1, 1), *([None] if normal else [])])
         for name, row in self.cells.items():
             error = scores.errors[name]
-            over = [points(error / ALEXNET[name])] if normal else []
-            rows.append([spoken(name), *(points(cell.top1) for cell in row.values()), points(error), *over])
+            over = [points(error / ALEXNET[name], 1)] if normal else []
+            rows.append([spoken(name), *(points(cell.top1, 1) for cell in row.values()), points(error, 1), *over])
         return ["top-1 at severity", *map(str, severities), "mean error", *(["error / AlexNet's"] * normal)], rows
 
     def _measures(self) -> list[tuple[str, str, str]]:
@@ -363,8 +363,3 @@ class Robustness(Result):
 def spoken(name: str) -> str:
     """A corruption's name in words."""
     return name.replace("_", " ").replace("jpeg", "JPEG").replace("gaussian", "Gaussian")
-
-
-def points(share: float) -> str:
-    """A share in percent, as tables hold it."""
-    return f"{100 * share:.1f}"

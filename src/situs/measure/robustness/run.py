@@ -18,7 +18,7 @@ from situs.data.sources.base import Source
 from situs.data.sources.subset import Rows, Subset
 from situs.errors import SitusError
 from situs.limits import check_value
-from situs.measure.accuracy import Accuracy, Classifier, Tally, labels_of, measure_accuracy
+from situs.measure.accuracy import Accuracy, Classifier, Tally, labels_of, logits_of, measure_accuracy
 from situs.measure.corruptions import corrupt, find_corruptions, find_severities
 from situs.measure.corruptions.severity import SEVERITIES
 from situs.measure.robustness.measures import Anomalies, Cells, Natural, Robustness, aupr, aurra, response_curve
@@ -38,7 +38,6 @@ from situs.models.inference import evaluating
 from situs.models.model import check_classifier
 from situs.progress import latest, task, tracked
 from situs.results import Provenance
-from situs.train.step import autocast
 
 
 @dataclass(frozen=True)
@@ -137,11 +136,11 @@ def corrupted_accuracy(
         for batch in relabelled(loader, index):
             labels, ids = labels_of(batch), _rows_of(batch, loader)
             images = seen(batch.inputs, loader)
-            plain.add(_logits(model, batch.inputs, precision), labels)
+            plain.add(logits_of(model, batch, precision), labels)
             for (name, severity), tally in tallies.items():
                 progress.tell(done, f"{name} {severity}")
                 changed = normalise(corrupt(images, name, severity, ids, seed=seed), loader.mean, loader.std)
-                tally.add(_logits(model, changed, precision), labels)
+                tally.add(logits_of(model, batch._replace(inputs=changed), precision), labels)
                 done += 1
     cells = {name: {severity: tallies[name, severity].result() for severity in severities} for name in corruptions}
     return plain.result(), cells
@@ -157,7 +156,7 @@ def answers(
     confidence, answer, labels = [], [], []
     with evaluating(model):
         for batch in tracked(loader, loader.source.name, loader.steps_per_epoch):
-            best = _logits(model, batch.inputs, precision).float()[:, outputs].softmax(dim=-1).max(dim=-1)
+            best = logits_of(model, batch, precision).float()[:, outputs].softmax(dim=-1).max(dim=-1)
             confidence.append(best.values)
             answer.append(best.indices)
             labels += [batch.targets["label"]] if "label" in batch.targets else []
@@ -181,11 +180,6 @@ def _rows_of(batch: Batch, loader: Loader) -> Tensor:
     """The images' numbers in their whole set, so that an image gets the same corruption in a subset."""
     rows = row_numbers(loader.source)
     return batch.ids if rows is None else rows.to(loader.device)[batch.ids]
-
-
-def _logits(model: Classifier, images: Tensor, precision: str) -> Tensor:
-    with autocast(images.device, precision):
-        return model(images)
 
 
 class _Run:

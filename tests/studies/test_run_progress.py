@@ -1,4 +1,4 @@
-"""How far a job is, by its log."""
+"""The progress of a job, from its log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from situs.studies.share import progress_in
+from situs.studies.run import progress_in
 
 
 @pytest.mark.parametrize(
@@ -22,13 +22,13 @@ from situs.studies.share import progress_in
         ("wrote 3 files\n100 % of the rows were read\n", 0.0),
     ],
 )
-def test_the_newest_line_that_tells_a_share_counts(log: str, expected: float, tmp_path: Path) -> None:
+def test_the_newest_line_with_progress_counts(log: str, expected: float, tmp_path: Path) -> None:
     file = tmp_path / "job.log"
     file.write_text(log)
     assert progress_in(file, 0) == expected
 
 
-def test_what_was_said_before_the_job_was_cut_does_not_count(tmp_path: Path) -> None:
+def test_the_log_of_an_earlier_run_does_not_count(tmp_path: Path) -> None:
     file = tmp_path / "job.log"
     file.write_text(before := "step 30/40 · loss 1.9\n")
     assert progress_in(file, len(before)) == 0.0
