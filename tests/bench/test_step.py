@@ -89,7 +89,7 @@ def test_a_case_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(each.rows) + len(each.failed) for each, _ in kept] == [1, 2, 3]
     assert kept[0][1] == "mp3, vit_base_patch16_224, batch 8: 500.00 ms, 16 img/s"
     assert found.share(found.rows[0]) == pytest.approx(0.2)
-    assert any("Busy share: not measured, for there is no GPU" in note for note in found.summary().notes)
+    assert any("Busy share: not measured (there is no GPU)" in note for note in found.summary().notes)
     assert found.summary().notes[0].startswith("failed: mae, vit_base_patch16_224, batch 8: RuntimeError")
 
 

@@ -172,5 +172,5 @@ def test_a_list_is_no_number_and_a_number_no_list(study: Path, tmp_path: Path) -
     assert main(["study", "run", str(study), "--data", "samples", "--out", str(tmp_path / "out")]) == 1
     written = json.loads((tmp_path / "out" / "study.json").read_text())
     cell, point = written["tables"][0]["after MP3"]["top-1"], written["curves"][0]["after MP3"][0]
-    assert cell["ours"] is None and "log.loss[*].value is a list of 2, no number" in cell["why"]
-    assert point["ours"] is None and "no list of numbers" in point["why"]
+    assert cell["ours"] is None and "log.loss[*].value is a list of 2, not a number" in cell["why"]
+    assert point["ours"] is None and "not a list of numbers" in point["why"]

@@ -42,7 +42,7 @@ def test_a_whole_study_is_taken() -> None:
     [
         ("jobs.a.verbb", "x", "jobs.a.verbb: unknown key, perhaps verb"),
         ("jobs.a.verb", "train", "unknown verb 'train'; choose one of: audit "),
-        ("jobs.b.preset", "cifar100-mp3", "verb='evaluate accuracy': trains nothing"),
+        ("jobs.b.preset", "cifar100-mp3", "verb='evaluate accuracy': is no training"),
         ("jobs.b.after", "", "after: evaluate accuracy needs a job whose model it takes"),
         ("jobs.a.after", "b", "verb='pretrain': takes no model"),
         ("jobs.b.model", "vit=pretrained", "after and model: give one of them"),
@@ -61,9 +61,9 @@ def test_a_whole_study_is_taken() -> None:
             "2 entries for 1 points",
         ),
         ("paper", "resnet", "paper='resnet': must be one of"),
-        ("tables.0.rows", [{"name": "r"}] * 2, r"tables\[0\].rows\[1\].name='r': must be another"),
-        ("tables.0.columns", [{"name": "c"}] * 2, r"columns\[1\].name='c': must be another"),
-        ("curves", [{"x": "x", "y": "y", "lines": [{"name": "l"}] * 2}], r"lines\[1\].name='l': must be another"),
+        ("tables.0.rows", [{"name": "r"}] * 2, r"tables\[0\].rows\[1\].name='r': must be different"),
+        ("tables.0.columns", [{"name": "c"}] * 2, r"columns\[1\].name='c': must be different"),
+        ("curves", [{"x": "x", "y": "y", "lines": [{"name": "l"}] * 2}], r"lines\[1\].name='l': must be different"),
     ],
 )
 def test_a_mistake_is_a_sentence(path: str, value: Any, said: str) -> None:

@@ -125,7 +125,7 @@ def test_cells_and_points_need_a_job_and_a_figure() -> None:
         planned(study(tables=[table]))
     with pytest.raises(SitusError, match=r"tables\[0\].rows\[0\], c: unknown job 'nosuch'"):
         planned(study(tables=[{**table, "rows": [{"name": "r", "job": "nosuch", "figure": "f"}]}]))
-    with pytest.raises(SitusError, match=r"tables\[0\].rows\[0\], c: figure='loss\[x\]': \[x\] is none of"):
+    with pytest.raises(SitusError, match=r"tables\[0\].rows\[0\], c: figure='loss\[x\]': \[x\] must be"):
         planned(study(tables=[{**table, "rows": [{"name": "r", "job": "look", "figure": "loss[x]"}]}]))
     with pytest.raises(SitusError, match=r"pictures\[0\].job: unknown job 'nosuch'"):
         planned(study(pictures=[{"job": "nosuch"}]))

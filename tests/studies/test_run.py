@@ -236,7 +236,9 @@ def test_other_data_at_the_same_path_is_noticed(study: Path, tmp_path: Path, mon
     assert f"images: pre-0 was done on other data than is at {images} now" in said
     assert found.tasks[1].state == "begun"
     (images / "a.png").write_bytes(b"six")
-    with pytest.raises(SitusError, match=r"is not the images that job pre-1 began with; .* delete jobs/pre-1 ") as told:
+    with pytest.raises(
+        SitusError, match=r"is not the images that job pre-1 started with; .* delete jobs/pre-1 "
+    ) as told:
         run_study(study, str(images), out=out)
     assert told.value.fields == ("data",)
     (images / "a.png").write_bytes(b"two")
@@ -609,7 +611,7 @@ def test_settings_that_tell_nothing_are_a_sentence(study: Path, tmp_path: Path) 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "settings.json").write_text("{}")
     (tmp_path / "out" / "study.toml").write_text(STUDY)
-    with pytest.raises(SitusError, match=r"settings.json: does not tell seeds, study"):
+    with pytest.raises(SitusError, match=r"settings.json: lacks seeds, study"):
         read_study(tmp_path / "out")
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from situs.errors import SitusError, counted
-from situs.measure.accuracy import logits_of
 from situs.methods.base import Batch
 from situs.methods.language import word_losses
 from situs.models.data import AnyData, AnyModel, Chosen, load_any, made_with, opened
 from situs.models.inference import Total, evaluating
 from situs.results import Figure, Result, Summary, Table, percent
+from situs.train.step import autocast
 
 MEANING = """
 Every word but the first of a block is predicted from the words before it in the block. The perplexity is the
@@ -99,7 +99,8 @@ def measure_perplexity(
     total = Total()
     with evaluating(model):
         for batch in batches:
-            logits = logits_of(model, batch, precision)
+            with autocast(batch.inputs.device, precision):
+                logits = model(batch.inputs, batch.mask)
             words = batch.targets["words"]
             losses, known = word_losses(logits, words)
             right = (logits[:, :-1].argmax(dim=-1) == words[:, 1:]) & known
