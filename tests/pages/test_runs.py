@@ -55,7 +55,8 @@ def test_the_best_stands_there_only_where_it_is_not_the_last() -> None:
 
 def test_the_best_epoch_of_each_held_out_metric_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: dict[str, Any] = {}
-    monkeypatch.setattr("situs.pages.runs.curve_panels", lambda panels, _, marks=None: drawn.update({(*panels,): marks}))
+    keep = lambda panels, _, marks=None: drawn.update({(*panels,): marks})  # noqa: E731
+    monkeypatch.setattr("situs.pages.runs.curve_panels", keep)
     peaked = run("peaked", accuracy=(0.25, 0.75, 0.5))
     probed = [
         {**line, "knn_accuracy": 0.9 - line["loss"] / 10, "position_accuracy": 0.1, "val_perplexity": line["step"]}
