@@ -1,4 +1,4 @@
-"""Few labels: neighbours, class means, a probe, the head, LoRA, all layers and `situs adapt` beside each other.
+"""Few labels: kNN, class means, a probe, the head, LoRA, all layers and `situs adapt` beside each other.
 
     python benchmarks/few_labels.py --pets FOLDER --cifar FOLDER --weights DINOV2 --out few-labels --workers 8
     python benchmarks/few_labels.py --out few-labels --table
@@ -34,13 +34,13 @@ from situs.data.open import open_source
 from situs.data.resident import hold
 from situs.data.sources.base import TensorSource
 from situs.files import write_text
-from situs.measure.adapt.bench import DECAYS, Bench, neighbours
+from situs.measure.adapt.bench import DECAYS, Bench
 from situs.measure.adapt.run import EPOCHS as PASSES
 from situs.measure.adapt.run import UPDATES
 from situs.measure.adapt.ways import PARTS, WAYS, Initial, TriedWay, choose, folds_of
 from situs.measure.by_class import wilson
 from situs.measure.finetune import FinetuneConfig
-from situs.measure.knn import knn_accuracy
+from situs.measure.knn import knn_accuracy, small_k
 from situs.methods import METHODS
 from situs.models.open import open_model
 from situs.models.start import addressed_model, starting
@@ -221,7 +221,7 @@ class Study:
             TriedWay("kNN", origin, untested, 1), TriedWay("class means", origin, untested, 20.0),
             TriedWay("linear probe", origin, untested, DECAYS[-2])]  # fmt: skip
         test, truth, _ = bench.features(backbone, test=True)
-        k = neighbours(len(folds), len(bench.classes))
+        k = small_k(len(folds), len(bench.classes))
         near = knn_accuracy(features, bench.labels.to(features.device), test, truth, k)
         ways: dict[str, Any] = {"kNN": {"hits": round(near * len(truth)), "count": len(truth)}}
         for tried in rows[1:]:

@@ -22,7 +22,7 @@ from situs.data.sources.base import Source
 from situs.errors import SitusError
 from situs.measure.accuracy import Accuracy, hard, labels_of
 from situs.measure.features import Pool, encoded, pool_features
-from situs.measure.knn import POOLS, knn_accuracy
+from situs.measure.knn import POOLS, knn_accuracy, small_k
 from situs.measure.probe.head import SMALL
 from situs.measure.probe.linear import fit_probe, score
 from situs.methods.base import Method
@@ -59,7 +59,7 @@ class Frozen:
         data, classes = replace(self.config.data, batch=val.plan.batch), len(val.classes or ())
         train = make_loader(data, None, val.device, source=self.source)
         (bank, labels), (test, truth) = (self._features(method.backbone, split, precision) for split in (train, val))
-        k = min(20, max(1, len(labels) // (2 * classes)))
+        k = small_k(len(labels), classes)
         baselines: list[Baseline] = []
         for pool, features in bank.items():
             near = knn_accuracy(features, labels, test[pool], truth, k)

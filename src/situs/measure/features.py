@@ -64,11 +64,6 @@ def pool_features(features: Features, pool: Pool = "mean") -> Tensor:
     return features.prefix[:, 0]
 
 
-def pooled(backbone: Backbone, inputs: Tensor, pool: Pool = "mean", *, positions: bool = True) -> Tensor:
-    """Inputs [B, …] -> features [B, D]. positions: False leaves every kind of position out (MP3)."""
-    return pool_features(encoded(backbone, inputs, positions=positions), pool)
-
-
 def encoded(backbone: Backbone, inputs: Tensor, mask: Tensor | None = None, *, positions: bool) -> Features:
     """Inputs [B, …] -> features of every token.
 

@@ -236,6 +236,11 @@ def knn_scores(
     return torch.cat(scores)
 
 
+def small_k(count: int, classes: int) -> int:
+    """k for a small bank: half the mean number of samples per class, from 1 to 20."""
+    return min(NEIGHBOURS, max(1, count // (2 * classes)))
+
+
 def knn_accuracy(
     train_features: Tensor,
     train_labels: Tensor,

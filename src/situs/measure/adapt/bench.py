@@ -23,7 +23,7 @@ from situs.errors import SitusError
 from situs.measure.accuracy import Accuracy, Tally, hard, labels_of, logits_of, measure_accuracy
 from situs.measure.adapt.ways import FOLDS, PARTS, Initial, TriedWay, Way, class_means
 from situs.measure.finetune import finetune_config
-from situs.measure.knn import knn_scores
+from situs.measure.knn import knn_scores, small_k
 from situs.measure.probe.head import fold_in, head_inputs, head_of
 from situs.measure.probe.linear import fit_linear
 from situs.methods import METHODS
@@ -90,7 +90,7 @@ class Bench:
     def frozen(self, origin: Initial, features: Tensor, folds: Tensor) -> list[TriedWay]:
         """kNN, class means and the linear probe on the folds."""
         n, classes, labels = len(self.labels), len(self.classes), self.labels.to(features.device)
-        k = neighbours(len(labels), classes)
+        k = small_k(len(labels), classes)
         logits = {name: torch.full((n, classes), torch.nan, device=features.device) for name in ("kNN", "class means")}
         probes = torch.full((len(DECAYS), n, classes), torch.nan, device=features.device)
         began = time.perf_counter()
@@ -262,8 +262,3 @@ def part_of(source: Source, rows: Tensor) -> Source:
     if isinstance(source, TensorSource) and source.labels is not None:
         return TensorSource(source.images[rows], source.labels[rows], source.classes, source.name)
     return Rows(source, rows.numpy())
-
-
-def neighbours(count: int, classes: int) -> int:
-    """The k of kNN for so many images."""
-    return min(20, max(1, count // (2 * classes)))
