@@ -24,7 +24,6 @@ from situs.measure.features import (
     layer_features,
     patch_layers,
     pool_features,
-    pooled,
     write_features,
 )
 from situs.methods.base import Batch
@@ -85,11 +84,10 @@ def test_every_patch_is_that_of_the_models_own_forward(make_model: Callable[[], 
 
 def test_positions_can_be_left_out() -> None:
     backbone = make().eval()
-    images = batches()[0].inputs
-    without = pooled(backbone, images, positions=False)
-    assert not torch.allclose(without, pooled(backbone, images))
+    without = extract(backbone, batches(), positions=False).features
+    assert not torch.allclose(without, extract(backbone, batches()).features)
     backbone.erase_positions()
-    torch.testing.assert_close(pooled(backbone, images), without)
+    torch.testing.assert_close(extract(backbone, batches()).features, without)
 
 
 def test_layers_end_in_the_features() -> None:
