@@ -64,8 +64,8 @@ class ClassAccuracy(Result):
         """How often it is right, beside always predicting the largest class; then a row for each class."""
         whole, name, things = self.accuracy, self.provenance.name, self.provenance.things
         samples = self.provenance.counted(whole.count)
-        beside = ByClass.of(self.answers)
-        verdict = f", {end}" if (end := beside.verdict(self.classes)) else ""
+        scores = ByClass.of(self.answers)
+        verdict = f", {end}" if (end := scores.verdict(self.classes)) else ""
         text = f"{name} recognises {percent(whole.top1, 2)} of {samples} of {len(self.classes):,} classes{verdict}."
         low, high = whole.interval
         columns = {
@@ -79,7 +79,7 @@ class ClassAccuracy(Result):
         tables = [Table(self.provenance.title(samples), ["", *columns], [[name, *columns.values()]])]
         if len(self.classes) <= LISTED:
             tables.append(class_table(self.answers, self.classes, things))
-        text = f"{text} {beside.words(self.classes, samples, judged=True)}"
+        text = f"{text} {scores.words(self.classes, samples, judged=True)}"
         return Summary(text, tuple(tables), numbers=headline(whole))
 
     def numbers(self) -> dict[str, Any]:
@@ -132,21 +132,21 @@ class Tally:
         loss = F.cross_entropy(logits, truth, reduction="none").double().sum()
         sums = torch.stack([hits[:, 0].sum().double(), hits.sum().double(), loss])
         sums = torch.cat([sums, sums.new_full((1,), float(len(truth)))])
-        one = torch.ones_like(truth, dtype=torch.float64)
+        ones = torch.ones_like(truth, dtype=torch.float64)
         rows = torch.zeros(3, logits.shape[-1], dtype=torch.float64, device=logits.device)
-        for row, index, value in zip(rows, (truth, truth, named), (one, hits[:, 0].double(), one), strict=True):
+        for row, index, value in zip(rows, (truth, truth, named), (ones, hits[:, 0].double(), ones), strict=True):
             row.scatter_add_(0, index, value)
         self.sums.add(torch.cat([sums, rows.flatten()]))
         if self.classes:
             table = torch.zeros(self.classes**2, dtype=torch.float64, device=logits.device)
-            self.table.add(table.scatter_add_(0, truth * self.classes + named, one))
+            self.table.add(table.scatter_add_(0, truth * self.classes + named, ones))
 
     def result(self) -> Accuracy:
         """The means over all samples of all ranks; waits for the device."""
         sums = self.sums.over_ranks().cpu()
         (top1, top5, loss, count), rows = sums[:4].tolist(), ByClass(*sums[4:].view(3, -1))
-        beside = (rows.balanced, rows.majority, len(rows.counts), rows.only)
-        return Accuracy(top1 / count, top5 / count, int(count), loss / count, *beside)
+        class_scores = (rows.balanced, rows.majority, len(rows.counts), rows.only)
+        return Accuracy(top1 / count, top5 / count, int(count), loss / count, *class_scores)
 
     def answers(self) -> Tensor:
         """[C, C] int64 on the CPU: over all ranks, how many samples of class i were predicted as class j."""

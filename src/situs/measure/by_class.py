@@ -159,7 +159,7 @@ def class_figures(
         return (Figure("", "", "bars", ({name: 100 * share for name, share in shares.items()}, "%")),)
     rows = by_class(answers, classes)
     right = {row["class"]: 100 * row["top1"] for row in rows if row["top1"] is not None}
-    taken = 100 * answers.double() / answers.sum(dim=1, keepdim=True)  # NaN, a dash, where a class has no sample
+    predicted = 100 * answers.double() / answers.sum(dim=1, keepdim=True)  # NaN, a dash, where a class has no sample
     names = [f"{row['class']} ({row['count']:,})" for row in rows]
     return (
         Figure("classes", f"Share of each class that is recognised{model}.", "figures.bars",
@@ -168,7 +168,7 @@ def class_figures(
             "confusion",
             f"What each class is predicted as, in percent of its {things}; right answers are on the diagonal{model}.",
             "figures.value_grids",
-            ({"": (taken, f"{things} of the class, %")}, names, classes, "predicted class", "true class"),
+            ({"": (predicted, f"{things} of the class, %")}, names, classes, "predicted class", "true class"),
             {"limits": (0, 100), "digits": ".0f", "cell": (0.95, 0.62 if len(classes) <= 12 else 0.3)},
             "Class by class",
         ),

@@ -127,12 +127,12 @@ class Correlations(Result):
         )
         rows = [[depth, *(f"{values[key]:.3f}" for key in HEAD)] for depth, values in means.items()]
         title = self.provenance.title(self.provenance.counted(self.depths[self.depth].images))
-        of = {
+        labels = {
             "within": "correlation of two places of one sample",
             "across_same": "of the same place in two samples",
             "across": "of two places in two samples",
         }
-        numbers = tuple((f"{means[self.depth][key]:.2f}", words) for key, words in of.items())
+        numbers = tuple((f"{means[self.depth][key]:.2f}", words) for key, words in labels.items())
         return Summary(sentence, (Table(title, ["after", *HEAD.values()], rows),), numbers=numbers)
 
     def figures(self) -> list[Figure]:

@@ -162,8 +162,8 @@ class Validation(_Measures):
         if self.model is None or not self.keep_best or accuracy.top1 > self.model.top1:
             self.model = accuracy
         top5 = {"val_top5": accuracy.top5} if accuracy.classes >= TOP5_FROM else {}
-        beside = {"val_balanced": accuracy.balanced, "val_majority": accuracy.majority}
-        return {"val_top1": accuracy.top1, **top5, **beside, "val_loss": accuracy.loss}
+        by_class = {"val_balanced": accuracy.balanced, "val_majority": accuracy.majority}
+        return {"val_top1": accuracy.top1, **top5, **by_class, "val_loss": accuracy.loss}
 
 
 def validation_hooks(every: int, field: str = "validate_every") -> Hooks:

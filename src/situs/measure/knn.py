@@ -94,8 +94,8 @@ class LayerKnn(Result):
         title = self.provenance.title(f"{samples}, k = {self.k} of {self.bank:,}, {weights}")
         header = ["after block", *itertools.chain(*((f"{POOLS[pool]}, %", "balanced, %") for pool in ends))]
         notes = () if self.why_last is None else (f"Only the last layer: {self.why_last}.",)
-        of = f"at best, after block {best.layer}; largest class {percent(self.majority)}"
-        return Summary(text, (Table(title, header, rows),), notes, ((percent(best.accuracy, 2), of),))
+        label = f"at best, after block {best.layer}; largest class {percent(self.majority)}"
+        return Summary(text, (Table(title, header, rows),), notes, ((percent(best.accuracy, 2), label),))
 
     def numbers(self) -> dict[str, Any]:
         """Every layer, and the settings of the neighbours."""
@@ -186,10 +186,10 @@ def knn_by_layer(
             rows.append(LayerAccuracy(backbone.depth - layers + 1 + layer, pool, share, ByClass.of(answers).balanced))
             if layer == layers - 1:
                 ends.append((share, answers))
-    why = backbone.refusals.get("depths")
-    why = None if why is None else f"{backbone.name} gives its last layer only: {why}"
+    why_last = backbone.refusals.get("depths")
+    why_last = None if why_last is None else f"{backbone.name} gives its last layer only: {why_last}"
     best = max(ends, key=lambda end: end[0])[1]
-    return LayerKnn(tuple(rows), len(train_labels), len(labels), why, k, temperature, best, classes)
+    return LayerKnn(tuple(rows), len(train_labels), len(labels), why_last, k, temperature, best, classes)
 
 
 def _features(

@@ -171,10 +171,10 @@ def label_scores(logits: Tensor, labels: Tensor) -> LabelScores:
     right = (predicted == truth) & known
     columns = torch.stack([known, truth, predicted & known, right, predicted & truth]).sum(1).T.tolist()
     by_class = []
-    for number, (count, positives, claimed, hits, both) in enumerate(columns):
+    for number, (count, positives, claimed, hits, true_positives) in enumerate(columns):
         rows = known[:, number]
         precision = average_precision(logits[rows, number], truth[rows, number]) if positives else None
-        f1 = 2 * both / (claimed + positives) if positives else None
+        f1 = 2 * true_positives / (claimed + positives) if positives else None
         by_class.append(LabelScore(count, positives, precision, hits / count if count else None, f1))
     loss = F.binary_cross_entropy_with_logits(logits.double(), truth.double(), reduction="none")[known].mean()
     return LabelScores(

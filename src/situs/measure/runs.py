@@ -240,8 +240,8 @@ def analyze_runs(folders: Sequence[str | Path], *, over: str = "epoch") -> Runs:
         raise unknown_name("axis", over, PLACES, field="over")
     runs = read_runs(folders)
     places = dict.fromkeys(Path(folder).resolve().as_posix() for folder in folders)
-    of = (Origin(run.name, identity_of(place)) for run, place in zip(runs, places, strict=True))
-    return Runs(runs, over, provenance=Provenance(of=tuple(of)))
+    origins = (Origin(run.name, identity_of(place)) for run, place in zip(runs, places, strict=True))
+    return Runs(runs, over, provenance=Provenance(of=tuple(origins)))
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:

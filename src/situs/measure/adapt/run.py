@@ -188,7 +188,7 @@ def unlabelled_source(data: DataConfig, path: str | None) -> Source:
     if path is not None:
         more = open_source(replace(data, path=path, held_out=0.0), labels=False)
         if not len(more):
-            raise SitusError(f"{path}: holds no images", field="unlabelled")
+            raise SitusError(f"{path}: holds no {data.modality.things}", field="unlabelled")
         parts.append(more)
     return parts[0] if len(parts) == 1 else Joined("labelled and unlabelled images", [("", part) for part in parts])
 

@@ -81,13 +81,13 @@ def class_means(features: Tensor, labels: Tensor, classes: int, scale: float = 1
 def gain(new: Tensor, old: Tensor, labels: Tensor) -> tuple[float, float]:
     """The gain in balanced accuracy of `new` [n] over `old`, and its standard error, over the images that both were
     tested on."""
-    both = ~(new.isnan() | old.isnan())
-    if not both.any():
+    tested = ~(new.isnan() | old.isnan())
+    if not tested.any():
         return 0.0, 0.0
-    counts = torch.bincount(labels[both])
-    weight = (1 / counts[labels[both]].double()) / (counts > 0).sum()
-    apart = weight * (new[both] - old[both]).double()
-    return float(apart.sum()), float(apart.square().sum().sqrt())
+    counts = torch.bincount(labels[tested])
+    weight = (1 / counts[labels[tested]].double()) / (counts > 0).sum()
+    differences = weight * (new[tested] - old[tested]).double()
+    return float(differences.sum()), float(differences.square().sum().sqrt())
 
 
 def choose(tried: Sequence[TriedWay], labels: Tensor) -> TriedWay:
@@ -130,7 +130,7 @@ class Adapted(Result):
     [C, C] of the chosen way. remarks: sentences."""
 
     file: ClassVar[str] = "adapt"
-    subject: ClassVar[str] = "adapted to your images"
+    subject: ClassVar[str] = "adapted to your data"
     meaning: ClassVar[str] = ADAPT + MEANING
     run: Path
     tried: tuple[TriedWay, ...]

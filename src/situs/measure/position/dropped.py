@@ -210,9 +210,9 @@ def probe_position(
         fitted = fit_probe(inputs, places, count, groups=groups, weight_decays=weight_decays, seed=seed)
         scores = score(fitted.linear, ((part, truth) for part, truth, _ in features(test, "test")), count)
     distance_of = distances(grid)
-    off = float((scores.answers.double() * distance_of).sum() / scores.count)
+    error = float((scores.answers.double() * distance_of).sum() / scores.count)
     guess = float((scores.counts.double() @ distance_of).min() / scores.count)  # always predicting the best place
-    return PositionProbe(scores, fitted, len(groups.unique()), off, guess, unknown.words)
+    return PositionProbe(scores, fitted, len(groups.unique()), error, guess, unknown.words)
 
 
 def _behind(backbone: Backbone, device: torch.device) -> Tensor:

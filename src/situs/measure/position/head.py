@@ -324,6 +324,6 @@ def _solve(
             sums.add(torch.stack([*hits, hits[0].new_tensor(float(len(batch.ids)))]))
     *hits, count = sums.over_ranks().tolist()
     top5 = {}
-    for (setting, (seen, asked)), right, near in zip(shapes.items(), hits[::2], hits[1::2], strict=True):
-        cells[setting], top5[setting] = (seen, asked, right / (count * asked), None), near / (count * asked)
+    for (setting, (visible, tested)), right, near in zip(shapes.items(), hits[::2], hits[1::2], strict=True):
+        cells[setting], top5[setting] = (visible, tested, right / (count * tested), None), near / (count * tested)
     return _Solved(cells, int(count), hint_ratio, top5)

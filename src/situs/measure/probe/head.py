@@ -56,7 +56,7 @@ def head_inputs(
     finally:
         hook.remove()
     if not parts:
-        raise SitusError("none of the labelled images can be read", field="data")
+        raise SitusError("none of the labelled samples can be read", field="data")
     features, labels, rows = map(torch.cat, zip(*parts, strict=True))
     return features, labels, rows
 

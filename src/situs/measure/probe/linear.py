@@ -260,8 +260,8 @@ def minimise(features: Tensor, classes: int, start: Linear | None, slope_of: Cal
     start: the initial classifier, fitted to the same features. slope_of: gives a classifier's loss, and puts the
     gradients into its weight and bias.
     """
-    over = tuple(range(features.dim() - 1))
-    mean, scale = features.mean(dim=over), features.std(dim=over, correction=0)
+    axes = tuple(range(features.dim() - 1))
+    mean, scale = features.mean(dim=axes), features.std(dim=axes, correction=0)
     scale = torch.where(scale > 1e-6 * mean.abs() + 1e-12, scale, 1.0)
     weight = features.new_zeros(classes, features.shape[-1]) if start is None else start.weight.clone()
     bias = features.new_zeros(classes) if start is None else start.bias.clone()

@@ -232,11 +232,11 @@ class Robustness(Result):
         severities, names = list(next(iter(self.cells.values()))), [spoken(name) for name in self.cells]
         values = [[100 * cell.top1 for cell in row.values()] for row in self.cells.values()]
         beside = "" if self.clean is None else f", {percent(self.clean.top1)} on clean images"
-        off = 100 * 1.96 * 0.5 / math.sqrt(self.count)  # a 95 % interval at its widest, accuracy one half
+        margin = 100 * 1.96 * 0.5 / math.sqrt(self.count)  # a 95 % interval at its widest, accuracy one half
         accuracy = Figure(
             "accuracy",
             f"Top-1 accuracy in percent{beside}; chance is {100 / self.outputs:.3g} %. With "
-            f"{counted(self.count, 'images')} a cell is accurate to ± {off:.1f} points (95 %).",
+            f"{counted(self.count, 'images')} a cell is accurate to ± {margin:.1f} points (95 %).",
             "figures.value_grids",
             ({"": (values, "top-1 accuracy, %")}, names, list(map(str, severities)), "severity", ""),
             {"limits": (0.0, 100.0), "cell": (0.95, 0.36)},
