@@ -133,7 +133,7 @@ def by_class(answers: Tensor, classes: Sequence[str]) -> list[dict[str, Any]]:
 def confused_with(answers: Tensor, classes: Sequence[str]) -> list[str | None]:
     """The class that each class of counts [C, C] is confused with most often; None for a class without confusions."""
     most, which = answers.clone().fill_diagonal_(0).max(dim=1)
-    return [classes[other] if count else None for count, other in zip(most.tolist(), which.tolist(), strict=True)]
+    return [classes[int(other)] if count else None for count, other in zip(most, which, strict=True)]
 
 
 def class_table(answers: Tensor, classes: Sequence[str], things: str) -> Table:

@@ -113,7 +113,7 @@ class Detections(Result):
         table = Table(self.provenance.title(seen), ["", *NAMES.values()], rows)
         f1 = f"F1 at a score of {SURE} or more and an overlap of {OVERLAP}: {percent(self.answers.f1, 1)}."
         notes = (f1, *([f"The detections are in {self.saved}."] if self.saved else []))
-        numbers = (points(self.boxes.ap, 1), "AP of boxes"), (points(self.masks.ap, 1), "AP of masks")
+        numbers = (points(self.boxes.ap, 1) or "–", "AP of boxes"), (points(self.masks.ap, 1) or "–", "AP of masks")
         return Summary(sentence, (table,), notes, numbers)
 
     def numbers(self) -> dict[str, Any]:
