@@ -347,7 +347,7 @@ def measure_consistency(
     if rows[0].top1 is None and no_top1 is None:
         no_top1 = "the model has another number of classes than the data" if classifier else "its head was not trained"
     unknown = None if view.no_mask else view.unknown
-    return ConsistencyCurve(rows, view.backbone.reads, unknown, view.no_mask, view.grid, no_top1, seed=seed)
+    return ConsistencyCurve(rows, view.backbone.head_input, unknown, view.no_mask, view.grid, no_top1, seed=seed)
 
 
 def _measure(

@@ -25,7 +25,7 @@ from situs.errors import SitusError
 from situs.limits import check_value, check_values
 from situs.methods.measured import Puzzle, SolvesPuzzles
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
-from situs.models.model import puzzle_method, told_places
+from situs.models.model import anchor_notes, puzzle_method
 from situs.results import Result, Summary, Table, percent
 
 Grid = tuple[int, ...]
@@ -235,7 +235,7 @@ class Reconstruction(Result):
         return Summary(
             f"{sentence}. The model was trained with {self.trained.text}.",
             (table,),
-            told_places(hint_ratio, self.trained_hints),
+            anchor_notes(hint_ratio, self.trained_hints),
         )
 
     def numbers(self) -> dict[str, Any]:
