@@ -294,7 +294,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Reconstruction": (_reconstruction, {"one", "placed"}),
     "Remedies": (_remedies, set()),
     "Robustness": (_robustness, {"accuracy", "severity", "corruptions"}),
-    "Runs": (_runs, {"curves"}),
+    "Runs": (_runs, {"held-out", "curves"}),
     "SplitAudit": (_split_audit, {"pictures", "psnr", "places"}),
     "StepComparison": (_comparison_of_steps, set()),
     "StepTable": (_steps, set()),
