@@ -113,7 +113,7 @@ def _remedies() -> Remedies:
 
 def _curves() -> Curves:
     values = {"psnr": 30.0, "worst": 31.0, "exact": 0.0, "patches": 0.5}
-    points = [TracedPoint("0", NAME, "tokens", values, (29.0, 31.0)), TracedPoint("1", NAME, "", {}, said=NAME)]
+    points = [TracedPoint("0", NAME, "tokens", values, (29.0, 31.0)), TracedPoint("1", NAME, "", {}, reason=NAME)]
     return Curves(NAME, [TracedLine("noise", NAME, NAME, points)], IMAGES, 2)
 
 

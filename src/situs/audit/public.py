@@ -173,7 +173,7 @@ def audit_settings(
     """
     for name in ("batch", "labels", "fail_above"):
         if options.get(name, getattr(AuditConfig, name)) != getattr(AuditConfig, name):
-            reason = f"{name}={options[name]}: has no part in the settings of Table 5"
+            reason = f"{name}={options[name]}: is not used in the settings of Table 5"
             reason += ", which are one step on one image in fp32; leave it out"
             raise SitusError(reason, field=(name, "settings"))
     defended = [] if tuple(defences) == AUTO else [create_defence(defence) for defence in _each("defences", defences)]
