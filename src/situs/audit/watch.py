@@ -231,7 +231,7 @@ class Guard:
         if worst is not None:
             metric, value = worst.metric, worst.value
             bound = bound if worst.limit is None else worst.limit
-        look = Look(self.step, ANSWERS[judged.status], metric, bound, value, judged.said, seconds)
+        look = Look(self.step, ANSWERS[judged.status], metric, bound, value, judged.reason, seconds)
         self.looks.append(look)
         if callable(self.act):
             self.act(look)
@@ -268,7 +268,7 @@ class Guard:
         [judged] = judge(findings, self.limit, hardest=not cross_entropy).judgements
         noise = attempts[0].known.defence.noise_level(len(images))
         measured = f"; there is noise of {noise:.3g}, as measured" if judged.status == PASSED else ""
-        return judged._replace(said=judged.said + measured)
+        return judged._replace(reason=judged.reason + measured)
 
     def _findings(
         self, attempts: Sequence[Attempt], references: Sequence[Reference], images: Tensor, deadline: Deadline

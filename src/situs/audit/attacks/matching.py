@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused, known_numbers
 from situs.audit.attacks.patchembed.equations import svd
-from situs.audit.client import Walk, hidden_places, parameter_names
+from situs.audit.client import LocalOptimiser, hidden_places, parameter_names
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.stem import find_stem, noise_for, table_rows
@@ -233,12 +233,11 @@ def simulation(method: Method, known: Knowledge, names: Iterable[str]) -> Simula
         return {name: g / len(parts) for name, g in total.items()}
 
     def gradients(images: Tensor, labels: Tensor, draws: Draws) -> Gradients:
-        weights, total, walk = start, Gradients(), Walk(known.step.adam)
+        weights, total, optimiser = start, Gradients(), LocalOptimiser(known.step.adam)
         for step in range(known.step.local_steps):
             moved = mean(weights, images, labels, draws)
-            moved = (
-                walk(moved) if known.step.local_steps > 1 else moved
-            )  # `Knowledge.read` undoes a single step of Adam
+            if known.step.local_steps > 1:  # `Knowledge.read` undoes a single step of Adam
+                moved = optimiser(moved)
             total = {name: g + total[name] if total else g for name, g in moved.items()}
             if step + 1 < known.step.local_steps:
                 weights = {name: w - known.step.lr * moved[name] for name, w in weights.items()}
