@@ -51,7 +51,7 @@ from situs.train.inputs import own_splits
 from situs.train.log import machine
 from situs.train.optim import make_optimizer
 
-PRETRAINING = ("droppos", "mp3", "mae", "none")
+PRETRAINING = ("droppos", "mp3", "part", "mae", "none")
 HELD_OUT = 0.2
 """Share of data without a test split that is set aside."""
 ONE_LABEL_SCALE = 20.0
