@@ -103,7 +103,7 @@ def measure(name: str, batch: int, saves: int, place: Path, device: torch.device
             training.step()
             training.wait()
         ended = time.perf_counter()
-        run.settle()
+        run.wait()
         if number:  # the first allocates
             held.append(queued - began)
             busy.append(free - began)

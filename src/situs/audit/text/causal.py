@@ -92,7 +92,7 @@ def _next(backbone: DecoderBackbone, span: Span, weight: str, prefix: Sentence, 
 
 
 def _second(backbone: DecoderBackbone, stream: Stream) -> None:
-    backbone.layers()[1](stream.z, attention_mask=None, **backbone.given(stream))
+    backbone.layers()[1](stream.z, attention_mask=None, **backbone.layer_inputs(stream))
 
 
 def _repeats(node: Sentence) -> bool:
