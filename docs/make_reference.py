@@ -214,8 +214,8 @@ def attacks_page() -> str:
 
 # --- models.json ---------------------------------------------------------------------------------------------
 
-NARROW = ({"depth": 2, "embed_dim": 192, "num_heads": 3}, {"depth": 2}, {})
-"""Arguments that make a model of timm small, the first that it takes; none of them changes what applies to it."""
+SHALLOW = ({"depth": 2}, {})
+"""Arguments that leave few blocks of a timm model, the first that it takes; the depth does not change what applies."""
 
 MODEL_TYPES = {
     "hidden_size": 32,
@@ -267,19 +267,23 @@ def models() -> dict[str, Any]:
 def model_entry(library: str, name: str, cache: dict[Any, dict[str, Any]] | None = None) -> dict[str, Any]:
     """What applies to one model: class, positions, methods, locks and attacks, and why the others do not.
 
-    cache: entries by the make of a model, since names that differ in size alone need no second look.
+    cache: entries by the make of a model, since names that differ only in size need not be opened twice.
     """
+    import torch
+
     from situs.models.describe import describe
 
-    backbone = _small(library, name)
+    with torch.device("meta"):
+        backbone = _small(library, name)
     parameters = {re.sub(r"\d+", "0", parameter) for parameter, _ in backbone.model.named_parameters()}
-    sized = (name, backbone.grid) if "swin" in name else ()  # windows must fit its grid
+    sized = (name,) if "swin" in name else (backbone.num_tokens < backbone.dim,)  # as windows and attacks need it
     make = (type(backbone.model), tuple(sorted(parameters)), *sized)
     if cache is not None and make in cache:
         return cache[make]
     info = describe(backbone)
     reasons = {verdict.name: verdict.reason for verdict in (*info.methods, *info.locks) if not verdict.holds}
-    attacks = _image_attacks(backbone) if "images" not in backbone.refusals else _text_attacks(backbone)
+    images = "images" not in backbone.refusals
+    attacks = _image_attacks(_small(library, name)) if images else _text_attacks(backbone)
     reasons |= {attack: reason for attack, reason in attacks.items() if reason}
     entry = {
         "class": type(backbone.model).__name__,
@@ -295,7 +299,7 @@ def model_entry(library: str, name: str, cache: dict[Any, dict[str, Any]] | None
 
 
 def _small(library: str, name: str) -> Backbone:
-    """A model of this name or class with few and narrow blocks."""
+    """A model of this name or class with few blocks; one of transformers is narrow too."""
     if library == "transformers":
         import transformers
 
@@ -304,7 +308,7 @@ def _small(library: str, name: str) -> Backbone:
         config = kind.config_class(**{key: value for key, value in MODEL_TYPES.items() if key in known})
         config.architectures = [name]
         return create_backbone(config)
-    for arguments in NARROW:
+    for arguments in SHALLOW:
         try:
             return create_backbone(name, model_args=arguments)
         except SitusError as error:
@@ -316,7 +320,7 @@ def _image_attacks(backbone: Backbone) -> dict[str, str]:
     """Attack on gradients of images -> why it does not apply, "" if it does; without a defence but for the prior's."""
     known = {"patchembed-prior": Knowledge(defence=create_defence("noise=1e-3"))}
     size = backbone.input.shape or (224, 224)
-    names = [name for name, _ in backbone.model.named_parameters()]
+    names = [name for name, _ in backbone.named_parameters()]
     answers = {}
     for attack in ATTACKS:
         ready = create_attack(attack).prepare(backbone, names, replace(known.get(attack, Knowledge()), size=size))
