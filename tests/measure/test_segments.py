@@ -106,7 +106,7 @@ def test_others_are_refused(model: Model, data: Path, tmp_path: Path) -> None:
     with pytest.raises(SitusError, match="its classes are not those of tiny: there are 3, not 2"):
         evaluate_segments(model, data, masks=MaskConfig(0, (), ("ground", "disc", "c")))
     lost = Model("lost", model.backbone, None, model.input, facts={"method": "segmentation"})
-    with pytest.raises(SitusError, match=r"lost: its decoder is gone, the file situs_method\.safetensors"):
+    with pytest.raises(SitusError, match=r"lost: its decoder is missing \(the file situs_method\.safetensors"):
         evaluate_segments(lost)
 
 

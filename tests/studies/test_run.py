@@ -166,7 +166,7 @@ def test_interrupted_twice_by_the_clock_it_ends_the_same(
     for _ in range(2):
         cut = run(study, tmp_path / "out", how=How(minutes=0.6 / 60, at_once=2), say=said.append)
         assert any(task.state == "begun" for task in cut.tasks)
-    assert any(" min is over: jobs at work save themselves (2)" in line for line in said)
+    assert any(" min is over: 2 running jobs save themselves" in line for line in said)
     monkeypatch.setenv("FAKE_STEP", "0.0")
     assert same(run(study, tmp_path / "out", say=said.append)) == same(peace)
     assert sum("--resume" in line for line in said) >= 2
@@ -233,7 +233,7 @@ def test_other_data_at_the_same_path_is_noticed(study: Path, tmp_path: Path, mon
     (images / "a.png").write_bytes(b"two")
     monkeypatch.setenv("FAKE_STEP", "0.15")
     found = run_study(study, str(images), out=out, seeds=2, say=said.append, how=How(minutes=0.6 / 60))
-    assert f"images: pre-0 was done on other data than lies at {images} now" in said
+    assert f"images: pre-0 was run on other data than that at {images} now" in said
     assert found.tasks[1].state == "begun"
     (images / "a.png").write_bytes(b"six")
     with pytest.raises(SitusError, match=r"is not the images that job pre-1 began with; .* delete jobs/pre-1 ") as told:

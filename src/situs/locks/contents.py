@@ -107,7 +107,7 @@ def _check_content(folder: Path, name: str) -> None:
             if "\0" in path.read_text(encoding="utf-8"):
                 raise ValueError
         except ValueError:
-            raise SitusError(f"{path}: is no text, as its name says: it may hold weights; take it out first") from None
+            raise SitusError(f"{path}: is not the text that its name says, and may hold weights; remove it") from None
 
 
 def check_tensors(

@@ -242,5 +242,5 @@ def labels_of(batch: Batch, target: str = "label") -> Tensor:
 def hard(labels: Tensor) -> Tensor:
     """Labels as class numbers [n], the heaviest class where they are shares [n, C]."""
     if labels.dim() > 1 and not labels.is_floating_point():
-        raise SitusError("the data is multi-label, and one class a sample is asked for here", field="data")
+        raise SitusError("the data is multi-label, and this needs one class per sample", field="data")
     return labels if labels.dim() == 1 else labels.argmax(dim=-1)

@@ -220,7 +220,7 @@ def evaluate_objects(
         measured = measure(method, loader, loader, precision)
     if all(bool(truth.crowd.all()) for truth in measured.truths):
         said = f"none of the {counted(len(measured.truths), 'images')} looked at has an object apart from crowds"
-        raise SitusError(f"{loader.source.name}: {said}, so that there is no precision to tell", field="data")
+        raise SitusError(f"{loader.source.name}: {said}, so there is no precision to measure", field="data")
     each = [count_objects(*pair, method.classes) for pair in zip(measured.truths, measured.found, strict=True)]
     order = np.argsort([answers.f1 for answers in each], kind="stable")[:pictures].tolist()
     worst = [_shown(loader, measured.found[place], measured.truths[place], each[place].f1) for place in order]
@@ -236,7 +236,7 @@ def evaluate_objects(
 def _check_file(file: Path) -> None:
     """Refuses at once what could not be written in the end."""
     if file.is_dir():
-        raise SitusError(f"{file}: is a folder, and the detections are one file", field="save_detections")
+        raise SitusError(f"{file}: is a folder; give a file for the detections", field="save_detections")
     if not file.absolute().parent.is_dir():
         raise SitusError(f"{file}: its folder is not there", field="save_detections")
 

@@ -107,5 +107,5 @@ def measure_perplexity(
             total.add(torch.stack([each.double().sum(), right.sum().double(), known.sum().double()]))
     loss, right, count = total.over_ranks().tolist()
     if not count:
-        raise SitusError("there is no word to guess: each stands alone in its block", field="data")
+        raise SitusError("there is no word to predict: every block has only one", field="data")
     return WordScores(math.exp(min(loss / count, 700.0)), loss / count, right / count, int(count))

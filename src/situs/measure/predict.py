@@ -70,7 +70,7 @@ def check_csv(path: str | os.PathLike[str]) -> None:
     if Path(path).suffix.lower() != ".csv":
         raise SitusError(field="out", value=str(path), allowed="a file ending in .csv")
     if Path(path).is_dir():
-        raise SitusError(f"out={path}: is a folder, and a file ending in .csv is written", field="out")
+        raise SitusError(f"out={path}: is a folder; give a file that ends in .csv", field="out")
 
 
 def predict(

@@ -178,7 +178,7 @@ def solve_mix(method: SolvesPuzzles, pair: tuple[Tensor, Tensor], setting: Puzzl
     A method that tells places is refused: in a mix of two images no patch has a true one.
     """
     if method.sees_positions:
-        raise SitusError(f"{type(method).__name__}: a mix of two images has no true places that patches could be told")
+        raise SitusError(f"{type(method).__name__}: a mix of two images has no true places for hints")
     count, grid = method.backbone.num_tokens, method.backbone.grid
     ids = torch.arange(len(pair[0]), device=pair[0].device)
     *inputs, origin = mix_pairs(*pair, uniform(seed, 0, ids, "analyze.mix", (2 * count,)), grid)

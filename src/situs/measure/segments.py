@@ -261,7 +261,7 @@ def _check_names(model: Model, loader: Loader, data: AnyData) -> None:
 def segmentation_of(model: Model) -> Segmentation:
     """The method of a model that was trained to segment; any other is refused."""
     if model.method is None and model.facts.get("method") == "segmentation":
-        raise SitusError(f"{model.name}: its decoder is gone, the file {PARTS}; export it again", field="model")
+        raise SitusError(f"{model.name}: its decoder is missing (the file {PARTS}); export it again", field="model")
     if not isinstance(model.method, Segmentation):
         raise SitusError(
             f"{model.name}: was not trained to segment; fine-tune it with the method segmentation, or probe it",

@@ -117,7 +117,7 @@ class StudyFolder:
             raise SitusError(f"{path}: holds no study", field="folder")
         settings = read_json(path / SETTINGS)
         if absent := {"study", "seeds"} - settings.keys():
-            raise SitusError(f"{path / SETTINGS}: does not tell {', '.join(sorted(absent))}", field="folder")
+            raise SitusError(f"{path / SETTINGS}: lacks {', '.join(sorted(absent))}", field="folder")
         study, seeds = load_study(path / STUDY, configs=False), _seeds_of(path, settings)
         return cls(path, study, str(settings["study"]), str(settings.get("scale", PAPER)), seeds)
 
@@ -280,7 +280,7 @@ class StudyFolder:
         if task is None:
             raise unknown_name("job", name, self.jobs, field="take")
         if not VERBS[task.job.verb].trains:
-            raise SitusError(f"take: {name} is a measurement, and a model stands for a training alone", field="take")
+            raise SitusError(f"take: {name} is a measurement; only a training can be replaced by a model", field="take")
         if not (source / "config.json").is_file():
             raise SitusError(f"take: {source} holds no run and no export, there is no config.json in it", field="take")
         state = self.state(task)

@@ -161,7 +161,7 @@ class Job(Checked):
                 raise SitusError(f"each.{name}=[]: must hold a value at least", field=f"each.{name}")
         for name in ("data", "out", "seed", "resume", "preset", "config", "from"):
             if name in self.options and not (name == "seed" and not how.seed):
-                raise SitusError(f"options.{name}: is given by the study itself", field=f"options.{name}")
+                raise SitusError(f"options.{name}: is set by the study itself", field=f"options.{name}")
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class Line(Checked):
             if isinstance(value, tuple) and value and len(value) != len(self.at):
                 raise SitusError(f"{name}: has {len(value)} entries for {len(self.at)} points", field=name)
         if self.job and bool(self.at) == bool(self.over):
-            raise SitusError("at, over: give the points, or where the job's own are, and not both", field="at")
+            raise SitusError("at, over: give the points, or where to find those of the job, not both", field="at")
 
 
 @dataclass(frozen=True)
@@ -398,13 +398,13 @@ class Study(Checked):
         if not (self.tables or self.curves or self.pictures):
             raise SitusError("tables: a study needs a table, curves or pictures to show", field="tables")
         if not self.jobs and not any(each.whole for each in self.missing):
-            raise SitusError("jobs: there are none, and [[missing]] does not say why", field="jobs")
+            raise SitusError("jobs: there are none; [[missing]] must say why", field="jobs")
         for name in (*self.cost.minutes, *self.cost.measured, *([self.measured.scale] if self.measured else ())):
             if name not in self.scale_names():
                 raise unknown_name("scale", name, self.scale_names(), field="cost")
         rows = [row for table in self.tables for row in table.rows]
         if any(each.ours for each in (*rows, *self._lines())) and self.measured is None:
-            raise SitusError("measured: is needed where rows hold ours, and says when and on what", field="measured")
+            raise SitusError("measured: is needed if rows hold our numbers, to say when and where", field="measured")
         names = {each.name for each in (*rows, *self._lines())}
         columns = {column.name for table in self.tables for column in table.columns}
         for index, each in enumerate(self.missing):

@@ -127,7 +127,7 @@ def _check_names(study: Study, jobs: Jobs) -> None:
         if job and job not in jobs:
             raise unknown_name("job", job, jobs, field=where).prefixed(where)
         if job and not figure:
-            raise SitusError(f"{where}: job {job!r} fills it, and no figure says with what", field=where)
+            raise SitusError(f"{where}: job {job!r} fills it, but no `figure` says with which number", field=where)
         try:
             check_path(figure)
         except SitusError as error:

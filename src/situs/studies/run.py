@@ -110,7 +110,7 @@ def run_study(
     except OSError as error:
         told = (error.strerror or str(error)).lower()
         raise SitusError(
-            f"{path}: cannot be written: {told}; once it can be, the same command goes on", field="out"
+            f"{path}: cannot be written: {told}; run the same command again once it can be", field="out"
         ) from None
     finally:
         if created and path.is_dir() and not any(path.iterdir()):
@@ -184,7 +184,7 @@ class _Runner:
                     told.tell(ended + sum(at_work.values()), said)
                     if interrupt.requested or (minutes is not None and time.monotonic() - began > 60 * minutes):
                         why = "interrupted" if interrupt.requested else f"the time of {minutes:g} min is over"
-                        self.say(f"{why}: jobs at work save themselves ({len(self.running)}); the same command goes on")
+                        self.say(f"{why}: {len(self.running)} running jobs save themselves; the same command continues")
                         break
                     for task in self._ready(tasks)[: len(self.slots) - len(self.running)]:
                         self._start(task)
@@ -212,7 +212,7 @@ class _Runner:
                     )
                 if self.folder.ended(task) == DONE and name not in told:
                     told.add(name)
-                    self.say(f"{name}: {task.name} was done on other data than lies at {self.data[name]} now")
+                    self.say(f"{name}: {task.name} was run on other data than that at {self.data[name]} now")
 
     def _marks(self, task: Task) -> dict[str, str]:
         return {name: self.marks[name] for name in data_of(self.folder.study, task.job)}

@@ -101,7 +101,7 @@ def no_embedding(scene: Scene) -> Found:
     Noise of several sendings is averaged away first; tokens of a shuffled batch are put together by their company.
     """
     if not (scene.veil.rows or scene.size):
-        raise NotTriedError("the rows are in their order, and it makes no pictures")
+        raise NotTriedError("the rows are in order already, and this attack makes no images")
     height, width = scene.stage.grid
     if height != width:
         raise NotTriedError(f"a grid of {height} × {width} is no square")
@@ -137,7 +137,7 @@ def linkage(scene: Scene) -> Found:
         found = link(scene.view.seen, later.seen)
         return Found({"linked": float((found == later.truth.sample[:, 0]).double().mean())})
     if scene.size >= count:
-        raise NotTriedError("all samples are in one batch, which tells none from the others")
+        raise NotTriedError("all samples are in one batch, so none can be told from the others")
     truth, group = scene.view.truth, _company(scene)
     patches = truth.row >= len(scene.side.prefix)
     return Found({"linked": found_again(group[patches], truth.sample[patches])})

@@ -175,9 +175,7 @@ def check_classes(bench: Bench) -> None:
     labels, classes, name = bench.labels, bench.classes, bench.train.name
     counts = labels.bincount(minlength=len(classes))
     if len(classes) < 2 or int((counts > 0).sum()) < 2:
-        raise SitusError(
-            f"{name}: all its images are of one class, so that there is nothing to tell apart", field="data"
-        )
+        raise SitusError(f"{name}: all its images have the same class, so there is nothing to learn", field="data")
     if not counts.all():
         none = [classes[at] for at in (counts == 0).nonzero()[:, 0].tolist()]
         few = ", ".join(map(repr, none[:3])) + (", …" if len(none) > 3 else "")

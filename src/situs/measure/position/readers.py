@@ -54,7 +54,7 @@ def probe_places(backbone: Backbone, batches: Iterable[Batch], *, positions: boo
     """
     backbone.require("tokens")
     if backbone.num_tokens < 2:
-        raise SitusError(f"{backbone.name}: has one patch, so that there are no places to tell apart", field="img_size")
+        raise SitusError(f"{backbone.name}: has one patch, so there are no places to distinguish", field="img_size")
     halves: dict[Key, tuple[Sums, Sums]] = {}
 
     def fit(first: int, key: Key, layer: Layer) -> None:

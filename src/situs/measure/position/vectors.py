@@ -349,7 +349,7 @@ def tables_of(backbone: Backbone) -> tuple[PositionTable, ...]:
     if not found:
         raise SitusError(f"{backbone.name}: {_nothing(backbone, places)}")
     if backbone.num_tokens < 2:
-        raise SitusError(f"{backbone.name}: has a single place, which stands to no other", field="img_size")
+        raise SitusError(f"{backbone.name}: has a single place, so no two can be compared", field="img_size")
     for table in found:
         _check_rows(backbone.name, table)
     return tuple(found)
@@ -397,7 +397,7 @@ def _check_rows(name: str, table: PositionTable) -> None:
             "there is nothing to analyse"
         )
     if not (table.rows - table.rows[0]).any():
-        raise SitusError(f"{name}: every place has the same vector in its {table.kind}, so it tells none from another")
+        raise SitusError(f"{name}: every place has the same vector in its {table.kind}, so they cannot be told apart")
 
 
 # --- what they hold -------------------------------------------------------------------------------------------------

@@ -66,11 +66,9 @@ def read_class_list(path: Path) -> tuple[str, ...]:
 def match_classes(found: Sequence[str] | None, names: Sequence[str] | None, outputs: int, what: str) -> list[int]:
     """Which output of the classifier each class of a set is. found: the set's. names: the outputs', where known."""
     if found is None:
-        raise SitusError(f"{what}: has no labels; its images must stand in one folder a class")
+        raise SitusError(f"{what}: has no labels; its images must be in one folder per class")
     if names is not None and len(names) != outputs:
-        raise SitusError(
-            f"{len(names)} class names are given and the classifier has {outputs} outputs", field="class_list"
-        )
+        raise SitusError(f"{len(names)} class names, but the classifier has {outputs} outputs", field="class_list")
     if names is None:
         if len(found) != outputs:
             raise SitusError(
