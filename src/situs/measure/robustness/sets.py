@@ -72,8 +72,8 @@ def match_classes(found: Sequence[str] | None, names: Sequence[str] | None, outp
     if names is None:
         if len(found) != outputs:
             raise SitusError(
-                f"{what}: has {counted(len(found), 'classes')} and the classifier {outputs} outputs whose names are "
-                "not known; give the names in their order",
+                f"{what}: has {counted(len(found), 'classes')}, but the classifier has {outputs} outputs without names; "
+                "give their names in order",
                 field="class_list",
             )
         return list(range(outputs))
