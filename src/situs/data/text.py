@@ -57,7 +57,7 @@ class Columns(Checked):
     """Column of the second sentence; none: single sentences. Default: as in training."""
 
     label: str | None = None
-    """Column of the labels. Default: the column the model was trained on, or label, labels, fine_label, cls or class."""
+    """Column of the labels. Default: that of training, or label, labels, fine_label, cls or class."""
 
     def over(self, text: TextConfig) -> TextConfig:
         """`text` with these columns in the place of its own."""

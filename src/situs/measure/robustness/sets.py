@@ -72,7 +72,7 @@ def match_classes(found: Sequence[str] | None, names: Sequence[str] | None, outp
     if names is None:
         if len(found) != outputs:
             raise SitusError(
-                f"{what}: has {counted(len(found), 'classes')}, but the classifier has {outputs} outputs without names; "
+                f"{what}: has {counted(len(found), 'classes')}, but the classifier has {outputs} unnamed outputs; "
                 "give their names in order",
                 field="class_list",
             )
