@@ -273,7 +273,7 @@ def test_positions_are_refused_for_a_reason_in_the_model(tmp_path: Path) -> None
         create_backbone(vit, drop_path=0.1)
 
 
-@pytest.mark.parametrize("name", ["vit", "dinov2"])
+@pytest.mark.parametrize("name", ["vit", pytest.param("dinov2", marks=pytest.mark.slow)])
 def test_another_size_has_the_table_resampled(name: str, tmp_path: Path) -> None:
     run = pretrain(tmp_path / "droppos", make_folder(tmp_path / "model", name), "droppos")
     given = load_run(run).method.backbone.positions().table
