@@ -176,7 +176,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         ([one, "--imagenet-a", tmp_path / "flat", *none], "flat: has no labels"),
         ([one, "--imagenet-o", empty, *none], "(--imagenet-o)"),
         ([one, "--imagenet-o", tmp_path / "flat", *none, "--in-distribution", tmp_path / "no"], "no such folder"),
-        ([one, "--imagenet-a", natural, *none, "--class-list", short], "2 class names, but"),
+        ([one, "--imagenet-a", natural, *none, "--class-list", short], "2 class names are given"),
         ([one, "--imagenet-a", natural, *none, "--class-list", empty], "cannot be read"),
         ([one, "--data", empty], "empty: holds no images"),
     ):

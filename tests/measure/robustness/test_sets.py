@@ -39,7 +39,7 @@ def test_classes_are_matched_by_name() -> None:
         match_classes(("n01", "n05"), names, 4, "a")
     with pytest.raises(SitusError, match=r"a: has 2 classes, and the classifier 4 outputs"):
         match_classes(("n01", "n02"), None, 4, "a")
-    with pytest.raises(SitusError, match="4 class names, but the classifier has 5 outputs"):
+    with pytest.raises(SitusError, match="4 class names are given and the classifier has 5 outputs"):
         match_classes(("n01",), names, 5, "a")
     with pytest.raises(SitusError, match="a: has no labels"):
         match_classes(None, names, 4, "a")
