@@ -48,7 +48,7 @@ from situs.split import remote
 from situs.split.client import Client
 from situs.split.hiding import make_cut
 from situs.split.message import Expected, Message
-from situs.split.parts import cut, layout, own_names, trained_order
+from situs.split.parts import cut, layout, side_names, trained_order
 from situs.split.remote import SplitStepper, attach
 from situs.split.server import Server, agreed
 from situs.split.serving import make_server
@@ -210,7 +210,7 @@ def split_row(
         stepper = split_stepper(method, client, config, permute, args.device)
         method.train()
         found = timed(stepper, batch, args.steps, args.warmup, call, served.process.pid)
-        found["bytes"] = client.sent / (args.steps + args.warmup) / batch.ids.shape[0]
+        found["bytes"] = client.traffic / (args.steps + args.warmup) / batch.ids.shape[0]
         reached = found["bytes"] * batch.ids.shape[0] * args.steps / MIB / max(1e-9, found["wire"] * found["seconds"])
         return found | {"mib_s": reached}
 
@@ -267,11 +267,11 @@ def counted_step(args: Any, permute: tuple[str, ...] | None) -> list[float]:
             kept.pop(weight.untyped_storage().data_ptr(), None)  # is there without a step
         here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         most = torch.cuda.max_memory_allocated() if device.startswith("cuda") else here
-        before = 0 if client is None else client.sent
+        before = 0 if client is None else client.traffic
         # The counter does not know every fused attention; as plain products it knows it everywhere.
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             stepper.update(batch, When(step=2), 1e-4, False)
-        sent = 0 if client is None else client.sent - before
+        sent = 0 if client is None else client.traffic - before
     return [counter.get_total_flops() / 1e9, sent / MIB, sum(kept.values()) / MIB, most / MIB]
 
 
@@ -288,7 +288,7 @@ def count_steps(args: Any) -> None:
 
 def split_stepper(method: Method, client: Client, config: RunConfig, permute: tuple[str, ...], device: str) -> Stepper:
     """What updates a client's part of `method`, whose blocks are the server's from here on."""
-    order, theirs = trained_order(method, config.optim), own_names(method, "server")
+    order, theirs = trained_order(method, config.optim), side_names(method, "server")
     entrance = make_cut(method.backbone, parse_veil("none", permute), Key(bytes(32)), run=client.session)
     training = agreed(config.optim, config.train.precision_on(torch.device(device)))
     client.hello(layout(method.backbone), training, [])

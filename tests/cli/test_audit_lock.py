@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from situs.cli.main import main
-from situs.locks.attacks.graph import Schedule, patient
+from situs.locks.attacks.graph import Schedule, long_schedule
 from situs.locks.attacks.recovery import BROKEN
 
 pytest.importorskip("cryptography")
@@ -149,8 +149,8 @@ def test_who_runs_the_blocks_reads_the_key_off_the_stream(
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of the steps, for tests in which it does not matter how far the search comes."""
-    quick = {warmth: Schedule(1.0, patient(warmth).steps[::10]) for warmth in (0.25, 0.5, 1.0)}
-    monkeypatch.setattr("situs.locks.attacks.images.patient", quick.__getitem__)
+    quick = {warmth: Schedule(1.0, long_schedule(warmth).steps[::10]) for warmth in (0.25, 0.5, 1.0)}
+    monkeypatch.setattr("situs.locks.attacks.images.long_schedule", quick.__getitem__)
 
 
 def pictures(folder: Path, pixels: Tensor) -> Path:
@@ -182,7 +182,7 @@ def test_images_without_labels(locked: Locked, tmp_path: Path, capsys: pytest.Ca
             assert f"<td>{name}</td><td>not tried</td>" in (out / "audit.html").read_text().replace("\n", "")
     assert audit(locked.plain, "--images", photographs) == 0
     said = (
-        "No strength can be given. That is inconclusive, and no pass. Not judged, because the true key was not given: "
+        "No strength can be given: inconclusive (not a pass). Not judged, because the true key was not given: "
     )
     assert said + "no-base, images." in capsys.readouterr().out
 
@@ -212,7 +212,7 @@ def test_pictures_that_tell_nothing_prove_no_strength(
     images = written["attacks"][1]
     assert images["right"] <= 8  # it got nowhere
     assert written["strength_bits"] is None and images["bits"] is None and said in images["doubt"]
-    assert "No strength can be given. That is inconclusive, and no pass." in printed and said in printed
+    assert "No strength can be given: inconclusive (not a pass)." in printed and said in printed
     page = (tmp_path / "out" / "audit.html").read_text()
     assert "no strength" in page and "of 256<" not in page and "bits." not in printed and "inconclusive" in printed
 

@@ -74,7 +74,7 @@ def test_a_large_file_that_is_not_known_is_refused(source, tmp_path, name):
 def test_a_known_name_has_a_limit(source, tmp_path, name, limit):
     path = put(source, name, b" ")
     os.truncate(path, limit * MIB + 1)
-    with pytest.raises(SitusError, match=f"{name} is of .* more than the {limit} MiB"):
+    with pytest.raises(SitusError, match=f"{name} has .* more than the {limit} MiB"):
         lock(source, KEY, tmp_path / "locked")
     path.write_bytes(b" " * MIB)
     assert name in lock(source, KEY, tmp_path / "locked").manifest.files

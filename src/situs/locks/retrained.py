@@ -1,4 +1,4 @@
-"""Opening a locked model that was trained since: new values, the layout that was locked."""
+"""Opening a locked model that was trained after it was locked: new values in the same layout."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from situs.locks.withhold import open_second
 def unlock_retrained(
     folder: Path, manifest: Manifest, key: Key, out: str | Path, withheld: str | Path | None
 ) -> list[str]:
-    """Opens what authorised training has made of a lock; says what was taken unchecked.
+    """Opens a locked model after authorised training into `out`; returns sentences on what could not be checked.
 
-    withheld: the second file. What the folder holds itself, a trained embedding say, goes before what is in it.
+    withheld: the second file. A tensor of the folder itself (a trained embedding, say) takes precedence over it.
     """
     if manifest.sealed:
         raise SitusError(
-            f"{folder}: is sealed, so nobody trained it since: open it as it was locked", field="retrained"
+            f"{folder}: is sealed, so it cannot have been trained since: open it as it was locked", field="retrained"
         )
     weights = files.weight_files(folder)
-    others, left = sort_files(folder, [*weights, NAME], refuse=False)
+    others, left_out = sort_files(folder, [*weights, NAME], refuse=False)
     headers = {name: files.header_of(folder, name) for name in weights}
     specs = files.all_specs(headers, folder)
     old = {spec.name: spec for spec in manifest.specs()}
-    absent = manifest.held() - specs.keys()
+    absent = manifest.withheld_names() - specs.keys()
     _check_layout(folder, manifest, specs, old, absent)
     changes, codes = openers(manifest, key), codes_of(key, manifest.lock_id)
     changed: set[str] = set()
@@ -44,9 +44,9 @@ def unlock_retrained(
             changed.add(spec.name)
 
     unneeded = not absent and withheld is None
-    opened = nullcontext((None, None, {})) if unneeded else open_second(folder, manifest, key, withheld)
-    with opened as (second, second_header, originals), files.new_folder(out) as aside:
-        apart = {} if second_header is None else second_header.places()
+    opening = nullcontext((None, None, {})) if unneeded else open_second(folder, manifest, key, withheld)
+    with opening as (second, second_header, originals), files.new_folder(out) as aside:
+        second_places = {} if second_header is None else second_header.places()
         for name in weights:
             whole = _whole(folder, name, headers[name], originals, absent)
             places = headers[name].places()
@@ -57,7 +57,7 @@ def unlock_retrained(
                 def at(spec: Spec, reader: PlainSource = reader, places: dict[str, int] = places) -> ByteSource:
                     source = second if spec.name in absent else reader
                     assert isinstance(source, PlainSource)
-                    source.seek(apart[spec.name] if spec.name in absent else places[spec.name])
+                    source.seek(second_places[spec.name] if spec.name in absent else places[spec.name])
                     return source
 
                 shards.rewrite(at, lambda _, writer=writer: writer, whole.tensors, changes, codes.tensor, compare)
@@ -65,11 +65,11 @@ def unlock_retrained(
             with shards.plain_source(folder / name) as reader, new_file(aside, name, private=True) as writer:
                 shards.copy(reader, writer, codes.start("file", name))
     names = (specs.keys() | old.keys()) - absent
-    other = sorted(name for name in names if specs.get(name) != old.get(name))
+    differing = sorted(name for name in names if specs.get(name) != old.get(name))
     return [
         f"{len(changed)} of {len(specs)} tensors are not those that were locked: accepted as retrained, unchecked.",
-        *([f"Clear tensors that are new, gone or of another shape: {', '.join(other)}."] if other else []),
-        *([f"Left behind, as they may hold locked weights: {', '.join(left)}."] if left else []),
+        *([f"Clear tensors that are new, missing or of another shape: {', '.join(differing)}."] if differing else []),
+        *([f"Left out, as they may hold locked weights: {', '.join(left_out)}."] if left_out else []),
     ]
 
 
@@ -80,23 +80,23 @@ def _check_layout(
         if specs.get(name) != old[name]:
             now = "is not there" if name not in specs else f"is {specs[name].dtype} {list(specs[name].shape)}"
             raise SitusError(
-                f"{folder}: {name} {now}, locked was {old[name].dtype} {list(old[name].shape)}: the key fits the "
-                "layout that was locked, and no other",
+                f"{folder}: {name} {now}, locked was {old[name].dtype} {list(old[name].shape)}: the key fits only "
+                "the layout that was locked",
                 field="retrained",
             )
 
 
 def _whole(folder: Path, name: str, header: Header, originals: dict[str, Header], absent: frozenset[str]) -> Header:
-    """The header of a trained file with what is withheld put back where it was; its own where nothing is."""
+    """The header of a trained file with the withheld tensors put back in their places."""
     if not absent:
         return header
-    there = {spec.name for spec in header.tensors}
-    known = originals.get(name)
-    if known is None or {spec.name for spec in known.tensors} - absent != there:
+    present = {spec.name for spec in header.tensors}
+    original = originals.get(name)
+    if original is None or {spec.name for spec in original.tensors} - absent != present:
         raise SitusError(
-            f"{folder}: {name} holds other tensors than the file that was locked, so what was withheld has no place in "
-            "it: save the whole model, and open that",
+            f"{folder}: {name} holds other tensors than the file that was locked, so the withheld tensors have no "
+            "place in it: save the whole model, and open that",
             field="retrained",
         )
     specs = {spec.name: spec for spec in header.tensors}
-    return shards.make_header([specs.get(spec.name, spec) for spec in known.tensors], known.notes)
+    return shards.make_header([specs.get(spec.name, spec) for spec in original.tensors], original.notes)

@@ -15,7 +15,7 @@ def audit_page(found: LockAudit) -> Page:
     """What each attacker got, and over the drift of the base where several were tried."""
     said = found.summary()
     strength, opened = found.strength, [each.attacker for each in found.attacks if each.bits == 0]
-    page = Page(f"Attacks on a lock: {found.model}, locked{found.kept}")
+    page = Page(f"Attacks on a lock: {found.model}, locked{found.withheld}")
     if opened:
         page.lead = f"The lock is open to {' and '.join(opened[:2])}. {said.sentence}"
         page.judge("bad", "Open to these attackers")
