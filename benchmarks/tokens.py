@@ -27,8 +27,8 @@ from situs.audit.attacks.base import Refused
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.attacks.tokens.block import Block, NoBlockError
 from situs.audit.attacks.tokens.linear import Equations, count, read_spans
-from situs.audit.client import DTYPES, victim_gradients
-from situs.audit.defences import Defence, NoDefence, NoPositionGradient
+from situs.audit.client import victim_gradients
+from situs.audit.defences import Defence, NoDefence, NoPositionGradient, Step
 from situs.audit.scores.metrics import denormalise, match_patches, psnr
 from situs.audit.scores.scoring import pictures_of
 from situs.backbones import create_backbone
@@ -62,6 +62,7 @@ POSITIONS = ("sent", "withheld", "sincos", "none", "own")
 """sent, withheld: the gradient of the learned table; sincos, none: instead of it; own: rotary or relative ones."""
 
 NORMALISATION = ((0.5,) * 3, (0.5,) * 3)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 HEAD = (
     "model", "positions", "batch", "open: counted", "measured", "patches that fit", "PSNR, dB", "exact", "in order",
     "proved", "CPU s", "why",
@@ -129,7 +130,9 @@ def measured(backbone: Any, x: torch.Tensor, defence: Defence) -> tuple[Any, int
     """What is counted, and the directions that the equations of a float64 step leave open."""
     precise = deepcopy(backbone).double()
     with torch.enable_grad():
-        sent = victim_gradients(precise, x.double(), torch.arange(len(x)), defence=defence, dtype=torch.float64)
+        sent = victim_gradients(
+            precise, x.double(), torch.arange(len(x)), step=Step(dtype=torch.float64), defence=defence
+        )
     block = Block(precise.requires_grad_(False).eval())
     counts = count(block, len(x))
     if counts.full:
@@ -141,7 +144,7 @@ def measured(backbone: Any, x: torch.Tensor, defence: Defence) -> tuple[Any, int
 
 def row(backbone: Any, x: torch.Tensor, positions: str, args: argparse.Namespace) -> list[Any]:
     defence = NoDefence() if positions == "sent" else NoPositionGradient()
-    known = Knowledge(defence, len(x), normalisation=NORMALISATION)
+    known = Knowledge(defence, Step(len(x)), normalisation=NORMALISATION)
     name = "patchembed" if positions == "sent" else "tokens"
     attack = create_attack(name, TokensConfig(seconds=args.seconds, rounds=args.rounds))
     counts, real = None, denormalise(x, *NORMALISATION)
@@ -152,7 +155,7 @@ def row(backbone: Any, x: torch.Tensor, positions: str, args: argparse.Namespace
             predicted = ["-" if counts is None or counts.full else counts.open, found]
         except NoBlockError:
             pass
-    sent = victim_gradients(backbone, x, torch.arange(len(x)), defence=defence, dtype=DTYPES[args.precision])
+    sent = victim_gradients(backbone, x, torch.arange(len(x)), step=Step(dtype=DTYPES[args.precision]), defence=defence)
     begun = time.process_time()
     ready = attack.prepare(backbone, sent, known)
     if isinstance(ready, Refused):

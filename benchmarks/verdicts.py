@@ -223,9 +223,7 @@ def attackers(
         and (picture := clean(backbone, before, sent, sigma)) is not None
     ):
         made["clean"] = picture
-    known = Knowledge(
-        defence, size, method=method_of(defence, backbone), local_steps=defence.step(Step(size)).local_steps
-    )
+    known = Knowledge(defence, defence.step(Step(size)), method=method_of(defence, backbone))
     from copy import deepcopy
 
     method = method_of(defence, deepcopy(backbone).double())

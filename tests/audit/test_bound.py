@@ -15,7 +15,7 @@ from situs.audit.attacks.base import Knowledge
 from situs.audit.cases import TestSet
 from situs.audit.client import least_likely, victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.defences import method_of
+from situs.audit.defences import Step, method_of
 from situs.audit.gradients import Audit, attack_gradients
 from situs.audit.oracle import estimate
 from situs.gate import ABOVE, NOT_JUDGED, PASSED, exposed
@@ -204,7 +204,7 @@ def test_the_oracle_is_asked_of_every_path_whatever_is_withheld() -> None:
     labels = torch.tensor([1])
     upload = victim_gradients(backbone, PICTURES[:1], labels, defence=defence)
     method = method_of(defence, backbone)
-    made = estimate(method, upload, PICTURES[:1], labels, {}, Knowledge(defence, 1, method=method))
+    made = estimate(method, upload, PICTURES[:1], labels, {}, Knowledge(defence, Step(1), method=method))
     assert len(made.pictures) == 2 and not any(picture.requires_grad for picture in made.pictures)
 
 

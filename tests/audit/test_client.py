@@ -12,7 +12,7 @@ from torch import nn
 
 from situs.audit import DEFENCES, Clip, MaskedJigsaw, Noise, NoPositionGradient, create_attack, create_defence
 from situs.audit.client import rounded, victim_gradients
-from situs.audit.defences import Defence, NoDefence, Together, Training
+from situs.audit.defences import Defence, NoDefence, Step, Together
 from situs.backbones import create_backbone
 from situs.errors import SitusError
 from situs.methods import create_method
@@ -35,7 +35,7 @@ def norm(gradients: dict[str, torch.Tensor]) -> float:
 def test_contract(name: str, backbone: Any) -> None:
     defence = create_defence(name)
     before = {n: p.clone() for n, p in backbone.named_parameters()}
-    one, two = (victim_gradients(backbone, X[:2], Y[:2], defence=defence, seed=1) for _ in range(2))
+    one, two = (victim_gradients(backbone, X[:2], Y[:2], step=Step(seed=1), defence=defence) for _ in range(2))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[n], two[n]) for n in one)
     shapes = {n: p.shape for n, p in backbone.named_parameters()}
@@ -70,7 +70,7 @@ def test_clipping_is_per_sample(backbone: Any) -> None:
 
 def test_local_steps_are_those_of_sgd(backbone: Any) -> None:
     """The FedAvg update by torch's own SGD on a copy."""
-    found = victim_gradients(backbone, X, Y, local_steps=3, training=Training(lr=0.1))
+    found = victim_gradients(backbone, X, Y, step=Step(local_steps=3, lr=0.1))
     copy = deepcopy(backbone)
     optimiser = torch.optim.SGD(copy.parameters(), lr=0.1)
     for _ in range(3):
@@ -82,7 +82,7 @@ def test_local_steps_are_those_of_sgd(backbone: Any) -> None:
 
 
 def test_types_and_methods(backbone: Any) -> None:
-    half = victim_gradients(backbone, X, Y, dtype=torch.bfloat16)
+    half = victim_gradients(backbone, X, Y, step=Step(dtype=torch.bfloat16))
     assert {g.dtype for g in half.values()} == {torch.bfloat16}
     method = create_method("mjp", backbone)
     own = victim_gradients(method, X, Y, defence=NoDefence())
@@ -215,7 +215,7 @@ def test_noise_is_drawn_anew_for_every_name_and_every_sample(backbone: Any) -> N
     """As large as stated, and no draw is used twice: what is in two uploads or two names cannot be averaged away."""
 
     def noise(number: int, seed: int = 0, defence: Defence | None = None) -> dict[str, torch.Tensor]:
-        given = {"seed": seed, "ids": torch.tensor([number])}
+        given: Any = {"step": Step(seed=seed), "ids": torch.tensor([number])}
         plain = victim_gradients(backbone, X[:1], Y[:1], **given)
         sent = victim_gradients(backbone, X[:1], Y[:1], defence=defence or Noise(0.1), **given)
         return {name: (sent[name] - plain[name]).flatten().double() for name in plain}
@@ -246,7 +246,9 @@ def test_a_parameter_that_takes_no_part_is_sent_as_zeros(backbone: Any) -> None:
 
 def test_local_steps_of_adam_are_torchs_own(backbone: Any) -> None:
     backbone, x = deepcopy(backbone).double(), X.double()  # a bias of keys has no gradient but rounding
-    found = victim_gradients(backbone, x, Y, defence=create_defence("fedavg-adam=3:0.01"), dtype=torch.float64)
+    found = victim_gradients(
+        backbone, x, Y, step=Step(dtype=torch.float64), defence=create_defence("fedavg-adam=3:0.01")
+    )
     copy = deepcopy(backbone)
     optimiser = torch.optim.Adam(copy.parameters(), lr=0.01)
     for _ in range(3):

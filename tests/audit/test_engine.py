@@ -59,7 +59,7 @@ class Spy(Attack):
         self.seen.append((known.first, len(uploads)))
         self.names |= {*uploads[0]}
         count = min(self.most, len(uploads))
-        return Recovery(torch.zeros(count * known.batch, 1, 8, 8), [{}] * count)
+        return Recovery(torch.zeros(count * known.step.batch, 1, 8, 8), [{}] * count)
 
 
 def findings(
@@ -133,8 +133,8 @@ def test_groups_give_what_all_uploads_at_once_give(backbone: Any, batch: int) ->
     """Scores, facts and a search's own noise, against the attack on all uploads in one call."""
     test, step = images(18), Step(batch=batch, seed=3)
     parts = zip(test.pixels.split(batch), test.labels.split(batch), torch.arange(18).split(batch), strict=True)
-    uploads = [victim_gradients(backbone, x, y, ids=i, seed=3, defence=Noise(1e-4)) for x, y, i in parts]
-    known = Knowledge(Noise(1e-4), batch, seed=3, normalisation=NORMALISATION)
+    uploads = [victim_gradients(backbone, x, y, step=Step(seed=3), ids=i, defence=Noise(1e-4)) for x, y, i in parts]
+    known = Knowledge(Noise(1e-4), Step(batch, seed=3), normalisation=NORMALISATION)
     attacks = [PatchEmbedding(), Matching(MatchingConfig(iterations=3, parallel=8))]
     found = run([Case("m", backbone, Noise(1e-4), attack) for attack in attacks], test, step)
     for attack, outcome in zip(attacks, found.values(), strict=True):

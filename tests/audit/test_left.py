@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from situs.audit import audit_gradients
 from situs.audit.client import names_sent, victim_gradients
-from situs.audit.defences import NoDefence
+from situs.audit.defences import NoDefence, Step
 from situs.audit.gradients import Fallback
 from situs.audit.left import classifier_of, fed_to, read_classifier
 from situs.backbones import create_backbone
@@ -51,7 +51,7 @@ def test_the_features_and_the_label_of_one_image_are_read_off_the_classifiers_gr
         method.backbone.embed(images), method.backbone.positions())))  # fmt: skip
     torch.testing.assert_close(fed_to(method, name, images), own.prefix[:, 0])  # what a ViT's head is fed: CLS
     for i in range(3):
-        upload = victim_gradients(method, images[i : i + 1], labels[i : i + 1], dtype=torch.float64)
+        upload = victim_gradients(method, images[i : i + 1], labels[i : i + 1], step=Step(dtype=torch.float64))
         read = read_classifier(upload, name)
         assert read.label == int(labels[i]) and read.features is not None
         torch.testing.assert_close(read.features, own.prefix[i, 0], rtol=1e-9, atol=1e-11)
@@ -62,7 +62,7 @@ def test_loras_gradient_shows_as_many_directions_of_the_tokens_as_its_rank() -> 
     images, fed = torch.randn(1, 3, 28, 28, dtype=torch.float64), []
     block = method.backbone.model.blocks[0]
     handle = block.norm1.register_forward_hook(lambda *given: fed.append(given[2]))
-    upload = victim_gradients(method, images, torch.tensor([1]), dtype=torch.float64)
+    upload = victim_gradients(method, images, torch.tensor([1]), step=Step(dtype=torch.float64))
     handle.remove()
     down = upload["model.blocks.0.attn.qkv.parametrizations.weight.0.down"]
     tokens = fed[0][0].detach()

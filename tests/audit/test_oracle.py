@@ -13,7 +13,7 @@ from situs.audit import create_defence
 from situs.audit.attacks.base import Knowledge
 from situs.audit.attacks.matching import simulation
 from situs.audit.client import victim_gradients
-from situs.audit.defences import method_of
+from situs.audit.defences import Step, method_of
 from situs.audit.oracle import RINGS, Oracle, Prior, cosines, estimate
 from situs.audit.scores.metrics import mse
 
@@ -50,7 +50,7 @@ def test_it_is_the_dense_solution(sigma: float, batch: int, defence: str, monkey
     chosen = create_defence(f"noise={sigma}" if defence == "noise" else f"clip=0.5:{sigma}")
     x, y = IMAGES[:batch], torch.arange(batch)
     upload = victim_gradients(backbone, x, y, defence=chosen)
-    known = Knowledge(chosen, batch, method=method_of(chosen, backbone))
+    known = Knowledge(chosen, Step(batch), method=method_of(chosen, backbone))
     monkeypatch.setattr("situs.audit.oracle.LEFT", 1e-4)
     monkeypatch.setattr("situs.audit.oracle.ITERATIONS", 300)
     ours = estimate(method_of(chosen, backbone), upload, x, y, {}, known)
@@ -89,7 +89,7 @@ def test_more_noise_leaves_less_and_the_most_leaves_grey() -> None:
     for sigma in (1e-3, 1e-1, 1e4):
         chosen = create_defence(f"noise={sigma}")
         upload = victim_gradients(backbone, IMAGES[:1], torch.tensor([0]), defence=chosen)
-        known = Knowledge(chosen, 1, method=method_of(chosen, backbone))
+        known = Knowledge(chosen, Step(1), method=method_of(chosen, backbone))
         made = estimate(method_of(chosen, backbone), upload, IMAGES[:1], torch.tensor([0]), {}, known).pictures[0]
         left.append(float(mse(made, IMAGES[:1])))
     power = float(IMAGES[:1].double().square().mean())
@@ -102,7 +102,7 @@ def test_it_stops_when_asked_and_when_it_has_told_enough() -> None:
     chosen = create_defence("noise=0.01")
     given = (IMAGES[:1], torch.tensor([0]))
     upload = victim_gradients(backbone, *given, defence=chosen)
-    known = Knowledge(chosen, 1, method=method_of(chosen, backbone))
+    known = Knowledge(chosen, Step(1), method=method_of(chosen, backbone))
     stopped = estimate(method_of(chosen, backbone), upload, *given, {}, known, stop=lambda: True)
     assert not stopped.ended and len(stopped.pictures) == 1 and not stopped.pictures[0].any()
     looks: list[Tensor] = []

@@ -20,6 +20,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import save_file
 
+from situs.audit.defences import Step
 from situs.cli.main import main
 from situs.core.when import When
 from situs.data.batch import Batch
@@ -561,7 +562,7 @@ def test_a_run_of_mjp_is_audited_with_its_own_method(
     method: Any = victim.trains
     assert victim.when.epoch == 1 and "own method, mjp" in victim.notes["trained by"]
     x, y = torch.randn(1, 3, 8, 8), torch.tensor([1])
-    sent = victim_gradients(method, x, y, when=victim.when)
+    sent = victim_gradients(method, x, y, step=Step(when=victim.when))
     mask = method.draw(Batch(torch.zeros(1), torch.tensor([0])), When(seed=0, epoch=1))["mask"][0]
     assert mask.any()
     assert torch.equal(hidden_places(sent["model.pos_embed"][0, 1:]), mask)

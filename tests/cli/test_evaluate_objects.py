@@ -117,7 +117,7 @@ def test_what_is_no_object_or_cannot_be_read_is_left_out_and_told(
     assert tune(data, tmp_path, "--from", str(trained.mp3)) == 0
     told = capsys.readouterr().out
     assert "left out 1 object with a box that has no area within its image, the first annotation 1" in told
-    assert "1 of 4 images of coco (train) could not be read and was skipped; the first: " in told
+    assert "1 of 4 images of coco (train) could not be read and was replaced by the next readable one" in told
     assert "1.png: is 7 × 7, and its annotations are of 46 × 50" in told
     words = ["--from", str(trained.mp3), "--data", str(data / "train2017"), "--method", "detection", *QUICK]
     assert main(["finetune", *words, "--out", str(tmp_path / "x")]) == 2

@@ -105,7 +105,10 @@ def test_one_fault_is_skipped_and_nothing_but_faults_is_refused(
     first.unlink()
     assert tune(data, tmp_path, "--from", str(trained.mp3)) == 0
     told = capsys.readouterr().out
-    assert "1 of 4 images of ade (training) could not be read and was skipped; the first: " in told
+    assert (
+        "1 of 4 images of ade (training) could not be read and was replaced by the next readable one; the first: "
+        in told
+    )
     assert f"{first.name}: has no mask of its name in" in told
     for file in others:
         file.unlink()

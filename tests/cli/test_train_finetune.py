@@ -8,10 +8,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from image_files import encoded, write
 
 from situs.cli.main import main
+from situs.data.open import open_source
 from situs.train.checkpoint import RunFolder
 from situs.train.run import load_run
 
@@ -171,3 +174,27 @@ def test_where_the_frozen_features_do_better_it_says_so_with_a_command_that_show
         main(["finetune", "--from", str(trained.one), *QUICK, "--optim.lr", "1e-9", "--out", str(tmp_path / "x")]) == 0
     )
     assert "do better" not in capsys.readouterr().err
+
+
+def test_cut_images_are_counted_at_the_end_with_the_command_that_lists_all(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = tmp_path / "my images", tmp_path / "ft"
+    for number in range(40):
+        value = np.full((8, 8, 3), 10 * (number % 20) + 5, np.uint8)
+        write(data / ("dark" if number < 20 else "light") / f"{number:02d}.jpg", encoded(value, "JPEG"))
+    cut = [data / open_source(str(data), split, held_out=0.2).key(0) for split in ("train", "val")]
+    for file in cut:
+        file.write_bytes(file.read_bytes()[:300])
+    words = ["--from", str(trained.mp3), "--data", str(data), "--data.held-out", "0.2", "--data.resident", "never"]
+    assert main(["finetune", *words, *QUICK, "--batch", "7", "--steps", "5", "--out", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    trained_on, judged_on = lines[-5:-3]
+    assert "and was replaced by the next readable one; the first: " in trained_on
+    assert "and was skipped; the first: " in judged_on
+    assert "my images, without the 0.2 held out could not be read" in trained_on and str(cut[0]) in trained_on
+    assert "my images, the 0.2 held out could not be read" in judged_on and str(cut[1]) in judged_on
+    assert lines[-3] == f"situs data check '{data}' lists every sample that cannot be read"
+    assert main([*shlex.split(lines[-3].partition(" lists ")[0])[1:], "--workers", "0", "--out", "none"]) == 3
+    listed = capsys.readouterr().out
+    assert all(file.name in listed for file in cut)

@@ -76,8 +76,7 @@ def recover(
 ) -> Recovery | str:
     """The recovery of what is sent, or the reason why there is none."""
     step = create_defence(defence).step(Step(batch))
-    given = {"local_steps": step.local_steps, "sent": step.dtype, "training": step.training}
-    known = Knowledge(create_defence(defence), batch, normalisation=NORMALISATION, **given)
+    known = Knowledge(create_defence(defence), replace(step, batch=batch), normalisation=NORMALISATION)
     sent = [known.read(upload) for upload in sent]
     found = attack.prepare(backbone, sent[0], known)
     return found.reason if isinstance(found, Refused) else attack.recover(backbone, sent, known)
@@ -119,7 +118,7 @@ def test_what_an_attack_is_given(name: str, backbone: Any) -> None:
     kind = ATTACKS[name]
     assert kind.name == name and kind.about and not kind.about.endswith(".")
     assert list(inspect.signature(kind.recover).parameters) == ["self", "backbone", "uploads", "known", "deadline"]
-    told = Knowledge(create_defence("noise"), batch=1)  # one of them needs noise
+    told = Knowledge(create_defence("noise"), Step(1))  # one of them needs noise
     held = [value for value in vars(told).values() if isinstance(value, torch.Tensor)]
     assert held == []  # not even labels, unless they are given
     own = {n for n, _ in backbone.named_parameters()}
@@ -175,7 +174,7 @@ def test_the_whole_audit_is_figures_and_reasons(whole: Audit) -> None:
 
 def test_half_precision_is_attacked_too(backbone: Any) -> None:
     for dtype in (torch.float16, torch.bfloat16):
-        upload = victim_gradients(backbone, IMAGES[:1], LABELS[:1], dtype=dtype)
+        upload = victim_gradients(backbone, IMAGES[:1], LABELS[:1], step=Step(dtype=dtype))
         for name in ATTACKS:
             found = create_attack(name, *QUICK).recover(backbone, [upload], Knowledge(normalisation=NORMALISATION))
             assert found.images.isfinite().all()

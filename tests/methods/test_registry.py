@@ -120,7 +120,7 @@ def test_another_package_s_method_goes_through_every_verb(tmp_path: Path, capsys
     assert (
         "method 'broken' (broken_method:Broken of broken-method) cannot be imported: RuntimeError: built" in complaints
     )
-    known = "broken, detection, droppos, droppos-official, language, mae, mjp, mjp-official, mp3, offsets, "
+    known = "broken, detection, droppos, droppos-official, language, mae, mjp, mjp-official, mp3, offsets, part, "
     known += "segmentation, shade, supervised"
     assert f"unknown method 'nosuch'; choose one of: {known}\n" in complaints
     assert not (tmp_path / "no").exists()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from situs.audit.deadline import StoppedError
-from situs.audit.defences import Defence, Gradients, NoDefence, Step, Training, method_of
+from situs.audit.defences import Defence, Gradients, NoDefence, Step, method_of
 from situs.audit.defences.trained import drop_paths
 from situs.audit.stem import Stem, table_rows
 from situs.backbones.base import Backbone
@@ -24,9 +24,6 @@ from situs.errors import SitusError, counted, verb
 from situs.limits import Count
 from situs.methods.base import Batch, Method
 from situs.methods.measured import HidesPlaces
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
-"""The types gradients may be sent in. They are computed in float32 and rounded on the way out."""
 
 LEVELS = 127
 """Steps of int8 on either side of 0: the largest number of a tensor is that many."""
@@ -48,15 +45,32 @@ class StepConfig(Checked):
     batch: Count = 1
     """Images or sentences in the audited step."""
 
-    precision: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
-    """The type gradients are sent in."""
-
     fail_above: str | None = None
     """A gate: blind (no image closer than blind guesses come), or that and a limit of yours, as psnr=20; of texts a
     share, as tokens=0.2. Exit status 0: passed; 3: a sample is above; 4: inconclusive (not a pass)."""
 
     seed: int = 0
     """Of random weights and heads, of masked words and of noise."""
+
+
+RETIRED = {"precision": "a defence: bf16, fp16 or int8", "local_steps": "a defence: fedavg=2, of two local steps"}
+"""Options of earlier versions -> what stands in their place."""
+
+AnyConfig = TypeVar("AnyConfig", bound=StepConfig)
+
+
+def split_options(config: type[AnyConfig], options: Mapping[str, Any]) -> tuple[AnyConfig, dict[str, Any]]:
+    """The options that are fields of a config as that config, and the others, which are for `open_model`.
+
+    A loss that is a function itself is among the others.
+    """
+    for name in RETIRED.keys() & options.keys():
+        raise SitusError(f"{name}={options[name]}: is no option any more; it is {RETIRED[name]}", field="defences")
+    names = {field.name for field in fields(config)} - ({"loss"} if callable(options.get("loss")) else set())
+    return (
+        config(**{name: value for name, value in options.items() if name in names}),
+        {name: value for name, value in options.items() if name not in names},
+    )
 
 
 def names_sent(method: Method, defence: Defence) -> dict[str, int]:
@@ -71,24 +85,20 @@ def victim_gradients(
     labels: Tensor,
     *,
     defence: Defence | None = None,
-    dtype: torch.dtype = torch.float32,
-    local_steps: int = 1,
-    training: Training | None = None,
-    seed: int = 0,
+    step: Step | None = None,
     ids: Tensor | None = None,
-    when: When = START,
 ) -> Gradients:
     """What a client sends for one batch: the mean gradient of its loss, by parameter name, under `defence`.
 
     images: [B, C, H, W] normalised as the model expects. labels: [B]. A backbone is trained as the defence's method
-    says (cross entropy, or MJP); a method is trained as it is, or as the defence changes it. local_steps: k > 1 sends a
-    FedAvg update instead, from k steps of plain SGD, divided by k · rate: the mean of the k gradients, as it is before
-    the weights are rounded. training: how the step is made. A defence may change all three of these. ids: [B], which
-    name the samples' own draws and noise. when: of the run, for draws and schedules.
+    says (cross entropy, or MJP); a method is trained as it is, or as the defence changes it. step: how it is made; the
+    defence may change it, and its batch is that of the images. k > 1 local steps send a FedAvg update, divided by
+    k · rate: the mean of the k gradients, as it is before the weights are rounded. ids: [B], which seed the samples'
+    draws and noise.
     """
     check_inputs(images, labels)
     ids = torch.arange(images.shape[0]) if ids is None else ids
-    step = Step(len(ids), local_steps, dtype, seed, when=when, training=training or Training())
+    step = replace(step or Step(), batch=len(ids))
     return upload_of(victim, Batch(images, ids.to(images.device), {"label": labels}), step, defence or NoDefence())
 
 
@@ -97,29 +107,28 @@ def upload_of(
 ) -> Gradients:
     """The same for a batch and a step. stop: asked before each local step behind the first; where it says so,
     `StoppedError` is raised."""
-    asked, seed, when = defence.step(step), step.seed, step.when._replace(seed=step.seed)
-    local_steps, training = asked.local_steps, asked.training
-    method = method_of(defence, victim, seed)
-    if local_steps > 1 or training.dropout or training.drop_path:
-        method = in_training(deepcopy(method), training)
-    parts = _parts(batch, training.parts)
-    total, walk = Gradients(), Walk(training)
-    for number in range(local_steps):
+    step = defence.step(step)
+    method = method_of(defence, victim, step.seed)
+    if step.local_steps > 1 or step.dropout or step.drop_path:
+        method = in_training(deepcopy(method), step)
+    parts = _parts(batch, step.parts)
+    total, walk = Gradients(), Walk(step.adam)
+    for number in range(step.local_steps):
         if number and stop():
             raise StoppedError
-        here = [parts[number % len(parts)]] if local_steps > 1 else parts
-        found = _mean([_step(method, part, defence, training, when, number) for part in here])
-        found = walk(found) if local_steps > 1 or training.adam else found
-        total = _sum(total, found)
-        if number + 1 < local_steps:
+        here = [parts[number % len(parts)]] if step.local_steps > 1 else parts
+        update = _mean([_gradient(method, part, defence, step, number) for part in here])
+        update = walk(update) if step.local_steps > 1 or step.adam else update
+        total = _sum(total, update)
+        if number + 1 < step.local_steps:
             with torch.no_grad():
                 for name, parameter in parameter_names(method).items():
-                    parameter -= training.lr * found[name]
-    mean = total if local_steps == 1 else {name: g / local_steps for name, g in total.items()}
-    chance = torch.Generator().manual_seed(seed * 1_000_003 + int(batch.ids[0]))
+                    parameter -= step.lr * update[name]
+    mean = total if step.local_steps == 1 else {name: g / step.local_steps for name, g in total.items()}
+    chance = torch.Generator().manual_seed(step.seed * 1_000_003 + int(batch.ids[0]))
     withheld = defence.withheld(method.backbone)
-    kept = {name: g for name, g in mean.items() if name not in withheld}
-    return {name: rounded(g, asked.dtype) for name, g in defence.upload(kept, len(batch.ids), chance).items()}
+    shared = {name: g for name, g in mean.items() if name not in withheld}
+    return {name: rounded(g, step.dtype) for name, g in defence.upload(shared, len(batch.ids), chance).items()}
 
 
 def rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,30 +144,30 @@ class Walk:
 
     Called once a step, in their order; differentiable."""
 
-    def __init__(self, training: Training) -> None:
-        self.adam, self.count, self.first, self.second = training.adam, 0, Gradients(), Gradients()
+    def __init__(self, adam: bool) -> None:
+        self.adam, self.count, self.first, self.second = adam, 0, Gradients(), Gradients()
 
-    def __call__(self, found: Gradients) -> Gradients:
+    def __call__(self, gradients: Gradients) -> Gradients:
         if not self.adam:
-            return found
+            return gradients
         (b1, b2), self.count = BETAS, self.count + 1
-        self.first = {n: (1 - b1) * g + b1 * self.first.get(n, 0 * g) for n, g in found.items()}
-        self.second = {n: (1 - b2) * g * g + b2 * self.second.get(n, 0 * g) for n, g in found.items()}
+        self.first = {n: (1 - b1) * g + b1 * self.first.get(n, 0 * g) for n, g in gradients.items()}
+        self.second = {n: (1 - b2) * g * g + b2 * self.second.get(n, 0 * g) for n, g in gradients.items()}
         s1, s2 = 1 - b1**self.count, 1 - b2**self.count
         return {n: m / s1 / ((self.second[n] / s2).sqrt() + EPS) for n, m in self.first.items()}
 
 
-def in_training(method: Method, training: Training) -> Method:
+def in_training(method: Method, step: Step) -> Method:
     """The method, itself, with its dropout layers and its blocks' drop path at the client's rates, in training mode."""
-    if training.dropout or training.drop_path:
+    if step.dropout or step.drop_path:
         for part in method.modules():
             part.training = part.training or not isinstance(part, nn.modules.batchnorm._BatchNorm)
             if isinstance(part, nn.Dropout):
-                part.p = training.dropout
+                part.p = step.dropout
         blocks = method.backbone.block_modules()
         for depth, block in enumerate(blocks):
             for owner, name in drop_paths(block):
-                setattr(owner, name, LeftOut(training.drop_path * depth / max(len(blocks) - 1, 1)))
+                setattr(owner, name, LeftOut(step.drop_path * depth / max(len(blocks) - 1, 1)))
     return method
 
 
@@ -193,8 +202,8 @@ def known_gradient(method: Method, stem: Stem, gradients: Gradients, when: When 
         loss = method.table_loss(hidden[None], when) if isinstance(method, HidesPlaces) else None
         if loss is None:
             return None
-        [found] = torch.autograd.grad(loss, [dict(method.backbone.named_parameters())[stem.table]])
-    return table_rows(found, stem)
+        [gradient] = torch.autograd.grad(loss, [dict(method.backbone.named_parameters())[stem.table]])
+    return table_rows(gradient, stem)
 
 
 def hidden_places(rows: Tensor) -> Tensor:
@@ -241,45 +250,44 @@ def _sum(total: Gradients, more: Gradients) -> Gradients:
     return {name: g + total[name] if total else g for name, g in more.items()}
 
 
-def _mean(found: list[Gradients]) -> Gradients:
+def _mean(gradients: list[Gradients]) -> Gradients:
     total: Gradients = {}
-    for each in found:
-        total = _sum(total, each)
-    return total if len(found) == 1 else {name: g / len(found) for name, g in total.items()}
+    for more in gradients:
+        total = _sum(total, more)
+    return total if len(gradients) == 1 else {name: g / len(gradients) for name, g in total.items()}
 
 
-def _step(method: Method, batch: Batch, defence: Defence, training: Training, when: When, step: int = 0) -> Gradients:
-    """The mean gradient over the batch, each sample bounded first where the defence asks for it."""
-    count = len(batch.ids)
+def _gradient(method: Method, batch: Batch, defence: Defence, step: Step, number: int) -> Gradients:
+    """The mean gradient over the batch in local step `number`, each sample's bounded first where the defence does."""
+    count, when = len(batch.ids), step.when._replace(seed=step.seed)
     size = 1 if defence.per_sample else count
-    found = []
+    named, bounded = parameter_names(method), []
     for part in [batch.part(slice(at, at + size)) for at in range(0, count, size)]:
-        with torch.enable_grad(), full_float32(), _by_chance(training, part, when.seed, step):
+        with torch.enable_grad(), full_float32(), _seeded_dropout(step, part, number):
             # full_float32: what a GPU rounds off would count as protection
-            with _mixed(training, part):
+            with _mixed_precision(step, part):
                 loss = method(part, method.draw(part, when)).loss
-            named = parameter_names(method)
-            made = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        held = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), made, strict=True)}
-        found.append(defence.bound(held))
-    return _mean(found)
+            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        pairs = zip(named.items(), gradients, strict=True)
+        bounded.append(defence.bound({name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}))
+    return _mean(bounded)
 
 
 @contextmanager
-def _mixed(training: Training, part: Batch) -> Iterator[None]:
+def _mixed_precision(step: Step, part: Batch) -> Iterator[None]:
     """bfloat16 where the client computes in it."""
-    with torch.autocast(part.inputs.device.type, torch.bfloat16, enabled=training.autocast), warnings.catch_warnings():
+    with torch.autocast(part.inputs.device.type, torch.bfloat16, enabled=step.autocast), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # a CPU without bfloat16 computes it all the same
         yield
 
 
 @contextmanager
-def _by_chance(training: Training, part: Batch, seed: int, step: int) -> Iterator[None]:
-    """Draws what is dropped the same for a seed, sample and step, and leaves torch's own generator as it is."""
-    if not (training.dropout or training.drop_path):
+def _seeded_dropout(step: Step, part: Batch, number: int) -> Iterator[None]:
+    """Draws what is dropped the same for a seed, sample and local step, and leaves torch's generator as it is."""
+    if not (step.dropout or step.drop_path):
         yield
         return
     device = part.inputs.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(((seed * 1_000_003 + int(part.ids[0])) * 1009 + step) % 2**63)
+        torch.manual_seed(((step.seed * 1_000_003 + int(part.ids[0])) * 1009 + number) % 2**63)
         yield

@@ -133,12 +133,15 @@ class Client:
         """What an attacker is told of `count` uploads from number `first` on."""
         step, (height, width) = self.step, self.pixels.shape[2:]
         labels = self.labels.view(-1, step.batch)[first : first + count] if step.labels_known else None
-        plain = {"size": (height, width), "normalisation": self.test.normalisation if self.test.stored else None}
-        plain |= {"first": first, "sent": step.dtype, "public": self.test.public}
-        if not informed:
-            return Knowledge(batch=step.batch, labels=labels, local_steps=step.local_steps, **plain)
-        fields = (labels, self.method, step.local_steps, step.when)
-        return Knowledge(self.case.defence, step.batch, step.seed, *fields, **plain, training=step.training)
+        plain = Knowledge(
+            step=Step(step.batch, step.local_steps, step.dtype),
+            labels=labels,
+            size=(height, width),
+            normalisation=self.test.normalisation if self.test.stored else None,
+            first=first,
+            public=self.test.public,
+        )
+        return replace(plain, defence=self.case.defence, step=step, method=self.method) if informed else plain
 
     def upload(self, number: int, stop: Callable[[], bool] = lambda: False) -> Gradients:
         """What is sent for one batch, of it what is wanted; see `upload_of`."""

@@ -11,7 +11,7 @@ from situs.audit.attacks.matching import Matching, MatchingConfig
 from situs.audit.bound import consult
 from situs.audit.cases import Case, ImageFinding, TestSet
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence, Step, Training
+from situs.audit.defences import Defence, Step
 from situs.audit.engine import SHOWN, Images, Leak
 from situs.audit.run import run
 from situs.audit.scores.metrics import LOWER_IS_CLOSER, mean_of, means_of
@@ -321,10 +321,11 @@ def _numbers(audit: Audit) -> dict[str, Any]:
 
 
 def _step(step: Step) -> dict[str, Any]:
-    """How the step was made; what is special about the training where something is."""
-    fields = {**asdict(step), "dtype": str(step.dtype).removeprefix("torch."), "epoch": step.when.epoch}
-    left_out = ("when",) if step.training != Training() else ("when", "training")
-    return {name: value for name, value in fields.items() if name not in left_out}
+    """How the step was made: what every step has, and what else is not as usual."""
+    always, usual = ("batch", "local_steps", "dtype", "seed", "labels_known"), asdict(Step())
+    values = {**asdict(step), "dtype": str(step.dtype).removeprefix("torch."), "when": usual["when"]}
+    chosen = {name: value for name, value in values.items() if name in always or value != usual[name]}
+    return {**chosen, "epoch": step.when.epoch}
 
 
 def _pair(pair: ImageFinding, names: Sequence[str]) -> dict[str, Any]:

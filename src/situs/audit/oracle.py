@@ -93,7 +93,7 @@ def estimate(
 
     enough: asked of the picture now and then while it sharpens; where it says so the rest is spared.
     """
-    sigma = known.defence.noise_level(known.batch)
+    sigma = known.defence.noise_level(known.step.batch)
     assert sigma > 0, "without noise there is nothing to bound"
     x, root, pictures, ended = images.double(), Prior(images.double()), list[Tensor](), True
     names = [name for name in upload if upload[name].numel()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -18,7 +18,7 @@ from situs.audit.attacks.base import Attack
 from situs.audit.attacks.matching import MatchingConfig
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.cases import SETTINGS, TestSet
-from situs.audit.client import DTYPES, StepConfig, least_likely, victim_gradients
+from situs.audit.client import StepConfig, least_likely, split_options, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, NoDefence, Step, create_defence, method_of
 from situs.audit.evidence import evidence
@@ -61,9 +61,6 @@ class AuditConfig(StepConfig):
 
     split: str | None = None
     """train, val or test, where images are split; else train."""
-
-    local_steps: Count = 1
-    """Steps of plain SGD behind one upload (FedAvg)."""
 
     labels: Literal["known", "inferred"] = "inferred"
     """matching: told, or read off gradients."""
@@ -111,14 +108,14 @@ def audit_gradients(
 
     model: what `situs.models.open_model` takes: a name, a run, an export, a locked folder, your own module, an open
     `Model`. data: a folder of images, or any layout that training reads, or images in memory; by default a run's own.
-    attacks, defences: by name. options: fields of `AuditConfig` (count, batch, precision, fail_above, …; loss may also
+    attacks, defences: by name. options: fields of `AuditConfig` (count, batch, fail_above, …; loss may also
     be the function itself), and what `open_model` is asked (img_size, weights, …).
 
     time_limit: seconds for all attacks. When they are over, or on Ctrl-C, what is there is returned and says so
     (`Audit.stopped`); no gate passes it. deadline: a limit that the caller holds, in its place. keep: is given the
     audit now and then while it grows, and at its end. facts: more of them for its files.
     """
-    config, asked = config_from(options)
+    config, asked = split_options(AuditConfig, options)
     deadline = Deadline(latest, time_limit) if deadline is None else deadline
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
     auto = tuple(defences) == AUTO
@@ -136,7 +133,7 @@ def audit_gradients(
     origin = {
         **opened.origin,
         "model": victim.model.backbone.name,
-        "gradients": f"{config.precision}, batch {config.batch}, local steps {config.local_steps}",
+        "gradients": f"batch {config.batch}",
         "labels": config.labels,
         "search": f"{config.distance}, {config.iterations:,} iterations, starts: {config.restarts}",
         **facts,
@@ -176,7 +173,7 @@ def audit_settings(
     defences: "mjp=γ" alone, the share of the patches that is shuffled. All else as in `audit_gradients`, but for
     the step, which is one on one image in float32.
     """
-    for name in ("batch", "local_steps", "precision", "labels", "fail_above"):
+    for name in ("batch", "labels", "fail_above"):
         if options.get(name, getattr(AuditConfig, name)) != getattr(AuditConfig, name):
             said = f"{name}={options[name]}: has no part in the settings of Table 5"
             said += ", which are one step on one image in fp32; leave it out"
@@ -186,7 +183,7 @@ def audit_settings(
     if len(made) > 1 or len(shares) < len(made):
         labels = ", ".join(defence.label for defence in made)
         raise SitusError(field=("defences", "settings"), value=labels, allowed="mjp=γ alone in the settings of Table 5")
-    config, asked = config_from(options)
+    config, asked = split_options(AuditConfig, options)
     opened = open_audit(model, data, attacks, config, asked)
     name = opened.victim.model.name
     return compare_settings(
@@ -236,15 +233,7 @@ class Opened(NamedTuple):
 def step_of(config: AuditConfig, victim: Victim) -> Step:
     """The step that is audited."""
     known = config.labels == "known"
-    return Step(config.batch, config.local_steps, DTYPES[config.precision], config.seed, known, victim.when)
-
-
-def config_from(options: Mapping[str, Any]) -> tuple[AuditConfig, dict[str, Any]]:
-    """The options that are fields of the config, and the others, which are for `open_model`."""
-    known = {field.name for field in fields(AuditConfig)}
-    known -= {"loss"} if callable(options.get("loss")) else set()
-    config = AuditConfig(**{name: value for name, value in options.items() if name in known})
-    return config, {name: value for name, value in options.items() if name not in known}
+    return Step(config.batch, seed=config.seed, labels_known=known, when=victim.when)
 
 
 def open_audit(

@@ -33,7 +33,7 @@ from situs.audit.attacks.base import Attack, Knowledge, Normalisation, Ready, Re
 from situs.audit.cases import Case, ImageFinding
 from situs.audit.client import check_inputs, least_likely, victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence, Gradients, NoDefence, Noise, Step, Training, create_defence
+from situs.audit.defences import Defence, Gradients, NoDefence, Noise, Step, create_defence
 from situs.audit.engine import conclude
 from situs.audit.fed import pictures_fed, reading_stem
 from situs.audit.oracle import Oracle, estimate
@@ -338,7 +338,7 @@ class Guard:
         equations of the model."""
         labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
         clean = victim_gradients(self.backbone, images.float(), labels)
-        quiet = Knowledge(NoDefence(), one.known.batch, size=one.known.size)
+        quiet = Knowledge(step=Step(one.known.step.batch), size=one.known.size)
         upload = {name: clean[name] for name in one.upload}
         return attack.recover(self.backbone, [upload], quiet, deadline).certificates
 
@@ -441,8 +441,8 @@ class Guard:
         size, count = math.sqrt(sum(float(c.square().sum()) for c in clean)), sum(c.numel() for c in clean)
         if match.quiet or match.factor * size > match.sigma * math.sqrt(count):
             return ""
-        if step.training.adam or step.local_steps > 1:
-            what = "a step of Adam" if step.training.adam else f"{step.local_steps} local steps"
+        if step.adam or step.local_steps > 1:
+            what = "a step of Adam" if step.adam else f"{step.local_steps} local steps"
             return f"it is the update of {what}, and noise hides what that made of the gradient"
         off = (match.factor - 1) * size / match.sigma  # in deviations
         if match.resolved and off <= ODD:
@@ -470,15 +470,14 @@ class Guard:
         came = next((g.dtype for g in upload.values() if g.dtype != torch.float32), torch.float32)
         shared = {"size": (height, width), "normalisation": normalisation}
         sent = torch.int8 if asked.dtype == torch.int8 else came
-        dropout = max(asked.training.dropout, dropout_of(self.module, steps))
-        more = {"local_steps": asked.local_steps, "sent": sent}
+        dropout = max(asked.dropout, dropout_of(self.module, steps))
         if match is not None and not match.wrong:
             factor = match.factor if match.resolved else 1.0
             noise = NoDefence() if match.quiet else Noise(match.sigma / factor)
-            known = Knowledge(noise, batch, **shared, sent=came, training=Training(dropout=dropout))
+            known = Knowledge(noise, Step(batch, dtype=came, dropout=dropout), **shared)
             return [Try({name: g / factor for name, g in upload.items()}, known, proves=True)]
-        known = Knowledge(self.defence, batch, **shared, **more, training=replace(asked.training, dropout=dropout))
-        plain = Knowledge(batch=batch, local_steps=local_steps, sent=came, **shared)
+        known = Knowledge(self.defence, replace(asked, batch=batch, dtype=sent, dropout=dropout), **shared)
+        plain = Knowledge(step=Step(batch, local_steps, came), **shared)
         noise = self.defence.noise_level(batch)
         told = [known] if isinstance(self.defence, NoDefence) else [known, plain]
         told += [replace(known, defence=Noise(noise / part)) for part in LESS if noise]

@@ -146,7 +146,7 @@ class Gradients(GateArgs, AuditConfig):
 
     topics: ClassVar = GateArgs.topics | {
         "matching": ("labels", "distance", "iterations", "restarts"),
-        "seldom": ("loss", "lpips", "predictor", "search_seconds", "settings", "classes", "local_steps"),
+        "seldom": ("loss", "lpips", "predictor", "search_seconds", "settings", "classes"),
     }
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
@@ -231,7 +231,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
     topics: ClassVar = ModelArgs.topics | {
         "matching": ("labels", "distance", "iterations", "restarts"),
         "costs": tuple(each.name for each in fields(CostConfig)),
-        "seldom": ("loss", "lpips", "predictor", "search_seconds", "classes", "precision", "local_steps"),
+        "seldom": ("loss", "lpips", "predictor", "search_seconds", "classes"),
     }
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
@@ -297,7 +297,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
         costs = tuple(each.name for each in fields(CostConfig))
         if find:
             return ("curve", "defences")
-        images = ("defences", "attacks", "split", "weights", "img_size", "patch_size", "local_steps", "labels")
+        images = ("defences", "attacks", "split", "weights", "img_size", "patch_size", "labels")
         return (*costs, "pictures", *(images if texts else ()))
 
     def _find(self, deadline: Deadline) -> int:

@@ -28,8 +28,11 @@ VERBS = {
 }
 """verb -> what stands in its place."""
 
+_STEP = {"--precision": "use --defences bf16, fp16 or int8", "--local-steps": "use --defences fedavg=STEPS"}
+
 FLAGS = {
     "audit gradients": {
+        **_STEP,
         "--attack": "use --attacks",
         "--defence": "use --defences",
         "--setting": "use --settings",
@@ -38,7 +41,9 @@ FLAGS = {
         "--private-images": "use situs audit sweep MODEL --find METRIC=NUMBER",
         "--private-epochs": "use situs audit sweep MODEL --find METRIC=NUMBER",
     },
+    "audit texts": {"--precision": _STEP["--precision"]},
     "audit sweep": {
+        **_STEP,
         "--attack": "use --attacks",
         "--defence": "use --defences",
         "--texts": "use --data FILE.txt",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,12 +16,14 @@ from situs.cli.parser.arguments import Recipe, configured
 from situs.cli.parser.flags import POSITIONAL
 from situs.cli.result import INTERRUPTED
 from situs.cli.shell import answer, beside, next_line
+from situs.data.modalities import modality_of
+from situs.data.sources.memory import is_memory
 from situs.errors import counted
 from situs.measure.finetune import FinetuneConfig, data_as_seen
 from situs.methods import METHODS
 from situs.progress import note
 from situs.train.assemble import RunConfig
-from situs.train.checkpoint import RunFolder
+from situs.train.checkpoint import RunFolder, read_config
 from situs.train.contract import TrainResult
 from situs.train.rehearse import Rehearsal
 
@@ -84,16 +87,27 @@ def tell(run: Path | None, config: RunConfig, result: TrainResult | Rehearsal) -
         answer(asdict(result), *(result.lines() if os.environ.get("RANK", "0") == "0" else ()))
         return 0
     answer({"run": run, "steps": result.step, "interrupted": result.interrupted, "metrics": result.metrics})
+    main_rank = os.environ.get("RANK", "0") == "0"
+    assert run is not None
+    if result.skipped and main_rank and (command := _list_broken(run)):
+        note(f"{command} lists every sample that cannot be read")
     if result.interrupted:
         return INTERRUPTED
-    if os.environ.get("RANK", "0") == "0":
+    if main_rank:
         told = {name: value for name, value in result.metrics.items() if name != "gradient_norm"}
         facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())
         learned = bool({"label", "mask", "objects", "words"} & {*METHODS[config.method_name].needs_targets})
         note(f"done: {counted(result.step, 'steps')}{facts}; the run is in {run}")
-        assert run is not None
         note(next_line(_follow(run, learned), ["export", run, "--out", beside(run, "exported")]))
     return 0
+
+
+def _list_broken(run: Path) -> str:
+    """The command that lists every broken image of a run's data; empty for what `data check` does not read."""
+    data = read_config(run)["data"]
+    if is_memory(data["path"]) or not modality_of(data["kind"], data["target"]).pixels:
+        return ""
+    return shlex.join(["situs", "data", "check", data["path"], *["--multi-label"] * data["multi_label"]])
 
 
 def _follow(run: Path, learned: bool) -> list[str | Path]:

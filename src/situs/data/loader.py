@@ -117,7 +117,7 @@ class Loader:
         met_transparency()  # what others have met does not count
         for parts in self.stream.batches(epoch, start_step):
             for index, reason in (each for part in parts for each in part.broken):
-                self.source.skip(index, reason)
+                self.source.skip(index, reason, replaced=self.pipeline.stand_in)
             if any(part.transparent for part in parts):
                 self.source.note_transparency()
             if any(len(part.ids) for part in parts):

@@ -16,6 +16,7 @@ from situs.methods.mjp import MJP, MJPConfig
 from situs.methods.mp3 import MP3, MP3Config
 from situs.methods.official import OfficialDropPos, OfficialDropPosConfig, OfficialMJP, OfficialMJPConfig
 from situs.methods.offsets import Offsets, OffsetsConfig
+from situs.methods.part import PART, PARTConfig
 from situs.methods.registry import Registry
 from situs.methods.segmentation import Segmentation, SegmentationConfig
 from situs.methods.supervised import Supervised, SupervisedConfig
@@ -31,6 +32,7 @@ METHODS = Registry(
         "mjp-official": OfficialMJP,
         "mp3": MP3,
         "offsets": Offsets,
+        "part": PART,
         "segmentation": Segmentation,
         "supervised": Supervised,
     },
@@ -66,6 +68,7 @@ __all__ = [
     "METHODS",
     "MJP",
     "MP3",
+    "PART",
     "Batch",
     "Detection",
     "DetectionConfig",
@@ -85,6 +88,7 @@ __all__ = [
     "Offsets",
     "OffsetsConfig",
     "Output",
+    "PARTConfig",
     "Segmentation",
     "SegmentationConfig",
     "Supervised",

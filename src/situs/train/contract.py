@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from situs.methods.base import Batch, Method
 from situs.train.ema import Ema
+
+if TYPE_CHECKING:
+    from situs.data.loader import Loader
 
 
 class TrainLoader(Protocol):
@@ -73,12 +76,23 @@ class Hook(Protocol):
         ...
 
 
+@runtime_checkable
+class DataReader(Protocol):
+    """A hook that reads samples of its own, such as a validation set."""
+
+    loader: Loader
+
+
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. interrupted: it was asked to stop; before `total`, it can be resumed from `checkpoint`."""
+    """How a run ended. interrupted: it was asked to stop; before `total`, it can be resumed from `checkpoint`.
+
+    skipped: samples that could not be read, in training and in what hooks look at.
+    """
 
     step: int
     total: int
     interrupted: bool
     metrics: dict[str, float]
     checkpoint: Path | None
+    skipped: int = 0

@@ -18,7 +18,6 @@ from situs.backbones.lora import merge_lora
 from situs.config import from_dict
 from situs.core.when import When
 from situs.data.batch import Batch
-from situs.data.loader import Loader
 from situs.data.sources.memory import check_same
 from situs.errors import SitusError
 from situs.files import cache_folder
@@ -27,7 +26,7 @@ from situs.progress import clock, note, notes_to, silent
 from situs.train import distributed, restart
 from situs.train.assemble import Assembled, RunConfig, Setup, assemble, check_place, make_method, settled
 from situs.train.checkpoint import CLASSES, MARK, Checkpoint, RunFolder, read_config, run_and_step
-from situs.train.contract import Beginner, TrainResult
+from situs.train.contract import Beginner, DataReader, TrainResult
 from situs.train.export import load_checkpoint
 from situs.train.loop import LONG, fit, shorter
 from situs.train.private.secret import FILE as SECRET
@@ -67,7 +66,9 @@ def train_run(
             stack.enter_context(run.hold())
         fresh = distributed.from_main(run is None or (ranks.main and run.start is None), ranks.device)
         parts = stack.enter_context(assemble(asked, config, ranks, setup, fresh=fresh))
-        noted = _note_skipped(parts.loader, parts.loader.source.notes)
+        noted = parts.loader.source.left_out()
+        for line in noted[len(parts.loader.source.notes) :]:  # the others are in the description of the set
+            note(line)
         if fresh:
             _begin(parts)
         if run is None:
@@ -87,8 +88,7 @@ def train_run(
             raise
         if parts.private is not None and result.step == result.total:
             parts.private.close(run)
-        _note_skipped(parts.loader, noted)  # a streamed set is read while it is trained on
-        return result
+        return replace(result, skipped=_note_skipped(parts, noted))
 
 
 def _begin(parts: Assembled) -> None:
@@ -134,13 +134,16 @@ def _begun(out: str | Path | None, ranks: distributed.Ranks) -> str | Path | Non
     return out
 
 
-def _note_skipped(loader: Loader, before: Sequence[str]) -> list[str]:
-    """Notes how many samples were broken, and what else the source says, where it was not said `before`; gives all."""
-    lines = loader.source.left_out()
-    for line in lines:
-        if line not in before:
+def _note_skipped(parts: Assembled, noted: Sequence[str]) -> int:
+    """Notes at the end of a run what a streamed set said since `noted`, and every broken sample, though it was noted
+    when a resident set was read; gives how many samples were broken."""
+    sources = [parts.loader.source, *(hook.loader.source for hook in parts.hooks if isinstance(hook, DataReader))]
+    for line in parts.loader.source.notes:
+        if line not in noted:
             note(line)
-    return lines
+    for report in filter(None, dict.fromkeys(source.skip_report() for source in sources)):
+        note(report)
+    return sum(len(source.skipped) for source in sources)
 
 
 def _withdraw(run: RunFolder) -> None:

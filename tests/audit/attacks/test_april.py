@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from situs.audit import Knowledge, Noise
 from situs.audit.attacks.april import April
 from situs.audit.client import victim_gradients
+from situs.audit.defences import Step
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone, Features, InputSpec, Stream, Taps
 from situs.backbones.layout import Names, Role, roles_of
@@ -86,7 +87,9 @@ def test_exact_on_the_block_of_the_paper() -> None:
     attack = April()
     assert reason(attack, backbone) is None
     assert caveat(attack, backbone) is None
-    uploads = [victim_gradients(backbone, x[i : i + 1], torch.tensor([i]), dtype=torch.float64) for i in range(2)]
+    uploads = [
+        victim_gradients(backbone, x[i : i + 1], torch.tensor([i]), step=Step(dtype=torch.float64)) for i in range(2)
+    ]
     found = attack.recover(backbone, uploads)
     assert relative(found.images, x) < 1e-5
     assert [fact["verdict"] for fact in found.facts] == ["exact: the block-0 equation holds"] * 2
@@ -98,7 +101,7 @@ def test_what_overflowed_is_left_out(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     backbone: Any = PaperBackbone()
     x = torch.randn(1, 3, 20, 20)
-    upload = victim_gradients(backbone, x, torch.tensor([2]), dtype=dtype)
+    upload = victim_gradients(backbone, x, torch.tensor([2]), step=Step(dtype=dtype))
     plain = relative(April().recover(backbone, [upload]).images, x)
     lost = {name: g.clone() for name, g in upload.items()}
     lost["model.blocks.0.attn.qkv.weight"][17, 5] = torch.inf  # channel 5 of every token has no equation
@@ -117,7 +120,7 @@ def test_noise_and_batches_do_not_make_a_wrong_equation_right() -> None:
         for noise in (Noise(1e-4), Noise(10.0)):
             x, y = torch.randn(batch, 3, 20, 20), torch.arange(batch)
             upload = victim_gradients(backbone, x, y, defence=noise)
-            [fact] = April().recover(backbone, [upload], Knowledge(noise, batch=batch)).facts
+            [fact] = April().recover(backbone, [upload], Knowledge(noise, Step(batch))).facts
             assert fact["fits"] is fits
     upload = victim_gradients(paper, x, y, defence=Noise(1e-2))
     assert April().recover(paper, [upload], Knowledge(Noise(1e-5))).facts[0]["fits"] is False
@@ -140,6 +143,6 @@ def test_what_it_cannot_do_is_said() -> None:
     assert "768 pixels and a token 192" in str(caveat(April(), wide))
     many = create_backbone("vit_tiny_patch16_224", img_size=64, patch_size=4, model_args={"depth": 1})
     assert "257 tokens are more than 192" in str(caveat(April(), many))
-    assert "sums over the images" in str(caveat(April(), wide, batch=4))
+    assert "sums over the images" in str(caveat(April(), wide, step=Step(4)))
     fixed = create_backbone("vit_tiny_patch16_224", positions="sincos", model_args={"depth": 1})
     assert "fixed or frozen" in str(reason(April(), fixed))

@@ -7,7 +7,7 @@ import torch
 
 from situs.audit.attacks.base import Knowledge, spoiled, steps_off
 from situs.audit.client import rounded
-from situs.audit.defences import Noise, Step, Training, create_defence
+from situs.audit.defences import Noise, Step, create_defence
 
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "uniform"])
@@ -22,20 +22,20 @@ def test_what_int8_rounds_off_is_known_without_the_truth(kind: str) -> None:
     sent = rounded(numbers, torch.int8)
     real = float((sent - numbers).square().mean().sqrt())
     assert steps_off(sent) == pytest.approx(real, rel=0.1)
-    known = Knowledge(Noise(real), sent=torch.int8)
+    known = Knowledge(Noise(real), Step(dtype=torch.int8))
     assert known.even({}, ()) and known.noise_on(sent) == pytest.approx(2**0.5 * real, rel=0.1)
     assert steps_off(torch.zeros(3)) == 0.0
 
 
 def test_one_step_of_adam_is_undone_as_far_as_it_is_said() -> None:
     g = torch.randn(20_000, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(-9, -2, 20_000)
-    known = Knowledge(training=Training(adam=True))
+    known = Knowledge(step=Step(adam=True))
     found = known.read({"w": g / (g.abs() + 1e-8)})["w"]
     off = (found - g).double().square() / known.variance(found)
     assert 0.05 < float(off.mean()) < 3
     assert float((found - g).norm() / g.norm()) < 0.1
     assert known.read({"w": g})["w"] is not g
-    several = Knowledge(training=Training(adam=True), local_steps=2)
+    several = Knowledge(step=Step(adam=True, local_steps=2))
     assert several.read({"w": g})["w"] is g and several.variance(g) is None
 
 
@@ -54,7 +54,7 @@ def test_one_step_of_adam_is_undone_as_far_as_it_is_said() -> None:
 def test_what_rounding_alone_hides_proves_nothing(name: str, said: str | None) -> None:
     defence = create_defence(name)
     step = defence.step(Step())
-    known = Knowledge(defence, sent=step.dtype, training=step.training)
+    known = Knowledge(defence, step)
     sent = {"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)}
     found = spoiled(known, known.noise_beyond_rounding([sent]))
     assert found is None if said is None else said in str(found)
@@ -67,7 +67,7 @@ def test_noise_counts_from_the_size_of_what_is_rounded_off(kind: torch.dtype) ->
     off = float((sent["w"].double() - exact).square().mean().sqrt())
 
     def counted(sigma: float, names: tuple[str, ...] | None = ("w",)) -> float:
-        return Knowledge(Noise(sigma), sent=kind).noise_beyond_rounding([sent], names)
+        return Knowledge(Noise(sigma), Step(dtype=kind)).noise_beyond_rounding([sent], names)
 
     assert counted(off / 2) == 0.0 and counted(2 * off) == 2 * off
     assert counted(2 * off, None) == 0.0  # a gradient beside it is rounded by more

@@ -24,6 +24,7 @@ from situs.audit.attacks import matching
 from situs.audit.attacks.base import Ready
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
+from situs.audit.defences import Step
 from situs.audit.scores.metrics import psnr
 from situs.audit.scores.scoring import pictures_of
 from situs.backbones import create_backbone
@@ -68,8 +69,11 @@ def attack(
     defence = defence or NoDefence()
     x, y = (real - 0.5) / 0.25, torch.tensor(labels or [(3 * i + 1) % 10 for i in range(len(real))])
     parts = zip(x.split(batch), y.split(batch), torch.arange(len(x)).split(batch), strict=True)
-    uploads = [victim_gradients(backbone, a, b, defence=defence, ids=i, local_steps=local_steps) for a, b, i in parts]
-    known = Knowledge(defence, batch, normalisation=NORMALISATION, local_steps=local_steps)
+    uploads = [
+        victim_gradients(backbone, a, b, step=Step(local_steps=local_steps), defence=defence, ids=i)
+        for a, b, i in parts
+    ]
+    known = Knowledge(defence, Step(batch, local_steps=local_steps), normalisation=NORMALISATION)
     assert isinstance(kind().prepare(backbone, uploads[0], known), Ready)
     return kind(MatchingConfig(**{"iterations": 120, **settings})).recover(backbone, uploads, known, deadline)
 

@@ -13,7 +13,7 @@ from builders import small_vit
 from situs.audit import Clip, Defence, Knowledge, MaskedJigsaw, NoDefence, NoPositionGradient
 from situs.audit.attacks.matching import guessed_draws, simulation
 from situs.audit.client import victim_gradients
-from situs.audit.defences import method_of
+from situs.audit.defences import Step, method_of
 from situs.methods import create_method
 from situs.methods.mjp import VARIANTS
 
@@ -29,10 +29,8 @@ def backbone() -> Any:
 def both(victim: Any, known: Knowledge, count: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """What was sent, and what the attacker would make of the true images."""
     x, y = X[:count], Y[:count]
-    sent = victim_gradients(
-        victim, x, y, defence=known.defence, dtype=torch.float64, local_steps=known.local_steps, seed=known.seed
-    )
-    method = method_of(known.defence, victim, known.seed)
+    sent = victim_gradients(victim, x, y, defence=known.defence, step=replace(known.step, dtype=torch.float64))
+    method = method_of(known.defence, victim, known.step.seed)
     made = simulation(method, known, sent)(x, y, guessed_draws(method, sent, known))
     return sent, made
 
@@ -41,7 +39,7 @@ def both(victim: Any, known: Knowledge, count: int) -> tuple[dict[str, torch.Ten
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("defence", [NoDefence(), Clip(0.3, 0.0), NoPositionGradient()], ids=lambda d: d.name)
 def test_the_same_gradients(backbone: Any, defence: Defence, count: int, steps: int) -> None:
-    sent, made = both(backbone, Knowledge(defence, count, local_steps=steps), count)
+    sent, made = both(backbone, Knowledge(defence, Step(count, local_steps=steps)), count)
     assert made.keys() == sent.keys()
     for name, gradient in sent.items():
         torch.testing.assert_close(made[name], gradient, rtol=1e-9, atol=1e-12)
@@ -49,7 +47,7 @@ def test_the_same_gradients(backbone: Any, defence: Defence, count: int, steps: 
 
 def test_mjp_with_its_mask_found_and_its_order_unknown(backbone: Any) -> None:
     """The true patches in the order the victim shuffled them to need not be known: any order gives these gradients."""
-    known = Knowledge(MaskedJigsaw(0.4), seed=3)
+    known = Knowledge(MaskedJigsaw(0.4), Step(seed=3))
     sent, made = both(backbone, known, 1)
     assert (sent["model.pos_embed"][0, 1:] == 0).all(dim=-1).any()
     for name, gradient in sent.items():
@@ -71,7 +69,7 @@ def test_back_to_the_pixels(backbone: Any) -> None:
     """The slope of a distance, against plain autograd on the wrapped model with a graph of its gradients."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    sent = victim_gradients(backbone, X[:1], Y[:1], dtype=torch.float64)
+    sent = victim_gradients(backbone, X[:1], Y[:1], step=Step(dtype=torch.float64))
     make = simulation(method_of(NoDefence(), backbone), Knowledge(), sent)
     with sdpa_kernel(SDPBackend.MATH):
         x = X[1:2].clone().requires_grad_()

@@ -16,7 +16,7 @@ from situs.audit.adapter import adapt
 from situs.audit.attacks.prior import PatchEmbeddingPrior, image_prior
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Training, create_defence
+from situs.audit.defences import Step, create_defence
 from situs.audit.public import ATTACKED
 from situs.audit.victim import PUBLIC, load_test_set, open_victim
 from situs.gate import Limit, exposed
@@ -50,7 +50,7 @@ def error(found: Tensor, real: Tensor) -> float:
 
 
 def sent(backbone: Any, image: Tensor, defence: Any, **step: Any) -> dict[str, Tensor]:
-    return victim_gradients(backbone, image, torch.tensor([3]), defence=defence, **step)
+    return victim_gradients(backbone, image, torch.tensor([3]), defence=defence, step=Step(**step))
 
 
 def noise_for(backbone: Any, image: Tensor, share: float) -> float:
@@ -153,8 +153,8 @@ def test_it_says_why_it_is_not_made() -> None:
     backbone, attack, noisy = victim(), PatchEmbeddingPrior(), Noise(1e-3)
     assert "no noise" in str(reason(attack, backbone))
     assert "no noise" in str(reason(attack, backbone, defence=create_defence("int8")))
-    assert "batch of 2" in str(reason(attack, backbone, defence=noisy, batch=2))
-    assert "Adam" in str(reason(attack, backbone, defence=noisy, training=Training(adam=True)))
+    assert "batch of 2" in str(reason(attack, backbone, defence=noisy, step=Step(2)))
+    assert "Adam" in str(reason(attack, backbone, defence=noisy, step=Step(adam=True)))
     withheld = NoPositionGradient().withheld(backbone)
     names = [name for name, _ in backbone.named_parameters() if name not in withheld]
     assert "not sent" in str(reason(attack, backbone, names, defence=noisy))

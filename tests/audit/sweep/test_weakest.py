@@ -286,7 +286,7 @@ def test_labels_that_are_known_are_known_in_every_trial(victim: Backbone) -> Non
 
         def recover(self, backbone: Any, uploads: Any, known: Any = None, deadline: Any = None) -> Recovery:
             told.append(known.labels)
-            return Recovery(torch.zeros(len(uploads) * known.batch, 1, 28, 28), [{}] * len(uploads))
+            return Recovery(torch.zeros(len(uploads) * known.step.batch, 1, 28, 28), [{}] * len(uploads))
 
     find_defences(victim, "samples", "psnr=90", attacks=[Spy()], count=1, labels="known")
     searched = len(told)

@@ -54,10 +54,8 @@ def test_a_tied_embedding_says_no_more_and_is_not_attacked_twice(llama: Path, te
 
 
 def test_rounding_and_noise_are_attacked_too(llama: Path, texts: Path) -> None:
-    audit = audit_texts(
-        llama, texts, batch=2, count=2, defences=["none", "noise=5"], precision="bf16", fail_above="tokens=0"
-    )
-    assert [row.defence for row in audit.findings][2:] == [f"noise σ=5, {SENT}", f"noise σ=5, {WITHHELD}"]
+    audit = audit_texts(llama, texts, batch=2, count=2, defences=["bf16", "noise=5+bf16"], fail_above="tokens=0")
+    assert [row.defence for row in audit.findings][2:] == [f"noise σ=5 + bf16, {SENT}", f"noise σ=5 + bf16, {WITHHELD}"]
     assert all(row.status == "done" and len(row.reads) == 2 for row in audit.findings)
     noisy = audit.findings[2]
     assert noisy.whole == 0 and noisy.reasons

@@ -305,7 +305,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "count": None,  # 12, or as many as there are
         "attacks": ("patchembed", "april", "tokens", "patchembed-prior"),
         "batch": 1,
-        "local_steps": 1,
         "labels": "inferred",
         "distance": "l2",
         "iterations": 1000,

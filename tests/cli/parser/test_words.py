@@ -14,7 +14,7 @@ GRADIENTS = "audit gradients x --data y"
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (f"{GRADIENTS} --precision fp8", "--precision fp8: must be fp32, bf16, fp16 or int8"),
+        (f"{GRADIENTS} --labels guessed", "--labels guessed: must be known or inferred"),
         (f"{GRADIENTS} --labels", "--labels: needs a value"),
         (f"{GRADIENTS} --img-size 3 4", "4: more than situs audit gradients takes; a list is one word"),
         (f"{GRADIENTS} z", "z: more than situs audit gradients takes"),

@@ -19,7 +19,7 @@ from situs.audit.attacks.patchembed.attack import facts_of, see_through
 from situs.audit.attacks.patchembed.equations import Solution, solve_pixels
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Gradients
+from situs.audit.defences import Gradients, Step
 from situs.audit.stem import Stem, find_stem, flat_weight, noise_for, require_stem, table_rows
 from situs.backbones.base import Backbone
 
@@ -72,7 +72,7 @@ class April(Attack):
         if stem.first != backbone.num_prefix:
             return Refused("some of its prefix tokens (registers) have no row in the table, so A lacks their rows")
         reads = (stem.table, *_first_attention(backbone))
-        return absent(sent, reads) or Ready(reads, _caveat(backbone, known.batch))
+        return absent(sent, reads) or Ready(reads, _caveat(backbone, known.step.batch))
 
     def recover(
         self,
@@ -92,7 +92,7 @@ class April(Attack):
         there = torch.stack([g.isfinite().all(dim=-2) for g in gradients]).all(dim=0)
         tokens = found.patches[:, stem.first :]
         patches = torch.stack([_pixels(z, own, stem, kept) for z, kept in zip(tokens, there, strict=True)])
-        right = known.batch == 1 and _holds(backbone)
+        right = known.step.batch == 1 and _holds(backbone)
         facts = [_told(facts_of(found, index, table.shape[1]), right) for index in range(len(uploads))]
         return Recovery(see_through(patches, backbone, stem, known, facts).float(), facts)
 
@@ -112,7 +112,7 @@ def _holds(backbone: Backbone) -> bool:
     assert backbone.input.shape is not None
     images = noise_for(backbone, 1, backbone.input.channels, *backbone.input.shape)
     labels = torch.zeros(1, dtype=torch.int64, device=like.device)
-    tried = victim_gradients(backbone, images, labels, dtype=like.dtype)
+    tried = victim_gradients(backbone, images, labels, step=Step(dtype=like.dtype))
     own = dict(backbone.named_parameters())
     table = table_rows(tried[stem.table], stem, prefix=True)[None]
     found = solve_tokens(table, [own[n].detach() for n in names], [tried[n][None] for n in names], like.dtype)

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from situs.audit.client import EPS, LEVELS
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence, Gradients, NoDefence, Training
+from situs.audit.defences import Defence, Gradients, NoDefence, Step
 from situs.backbones.base import Backbone
-from situs.core.when import START, When
 from situs.findings import Certificate, Fact
 from situs.methods.base import Method
 from situs.methods.measured import HidesPlaces
@@ -32,28 +31,22 @@ FAILED = "for some images the equations do not fit the solution: the attack fail
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What the attacker knows beside the gradients: the defence, the step, what seeded the weights.
+    """What the attacker knows beside the gradients: the defence and how the client made its step.
 
     labels: [uploads, batch], where the server is told them. method: what was trained with its own tokens and heads,
-    where it is a run's and not the defence's own. local_steps: steps of plain SGD behind an upload. when: of the run,
-    for the method's schedules. size: height and width of the images, where the model takes any. normalisation: mean and
-    deviation of the channels, which bound what a pixel can be. first: the number of the first upload he is given.
-    sent: the type that numbers came in, where their tensors do not show it (int8). training: how the step was made.
-    public: [n, C, H, W], normalised: images of the same kind that he has himself; none of them is behind an upload.
+    where it is a run's and not the defence's own. size: height and width of the images, where the model takes any.
+    normalisation: mean and deviation of the channels, which bound what a pixel can be. first: the number of the first
+    upload that it is given. public: [n, C, H, W], normalised: other images of the same kind that the attacker has; none
+    of them is behind an upload.
     """
 
     defence: Defence = field(default_factory=NoDefence)
-    batch: int = 1
-    seed: int = 0
+    step: Step = field(default_factory=Step)
     labels: Tensor | None = None
     method: Method | None = None
-    local_steps: int = 1
-    when: When = START
     size: tuple[int, int] | None = None
     normalisation: Normalisation | None = None
     first: int = 0
-    sent: torch.dtype | None = None
-    training: Training = field(default_factory=Training)
     public: Tensor | None = None
 
     def hides(self, backbone: Backbone) -> bool:
@@ -64,52 +57,52 @@ class Knowledge:
     @property
     def blurs(self) -> bool:
         """Whether a number that is 0 may come as another, or another as 0: by noise or even steps."""
-        return self.defence.noise_level(self.batch) > 0 or self.sent == torch.int8
+        return self.defence.noise_level(self.step.batch) > 0 or self.step.dtype == torch.int8
 
     def even(self, upload: Gradients, names: Sequence[str]) -> bool:
         """Whether all numbers of gradients are off by one size, by noise or even steps; else in proportion to each."""
-        return self.sent == torch.int8 or self.noise_beyond_rounding([upload], names) > 0
+        return self.step.dtype == torch.int8 or self.noise_beyond_rounding([upload], names) > 0
 
     def noise_on(self, gradient: Tensor) -> float:
         """The deviation of what is evenly wrong with the numbers of a gradient, as it was sent."""
-        noise = self.defence.noise_level(self.batch)
-        return math.hypot(noise, steps_off(gradient)) if self.sent == torch.int8 else noise
+        noise = self.defence.noise_level(self.step.batch)
+        return math.hypot(noise, steps_off(gradient)) if self.step.dtype == torch.int8 else noise
 
     def noise_beyond_rounding(self, uploads: Sequence[Gradients], names: Sequence[str] | None = None) -> float:
         """The deviation of the stated noise; 0 where rounding moves the numbers of some gradient more than it does.
 
         names: of the gradients that are looked at, None for all.
         """
-        noise = self.defence.noise_level(self.batch)
+        noise = self.defence.noise_level(self.step.batch)
         read = [g for each in uploads for name, g in each.items() if names is None or name in names]
         return noise if all(noise >= rounded_off(g, self.type_of(g)) for g in read) else 0.0
 
     def type_of(self, gradient: Tensor) -> torch.dtype:
         """The type whose rounding is in the numbers of a gradient: what was sent, or what it was computed in."""
-        coarse = self.training.autocast and torch.finfo(gradient.dtype).eps < torch.finfo(torch.bfloat16).eps
+        coarse = self.step.autocast and torch.finfo(gradient.dtype).eps < torch.finfo(torch.bfloat16).eps
         return torch.bfloat16 if coarse else gradient.dtype
 
     @property
     def forward(self) -> float | None:
         """The relative error of what layers were fed, beside what the weights say; None for that of float32."""
-        return torch.finfo(torch.bfloat16).eps if self.training.autocast else None
+        return torch.finfo(torch.bfloat16).eps if self.step.autocast else None
 
     def read(self, upload: Gradients) -> Gradients:
         """The gradients behind an upload: one step of Adam is g / (|g| + ε), which is undone as far as it was not
         rounded off; what is rounded to a whole step (1) stays that."""
-        if not (self.training.adam and self.local_steps == 1):
+        if not (self.step.adam and self.step.local_steps == 1):
             return upload
         return {name: undone(u) for name, u in upload.items()}
 
     def variance(self, gradient: Tensor) -> Tensor | None:
         """What is wrong with each number of a gradient that `read` made of a step of Adam, squared; else None."""
-        if not (self.training.adam and self.local_steps == 1):
+        if not (self.step.adam and self.step.local_steps == 1):
             return None
         return (ROUNDED * (gradient.double().abs() + EPS) ** 2 / EPS).square()
 
     def trained(self, backbone: Backbone) -> Method:
         """What made the gradients: the run's own method, or the defence's."""
-        return self.defence.method(backbone, self.seed) if self.method is None else self.method
+        return self.defence.method(backbone, self.step.seed) if self.method is None else self.method
 
 
 @dataclass(frozen=True)
@@ -251,18 +244,18 @@ def spoiled(known: Knowledge, noise: float) -> str | None:
 
     noise: its deviation, 0 where rounding moves the numbers more: that follows from the image and is no noise.
     """
-    training, why = known.training, []
-    coarse = known.sent in (torch.float16, torch.bfloat16) or training.autocast
-    if known.sent == torch.int8 or (coarse and noise == 0):
-        kind = torch.bfloat16 if known.sent in (None, torch.float32) else known.sent
+    step, why = known.step, []
+    coarse = step.dtype in (torch.float16, torch.bfloat16) or step.autocast
+    if step.dtype == torch.int8 or (coarse and noise == 0):
+        kind = torch.bfloat16 if step.dtype == torch.float32 else step.dtype
         why.append(
             f"rounding to {str(kind).removeprefix('torch.')} is no noise: it follows from the image, and a search for "
             "images that round alike may find more"
         )
-    if training.dropout:
-        why.append(f"dropout of {training.dropout:g} between the layers, which nobody sees")
-    if training.adam:
-        k = known.local_steps
+    if step.dropout:
+        why.append(f"dropout of {step.dropout:g} between the layers, which nobody sees")
+    if step.adam:
+        k = step.local_steps
         why.append(
             "Adam divides every number by its own size; "
             + (

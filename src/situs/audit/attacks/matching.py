@@ -214,9 +214,9 @@ def simulation(method: Method, known: Knowledge, names: Iterable[str]) -> Simula
     own = dict(method.named_parameters())
     full = {name.removeprefix("backbone."): name for name, p in own.items() if p.requires_grad}
     names = [name for name in names if name in full]
-    whole = known.defence.per_sample or known.local_steps > 1  # a norm over all gradients, or steps along them
+    whole = known.defence.per_sample or known.step.local_steps > 1  # a norm over all gradients, or steps along them
     moved = {name: own[full[name]].detach() for name in (full if whole else names)}
-    size = 1 if known.defence.per_sample else known.batch
+    size = 1 if known.defence.per_sample else known.step.batch
 
     def loss(weights: Gradients, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
         batch = Batch(images, torch.zeros_like(labels), {"label": labels})
@@ -224,7 +224,7 @@ def simulation(method: Method, known: Knowledge, names: Iterable[str]) -> Simula
 
     def mean(weights: Gradients, images: Tensor, labels: Tensor, draws: Draws) -> Gradients:
         total: Gradients = {}
-        parts = range(0, known.batch, size)
+        parts = range(0, known.step.batch, size)
         for i in parts:
             part = {name: value[i : i + size] if value.dim() else value for name, value in draws.items()}
             found = grad(loss)(weights, images[i : i + size], labels[i : i + size], part)
@@ -233,14 +233,14 @@ def simulation(method: Method, known: Knowledge, names: Iterable[str]) -> Simula
         return {name: g / len(parts) for name, g in total.items()}
 
     def gradients(images: Tensor, labels: Tensor, draws: Draws) -> Gradients:
-        weights, total, walk = moved, Gradients(), Walk(known.training)
-        for step in range(known.local_steps):
+        weights, total, walk = moved, Gradients(), Walk(known.step.adam)
+        for step in range(known.step.local_steps):
             found = mean(weights, images, labels, draws)
-            found = walk(found) if known.local_steps > 1 else found  # a single step is undone in what was sent
+            found = walk(found) if known.step.local_steps > 1 else found  # a single step is undone in what was sent
             total = {name: g + total[name] if total else g for name, g in found.items()}
-            if step + 1 < known.local_steps:
-                weights = {name: w - known.training.lr * found[name] for name, w in weights.items()}
-        return {name: total[name] / known.local_steps for name in names}
+            if step + 1 < known.step.local_steps:
+                weights = {name: w - known.step.lr * found[name] for name, w in weights.items()}
+        return {name: total[name] / known.step.local_steps for name in names}
 
     return gradients
 
@@ -251,12 +251,12 @@ def guessed_draws(method: Method, upload: Gradients, known: Knowledge) -> Draws:
     Of one image under MJP the mask shows in the rows of the table that got no gradient, and the order inside it changes
     no gradient, so that any will do. A batch has a mask an image, which the sum hides: none is assumed.
     """
-    ids = torch.zeros(known.batch, dtype=torch.int64)
-    draws = method.draw(Batch(ids, ids), known.when._replace(seed=known.seed))
+    ids = torch.zeros(known.step.batch, dtype=torch.int64)
+    draws = method.draw(Batch(ids, ids), known.step.when._replace(seed=known.step.seed))
     for name in {"index", "pixels"} & draws.keys():
         draws[name] = torch.arange(draws[name].shape[1]).expand_as(draws[name]).contiguous()
     if "mask" in draws:
-        mask = _mask_of(method.backbone, upload) if isinstance(method, HidesPlaces) and known.batch == 1 else None
+        mask = _mask_of(method.backbone, upload) if isinstance(method, HidesPlaces) and known.step.batch == 1 else None
         draws["mask"] = torch.zeros_like(draws["mask"]) if mask is None else mask[None].to(draws["mask"].device)
     device = next(method.parameters()).device
     return {name: value.to(device) for name, value in draws.items()}
@@ -438,7 +438,7 @@ class Matching(Attack):
         noise = [_noise(backbone, known, known.first + number, restart) for number, restart in problems]
         start = torch.stack(noise).to(like.device, like.dtype)
         simulate = _mapped(simulation(method, known, names), start, told, draws)
-        measure = self.measure(target, backbone, known.defence.noise_level(known.batch))
+        measure = self.measure(target, backbone, known.defence.noise_level(known.step.batch))
 
         def objective(images: Tensor) -> tuple[Tensor, Tensor]:
             guess = simulate(images)
@@ -461,9 +461,9 @@ class Matching(Attack):
 
 def _infer(backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge) -> Tensor:
     """Labels [uploads, batch] from the classifier's gradients; 0 where all overflowed: any guess is as good."""
-    classifier, noise = find_classifier(backbone, _size(backbone, known)), known.defence.noise_level(known.batch)
-    found = [infer_labels(upload, classifier, known.batch, noise) for upload in uploads]
-    return torch.stack([torch.zeros(known.batch, dtype=torch.int64) if each is None else each for each in found])
+    classifier, noise = find_classifier(backbone, _size(backbone, known)), known.defence.noise_level(known.step.batch)
+    found = [infer_labels(upload, classifier, known.step.batch, noise) for upload in uploads]
+    return torch.stack([torch.zeros(known.step.batch, dtype=torch.int64) if each is None else each for each in found])
 
 
 def _size(backbone: Backbone, known: Knowledge) -> tuple[int, int]:
@@ -475,8 +475,8 @@ def _size(backbone: Backbone, known: Knowledge) -> tuple[int, int]:
 
 def _noise(backbone: Backbone, known: Knowledge, upload: int, restart: int) -> Tensor:
     """Where a search begins, [B, C, H, W]: noise that only the seed, the upload and the restart decide."""
-    chance = torch.Generator().manual_seed((known.seed * 1_000_003 + upload) * 1_009 + restart)
-    return torch.randn(known.batch, backbone.input.channels, *_size(backbone, known), generator=chance)
+    chance = torch.Generator().manual_seed((known.step.seed * 1_000_003 + upload) * 1_009 + restart)
+    return torch.randn(known.step.batch, backbone.input.channels, *_size(backbone, known), generator=chance)
 
 
 def _bounds(known: Knowledge, like: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -436,11 +436,11 @@ class PatchEmbeddingPrior(Attack):
             return Refused(stem)
         if missing := absent(sent, (stem.weight, stem.table)):
             return missing
-        if known.defence.noise_level(known.batch) == 0:
+        if known.defence.noise_level(known.step.batch) == 0:
             return Refused("no noise is added, and without it the equations need no prior (patchembed)")
-        if known.batch > 1:
-            return Refused(f"a batch of {known.batch}: the rows of the table's gradient are sums over the images")
-        if known.training.adam:
+        if known.step.batch > 1:
+            return Refused(f"a batch of {known.step.batch}: the rows of the table's gradient are sums over the images")
+        if known.step.adam:
             return Refused("Adam divides every number by its own size, and the noise with it")
         if known.hides(backbone):
             return Refused("hidden patches are no part of the table's gradient")

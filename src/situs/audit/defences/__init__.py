@@ -12,7 +12,6 @@ from situs.audit.defences.base import (
     Gradients,
     NoDefence,
     Step,
-    Training,
     blurred,
     method_of,
 )
@@ -47,7 +46,6 @@ __all__ = [
     "OwnDp",
     "Step",
     "Together",
-    "Training",
     "Withhold",
     "blurred",
     "create_defence",

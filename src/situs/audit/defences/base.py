@@ -9,7 +9,7 @@ in numbers.
 # ruff: noqa: ARG002  (every defence is given the same arguments)
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -43,28 +43,15 @@ THREAT = {
 
 
 @dataclass(frozen=True)
-class Training:
-    """How a client makes its step, beyond one plain gradient. The attacker knows all of it but what chance draws.
-
-    lr: of its local steps; adam: whether they are Adam's, else plain SGD's. parts: batches that the images behind an
-    upload make; their gradients are added up, or local steps walk through them. dropout: rate of every dropout layer.
-    drop_path: rate at the last block, from none at the first. autocast: whether it computes in bfloat16.
-    """
-
-    lr: float = 0.01
-    adam: bool = False
-    parts: int = 1
-    dropout: float = 0.0
-    drop_path: float = 0.0
-    autocast: bool = False
-
-
-@dataclass(frozen=True)
 class Step:
-    """How the audited step is made: images in it, local steps, the type of what is sent, and the seed.
+    """What a client does for one upload. The attacker knows all of it but what chance draws.
 
-    labels_known: whether the attacker is told the labels. when: of the run, for its method's draws and schedules.
-    training: how the client makes it, beyond that.
+    batch: samples behind the upload. local_steps: more than one sends the change of the weights (FedAvg) in place of a
+    gradient. dtype: the type of what is sent; gradients are computed in float32. labels_known: whether the attacker is
+    told the labels. when: of the run, for its method's draws and schedules. lr: of the local steps; adam: whether they
+    are Adam's, else plain SGD's. parts: batches that the samples make; their gradients are added up, or local steps
+    take one after the other. dropout: rate of every dropout layer. drop_path: rate at the last block, from none at the
+    first. autocast: whether the client computes in bfloat16.
     """
 
     batch: int = 1
@@ -73,7 +60,12 @@ class Step:
     seed: int = 0
     labels_known: bool = False
     when: When = START
-    training: Training = field(default_factory=Training)
+    lr: float = 0.01
+    adam: bool = False
+    parts: int = 1
+    dropout: float = 0.0
+    drop_path: float = 0.0
+    autocast: bool = False
 
     def __post_init__(self) -> None:
         check_value("batch", self.batch, ">= 1")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -98,7 +98,7 @@ class FedAvg(Defence):
         return f"{self.name} k={self.steps:g}, rate {self.lr:g}"
 
     def step(self, step: Step) -> Step:
-        return _training(replace(step, local_steps=int(self.steps)), lr=self.lr, adam=self.adam)
+        return replace(step, local_steps=int(self.steps), lr=self.lr, adam=self.adam)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Accumulate(Defence):
         return f"accumulate {counted(int(self.parts), 'batches')}"
 
     def step(self, step: Step) -> Step:
-        return _training(replace(step, batch=step.batch * int(self.parts)), parts=int(self.parts))
+        return replace(step, batch=step.batch * int(self.parts), parts=int(self.parts))
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Dropout(Defence):
         return f"{self.name} p={self.rate:g}"
 
     def step(self, step: Step) -> Step:
-        return _training(step, dropout=self.rate)
+        return replace(step, dropout=self.rate)
 
     def refuses(self, backbone: Backbone) -> str | None:
         if any(isinstance(part, nn.Dropout) for part in backbone.modules()):
@@ -192,7 +192,7 @@ class DropPath(Dropout):
     )
 
     def step(self, step: Step) -> Step:
-        return _training(step, drop_path=self.rate)
+        return replace(step, drop_path=self.rate)
 
     def refuses(self, backbone: Backbone) -> str | None:
         if any(drop_paths(block) for block in backbone.block_modules()):
@@ -215,15 +215,11 @@ class Autocast(Defence):
     known: ClassVar[str] = "that, and so how far off the numbers are that layers were fed, and their gradients"
 
     def step(self, step: Step) -> Step:
-        return _training(step, autocast=True)
+        return replace(step, autocast=True)
 
     @property
     def quiet(self) -> Defence:
         return NoDefence()
-
-
-def _training(step: Step, **changes: Any) -> Step:
-    return replace(step, training=replace(step.training, **changes))
 
 
 def _check_whole(name: str, value: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from situs.audit.attacks.base import Attack
 from situs.audit.cases import EXACT, ImageFinding, TestSet
-from situs.audit.client import StepConfig
+from situs.audit.client import StepConfig, split_options
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, NoDefence, Step, Together, create_defence
 from situs.audit.gradients import Audit, attack_gradients
-from situs.audit.public import NOTHING, config_from, open_audit, step_of
+from situs.audit.public import NOTHING, AuditConfig, open_audit, step_of
 from situs.audit.scores.metrics import mean_of, mse
 from situs.audit.scores.scoring import patch_size_of
 from situs.audit.sweep.ladder import Ladder, Scale, curve_ladder, scale_of
@@ -171,7 +171,7 @@ def trace_defences(
     over: noise, clip (with noise, as DP-SGD), precision, fedavg, dropout. beside: what else the client does, a line
     each. All else as of `audit_gradients`.
     """
-    config, asked = config_from(options)
+    config, asked = split_options(AuditConfig, options)
     if not over:
         raise SitusError(field="curve", value="", allowed="one or more of clip, dropout, fedavg, noise, precision")
     others = [create_defence(each) for each in dict.fromkeys(beside)]
@@ -324,9 +324,7 @@ def _sendable(axis: Ladder) -> Ladder:
 
 def _text_scale(model: Any, texts: str | Path, options: Mapping[str, Any]) -> Scale:
     """Of the gradient of the file's first sentence."""
-    names = {each.name for each in fields(StepConfig)}
-    config = StepConfig(**{name: value for name, value in options.items() if name in names})
-    asked = {name: value for name, value in options.items() if name not in names}
+    config, asked = split_options(StepConfig, options)
     victim = open_text_victim(model, classes=config.classes or CLASSES, seed=config.seed, **asked)
     sent = text_gradients(victim, victim.coded(read_lines(Path(texts), "texts")[:1]), labels=[0], seed=config.seed)
     flat = torch.cat([g.double().flatten() for g in sent.values()])

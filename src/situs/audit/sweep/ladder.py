@@ -72,9 +72,9 @@ class Scale(NamedTuple):
 
 def scale_of(victim: Backbone | Method, test: TestSet, step: Step, count: int = 4) -> Scale:
     """From a few images, without a defence."""
-    norms, size = [], 1
+    norms, size, plain = [], 1, Step(seed=step.seed, when=step.when)
     for i in range(min(count, len(test))):
-        sent = victim_gradients(victim, test.pixels[i : i + 1], test.labels[i : i + 1], seed=step.seed, when=step.when)
+        sent = victim_gradients(victim, test.pixels[i : i + 1], test.labels[i : i + 1], step=plain)
         flat = torch.cat([g.double().flatten() for g in sent.values()])
         norms.append(float(flat.norm()))
         size = flat.numel()
@@ -177,10 +177,9 @@ def cost_of(victim: Backbone | Method, rung: Rung, test: TestSet, config: CostCo
     for number in range(max(1, min(4, len(test) // batch))):
         span = slice(number * batch, (number + 1) * batch)
         ids = torch.arange(span.start, span.stop)
-        fields = {"local_steps": step.local_steps, "seed": step.seed, "when": step.when, "ids": ids}
         x, y = test.pixels[span], test.labels[span]
-        sent = victim_gradients(victim, x, y, defence=defence, dtype=step.dtype, **fields)
-        own = victim_gradients(victim, x, y, **fields)
+        sent = victim_gradients(victim, x, y, defence=defence, step=step, ids=ids)
+        own = victim_gradients(victim, x, y, step=replace(step, dtype=torch.float32), ids=ids)
         one = torch.cat(
             [(sent[name] if name in sent else torch.zeros_like(g)).double().flatten() for name, g in own.items()]
         )

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from situs.audit.attacks.base import Attack
 from situs.audit.cases import TestSet
+from situs.audit.client import split_options
 from situs.audit.deadline import Deadline, StoppedError
 from situs.audit.gradients import attack_gradients
-from situs.audit.public import ATTACKED, COUNT, NOTHING, config_from, open_audit, step_of
+from situs.audit.public import ATTACKED, COUNT, NOTHING, AuditConfig, open_audit, step_of
 from situs.audit.scores.exposure import METRICS
 from situs.audit.sweep.ladder import CostConfig, Rung, cost_of, ladders
 from situs.audit.sweep.remedies import Answer, Remedies, Remedy, Trial
@@ -245,7 +246,7 @@ def find_defences(
     returned and says so.
     """
     costs = CostConfig(**{each.name: options.pop(each.name) for each in fields(CostConfig) if each.name in options})
-    config, asked = config_from(options)
+    config, asked = split_options(AuditConfig, options)
     bound = parse_limit(limit, METRICS, "find_defence")
     wanted = config.count or COUNT
     searching = replace(config, fail_above=limit)  # a limit as a gate has it

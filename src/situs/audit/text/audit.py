@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -12,9 +12,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from situs.audit.client import DTYPES, StepConfig
+from situs.audit.client import StepConfig, split_options
 from situs.audit.deadline import Deadline
-from situs.audit.defences import DEFENCES, Defence, Gradients, Step, create_defence
+from situs.audit.defences import DEFENCES, Defence, Gradients, Step, Together, create_defence
 from situs.audit.evidence import evidence
 from situs.audit.run import FINDS, Card, run
 from situs.audit.text.attack import NAME, find_sentences, reads_embedding, refusal
@@ -98,12 +98,10 @@ def audit_texts(
     and what `open_model` is asked. When the deadline's time is over, or on Ctrl-C, what is there is returned and says
     so. keep: is given the audit now and then while it grows. facts: more of them for its files.
     """
-    names = {field.name for field in fields(StepConfig)}
-    config = StepConfig(**{name: value for name, value in options.items() if name in names})
+    config, asked = split_options(StepConfig, options)
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
     chosen = _created(defences)
     lines = first_lines(texts, config.count, config.batch)
-    asked = {name: value for name, value in options.items() if name not in names}
     victim = open_text_victim(model, classes=config.classes or CLASSES, seed=config.seed, **asked)
     rows = _rows(chosen, hides=victim.method is not None)
     sentences = victim.coded(lines)
@@ -115,7 +113,7 @@ def audit_texts(
         "model": victim.backbone.name,
         "texts": f"{len(lines)} of {Path(texts).name}",
         "learned": victim.task,
-        "gradients": f"{config.precision}, batch {config.batch}",
+        "gradients": f"batch {config.batch}",
         "seed": config.seed,
         **evidence(victim.backbone),
         **facts,
@@ -137,11 +135,22 @@ def _created(defences: Sequence[str | Defence]) -> list[Defence]:
     chosen = [create_defence(name) for name in dict.fromkeys(defences)]
     if not chosen:
         raise SitusError(field="defences", value="", allowed="one or more of them")
-    for defence in chosen:
-        if defence.name not in TEXT_DEFENCES:
-            known = ", ".join(name for name in DEFENCES if name in TEXT_DEFENCES)
-            raise SitusError(field="defences", value=defence.name, allowed=f"one of {known} for texts")
+    for part in (part for defence in chosen for part in _parts(defence)):
+        if part.name not in TEXT_DEFENCES:
+            allowed = ", ".join(name for name in DEFENCES if name in TEXT_DEFENCES)
+            raise SitusError(field="defences", value=part.name, allowed=f"one of {allowed} for texts")
     return chosen
+
+
+def _parts(defence: Defence) -> tuple[Defence, ...]:
+    return defence.parts if isinstance(defence, Together) else (defence,)
+
+
+def _before_noise(defence: Defence) -> Defence:
+    """What is done to gradients before noise is added."""
+    if isinstance(defence, Together):
+        return replace(defence, parts=tuple(map(_before_noise, defence.parts)))
+    return replace(defence, **{name: 0.0 for name in ("sigma", "multiplier") if hasattr(defence, name)})
 
 
 def _rows(chosen: Sequence[Defence], *, hides: bool) -> list[Row]:
@@ -157,7 +166,8 @@ def label_of(defence: Defence, sent: bool, aware: bool | None) -> str:
 
 
 def _about(row: Row) -> str:
-    added = "" if row.defence.name == "none" else f"{row.defence.about}; the attacker knows its settings. "
+    about = "; ".join(part.about for part in _parts(row.defence))
+    added = "" if row.defence.name == "none" else f"{about}; the attacker knows its settings. "
     if row.aware:
         added += "The attacker knows that places are hidden, and their vector. "
     return f"{added}{ABOUT[SENT if row.sent else WITHHELD]}"
@@ -234,7 +244,6 @@ class Texts:
                 self.sentences[span],
                 labels=self.labels(span),
                 defence=row.defence,
-                dtype=DTYPES[self.config.precision],
                 seed=self.config.seed + span.start,
             )
             self._sent = (key, sent)
@@ -332,10 +341,7 @@ class _Trial:
             texts.sentences[span],
             [number for number, read in enumerate(reads) if not read.whole],
             labels=texts.labels(span),
-            bound=replace(
-                self.row.defence,
-                **{name: 0.0 for name in ("sigma", "multiplier") if hasattr(self.row.defence, name)},
-            ),
+            bound=_before_noise(self.row.defence),
             seed=texts.config.seed + span.start,
             deadline=deadline,
         )
@@ -344,5 +350,5 @@ class _Trial:
     def _noise(self) -> tuple[float, bool]:
         """The deviation of the noise, and whether numbers come in even steps."""
         config, defence = self.texts.config, self.row.defence
-        step = defence.step(Step(config.batch, dtype=DTYPES[config.precision]))
+        step = defence.step(Step(config.batch))
         return defence.noise_level(step.batch), step.dtype == torch.int8

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from situs.data.sources.images import decode, to_channels
-from situs.errors import DataError, SitusError, counted
+from situs.errors import DataError, SitusError, counted, verb
 
 # A split by any of its names; where the first is absent the next serves (ImageNet has no labelled test split,
 # CIFAR no validation split).
@@ -87,7 +87,7 @@ class Source(ABC):
         self.multi_label = multi_label
         self.skipped: list[Skipped] = []
         self._skipped: set[int] = set()
-        self._white = False
+        self._replaced = self._white = False
         self.notes: list[str] = []
 
     @abstractmethod
@@ -142,8 +142,9 @@ class Source(ABC):
         Whoever has called this once says of every block when it may go; till then it is held.
         """
 
-    def skip(self, index: int, reason: str) -> None:
-        """Note that image `index` is broken; once, however often it is met."""
+    def skip(self, index: int, reason: str, *, replaced: bool = False) -> None:
+        """Notes that sample `index` is broken; once, however often it is met. replaced: another stood in for it."""
+        self._replaced = self._replaced or replaced
         if index not in self._skipped:
             self._skipped.add(index)
             self.skipped.append(Skipped(index, reason))
@@ -156,11 +157,17 @@ class Source(ABC):
             self.notes.append(f"{self.name}: {said}")
 
     def skip_report(self) -> str | None:
-        """One sentence on what was left out, or None."""
+        """One sentence on the broken samples, or None: how many, what became of them, and the first."""
         if not self.skipped:
             return None
-        found = f"{len(self.skipped)} of {counted(len(self), self.things)} of {self.name} could not be read and "
-        return f"{found}{'was' if len(self.skipped) == 1 else 'were'} skipped; the first: {self.skipped[0].reason}"
+        count = len(self.skipped)
+        fate = (
+            ("replaced by the next readable one" if count == 1 else "replaced by others")
+            if self._replaced
+            else "skipped"
+        )
+        broken = f"{count} of {counted(len(self), self.things)} of {self.name} could not be read"
+        return f"{broken} and {verb(count, 'were')} {fate}; the first: {self.skipped[0].reason}"
 
     def label_known(self) -> bool:
         """Whether any label of a multi-label set is known; looks for the first that is."""

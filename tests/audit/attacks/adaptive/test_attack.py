@@ -25,7 +25,7 @@ from situs.audit.attacks.spans import SOLVED
 from situs.audit.attacks.tokens.block import first_linears
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence, NoDefence
+from situs.audit.defences import Defence, NoDefence, Step
 from situs.core.tokens import patchify
 from situs.core.when import When
 from situs.data.batch import Batch
@@ -52,7 +52,7 @@ def attacked(backbone: Any, x: torch.Tensor, ratio: float, number: int = 0, **st
     """The recovery of one image, its true patches [N, K], and the mask."""
     defence = MaskedJigsaw(ratio)
     ids = torch.tensor([number])
-    upload = victim_gradients(backbone, x, torch.tensor([3]), defence=defence, ids=ids, **step)
+    upload = victim_gradients(backbone, x, torch.tensor([3]), defence=defence, ids=ids, step=Step(**step))
     method: Any = defence.method(backbone)
     mask = method.draw(Batch(ids, ids), When(seed=0, epoch=0))["mask"][0]
     return AdaptiveMJP().recover(backbone, [upload], Knowledge(defence)), patchify(x, 7)[0], mask
@@ -235,7 +235,7 @@ def test_what_is_said_to_fit_is_right(dtype: torch.dtype, ratio: float, monkeypa
     )
     backbone, x = victim(), pictures()
     defence = MaskedJigsaw(ratio)
-    upload = victim_gradients(backbone, x, torch.tensor([3]), defence=defence, dtype=dtype)
+    upload = victim_gradients(backbone, x, torch.tensor([3]), step=Step(dtype=dtype), defence=defence)
     recovered = AdaptiveMJP(AdaptiveConfig(rounds=3)).recover(backbone, [upload], Knowledge(defence))
     assert float(recovered.images.abs().max()) < 30
     [(partly, found)] = seen

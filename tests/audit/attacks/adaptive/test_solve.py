@@ -26,7 +26,7 @@ from situs.audit.attacks.spans import SOLVED, TELLING
 from situs.audit.attacks.tokens.block import read_block
 from situs.audit.client import known_gradient, victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.defences import MaskedJigsaw
+from situs.audit.defences import MaskedJigsaw, Step
 from situs.audit.stem import flat_weight, require_stem, table_rows
 from situs.core.tokens import patchify
 from situs.core.when import When
@@ -60,7 +60,7 @@ def scene(dim: int = 64, ratio: float = 0.3, number: int = 0, change: Any = None
     mask = draws["mask"][0]
     if change is not None:
         change(x, mask)
-    upload = victim_gradients(backbone, x, torch.tensor([3]), defence=defence, ids=ids, dtype=torch.float64)
+    upload = victim_gradients(backbone, x, torch.tensor([3]), step=Step(dtype=torch.float64), defence=defence, ids=ids)
     extra = known_gradient(method, require_stem(method.backbone), upload)
     assert extra is not None
     rows = table_rows(upload[stem.table], stem) - extra

@@ -11,7 +11,7 @@ from builders import small_vit
 from situs.audit.attacks.adaptive.solve import FirstBlock
 from situs.audit.attacks.tokens.block import first_linears, read_block
 from situs.audit.client import victim_gradients
-from situs.audit.defences import MaskedJigsaw
+from situs.audit.defences import MaskedJigsaw, Step
 from situs.audit.stem import require_stem
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
@@ -47,7 +47,7 @@ def scene(backbone: Any, ratio: float = 0.3) -> tuple[Any, torch.Tensor, torch.T
     """MJP's method, x̃'s patches [N, K], the mask, and the block as the attacker has it."""
     defence, stem = MaskedJigsaw(ratio), require_stem(backbone)
     x = torch.randn(1, backbone.input.channels, *backbone.input.shape, dtype=torch.float64)
-    upload = victim_gradients(backbone, x, torch.tensor([1]), defence=defence, dtype=torch.float64)
+    upload = victim_gradients(backbone, x, torch.tensor([1]), step=Step(dtype=torch.float64), defence=defence)
     method: Any = defence.method(backbone)
     draws = method.draw(Batch(torch.zeros(1), torch.tensor([0])), When(seed=0, epoch=0))
     patches = patchify(x, stem.patch_size)[0][draws["index"][0]]
@@ -113,7 +113,7 @@ def test_what_is_missing_is_said() -> None:
     backbone = victim()
     stem = require_stem(backbone)
     x = torch.randn(1, 3, 32, 32, dtype=torch.float64)
-    upload = victim_gradients(backbone, x, torch.tensor([1]), dtype=torch.float64)
+    upload = victim_gradients(backbone, x, torch.tensor([1]), step=Step(dtype=torch.float64))
     missing = first_linears(backbone)[-1]
     del upload[missing]
     mask = torch.zeros(16, dtype=torch.bool)

@@ -13,7 +13,7 @@ from situs.audit import ATTACKS, Clip, Knowledge, MaskedJigsaw, Noise, NoPositio
 from situs.audit.attacks.base import FAILED
 from situs.audit.attacks.patchembed.attack import _said
 from situs.audit.client import hidden_places, victim_gradients
-from situs.audit.defences import NoDefence, Training
+from situs.audit.defences import NoDefence, Step
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
 from situs.core.when import When
@@ -40,7 +40,7 @@ def attack(backbone: Any, x: torch.Tensor, known: Knowledge | None = None, **ste
     labels = torch.arange(len(x)) % 5
     uploads = [
         victim_gradients(
-            backbone, x[i : i + 1], labels[i : i + 1], defence=known.defence, ids=torch.tensor([i]), **step
+            backbone, x[i : i + 1], labels[i : i + 1], defence=known.defence, ids=torch.tensor([i]), step=Step(**step)
         )
         for i in range(len(x))
     ]
@@ -91,7 +91,7 @@ def test_gradients_of_a_plain_backward_are_those_attacked() -> None:
 
 def test_several_local_steps_on_one_image_hide_nothing() -> None:
     backbone = victim()
-    one, five = attack(backbone, images()), attack(backbone, images(), local_steps=5, training=Training(lr=0.05))
+    one, five = attack(backbone, images()), attack(backbone, images(), local_steps=5, lr=0.05)
     assert error(five.images, images()) > 60
     assert not torch.allclose(one.images, five.images, atol=0)
 
@@ -117,9 +117,9 @@ def test_half_precision_leaks_less_than_float32_and_still_leaks() -> None:
 def test_a_batch_is_not_taken_apart_and_that_is_said() -> None:
     backbone, x = victim(), images(4)
     upload = victim_gradients(backbone, x, torch.arange(4))
-    found = PatchEmbedding().recover(backbone, [upload], Knowledge(batch=4))
+    found = PatchEmbedding().recover(backbone, [upload], Knowledge(step=Step(4)))
     assert max(error(found.images, x[i : i + 1]) for i in range(4)) < 10
-    assert "sums over the images" in str(caveat(PatchEmbedding(), backbone, batch=4))
+    assert "sums over the images" in str(caveat(PatchEmbedding(), backbone, step=Step(4)))
 
 
 def test_too_many_patches_are_told() -> None:
@@ -177,11 +177,11 @@ def test_equations_that_do_not_hold_are_a_failed_attack() -> None:
     hiding = victim_gradients(backbone, x[:1], torch.tensor([0]), defence=MaskedJigsaw(0.3))
     drowned = victim_gradients(backbone, x, torch.tensor([0, 1]), defence=Noise(1.0))
     for sent, known in (
-        (upload, Knowledge(batch=2)),
+        (upload, Knowledge(step=Step(2))),
         (upload, Knowledge()),  # even one who takes it for a single image sees it
         (noisy, Knowledge(Noise(1e-6))),
         (hiding, Knowledge(MaskedJigsaw(0.3))),
-        (drowned, Knowledge(Noise(1.0), batch=2)),
+        (drowned, Knowledge(Noise(1.0), Step(2))),
     ):
         [fact] = PatchEmbedding().recover(backbone, [sent], known).facts
         assert fact["fits"] is False

@@ -19,7 +19,7 @@ from situs.audit.attacks.patchembed.bytes import byte_values
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.defences import NoDefence
+from situs.audit.defences import NoDefence, Step
 from situs.audit.gradients import attack_gradients
 from situs.audit.stem import require_stem
 from situs.gate import NOT_JUDGED
@@ -121,7 +121,7 @@ def test_what_was_not_undone_in_time_is_told_and_the_rest_not_begun(attack: Any,
     uploads = [victim_gradients(backbone, one, torch.tensor([2])) for one in x.split(1)]
     ticks = count()
     deadline = Deadline(seconds=20.0, clock=lambda: next(ticks))
-    found = attack().recover(backbone, uploads, Knowledge(sent=sent, normalisation=NORMAL), deadline)
+    found = attack().recover(backbone, uploads, Knowledge(step=Step(dtype=sent), normalisation=NORMAL), deadline)
     assert len(found.facts) == len(found.images) == 1
     assert found.partial is not None and found.facts[0]["fits"] is False
 

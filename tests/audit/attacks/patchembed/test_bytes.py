@@ -24,6 +24,7 @@ from situs.audit.attacks.patchembed.bytes import (
 )
 from situs.audit.attacks.patchembed.equations import Solution, solve_pixels, whiten
 from situs.audit.client import victim_gradients
+from situs.audit.defences import Step
 from situs.data.augment.recipes import as_floats, normalise
 
 NORMALISATION = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -284,8 +285,8 @@ def photographs(count: int) -> Tensor:
 
 def upload(backbone: Any, x: Tensor, known: Knowledge, **step: Any) -> list[Any]:
     return [
-        victim_gradients(backbone, part, torch.arange(len(part)), defence=known.defence, **step)
-        for part in x.split(known.batch)
+        victim_gradients(backbone, part, torch.arange(len(part)), defence=known.defence, step=Step(**step))
+        for part in x.split(known.step.batch)
     ]
 
 
@@ -306,7 +307,7 @@ def test_an_attacker_who_knows_the_normalisation_reads_every_byte() -> None:
         ({}, {"dtype": torch.bfloat16}, 48),
         ({"defence": Noise(1e-2)}, {}, 48),
         ({"defence": Noise(1.0)}, {}, 48),
-        ({"batch": 4}, {}, 48),
+        ({"step": Step(4)}, {}, 48),
         ({}, {}, 8),
     ],
 )

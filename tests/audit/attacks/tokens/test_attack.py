@@ -24,7 +24,7 @@ from situs.audit.defences import (
     NoDefence,
     Noise,
     NoPositionGradient,
-    Training,
+    Step,
     create_defence,
 )
 from situs.audit.gradients import Audit, attack_gradients, verdict
@@ -43,8 +43,8 @@ def photographs(count: int = 1, size: int = 16) -> torch.Tensor:
 
 
 def attacked(backbone: Any, x: torch.Tensor, defence: Defence, **fields: Any) -> Recovery:
-    sent = victim_gradients(backbone, x, torch.arange(len(x)), defence=defence, **fields)
-    known = Knowledge(defence, len(x), local_steps=fields.get("local_steps", 1))
+    sent = victim_gradients(backbone, x, torch.arange(len(x)), defence=defence, step=Step(**fields))
+    known = Knowledge(defence, Step(len(x), local_steps=fields.get("local_steps", 1)))
     attack = create_attack("tokens")
     ready = attack.prepare(backbone, sent, known)
     assert isinstance(ready, Ready), ready
@@ -118,13 +118,13 @@ def test_what_it_cannot_do_is_said() -> None:
     rest = {name for name in names if not any(part in name for part in ("attn.qkv", "attn.proj"))}
     assert "blocks.0.attn.qkv.weight and model.blocks.0.attn.proj.weight is not sent" in reason(sent=rest)
     assert "holds every patch (16 of 48 directions)" in reason(sent=rest) and "later blocks" in reason(sent=rest)
-    assert "not searched for" in reason(vit(size=8, name="vit_base_patch16_clip_224").float(), batch=2)
+    assert "not searched for" in reason(vit(size=8, name="vit_base_patch16_clip_224").float(), step=Step(2))
     frozen = vit(size=8, width=32).float()
     assert "48 values a patch are not fewer than 32 channels" in reason(frozen, {n for n in names if "patch" not in n})
     assert "not fewer than 32 channels" in reason(vit(size=24, width=32))
     large = create_backbone("vit_small_patch16_224", positions="none", model_args={"depth": 1}).eval()
     assert "a round of search for them takes about" in reason(large)
-    few, many = (attack.prepare(backbone, names, Knowledge(local_steps=steps)) for steps in (2, 9))
+    few, many = (attack.prepare(backbone, names, Knowledge(step=Step(local_steps=steps))) for steps in (2, 9))
     assert isinstance(few, Ready) and few.caveat is None
     assert isinstance(many, Ready) and "9 local steps" in str(many.caveat)
 
@@ -266,7 +266,7 @@ def test_local_steps_are_no_defence(steps: int, rate: float) -> None:
     """The inputs of the first step lie in the sum's row spaces, at weights that the server itself sent out."""
     backbone, x = vit(width=192).float(), photographs()
     defence = create_defence(f"fedavg={steps}:{rate}+no-pe-gradient")
-    known = Knowledge(defence, local_steps=steps, training=Training(rate))
+    known = Knowledge(defence, Step(local_steps=steps, lr=rate))
     attack = create_attack("tokens")
     found = attack.recover(
         backbone, [victim_gradients(backbone, x, torch.zeros(1, dtype=torch.int64), defence=defence)], known

@@ -11,7 +11,7 @@ from builders import small_vit
 
 from situs.audit import Knowledge, create_attack
 from situs.audit.client import victim_gradients
-from situs.audit.defences import NoDefence, create_defence
+from situs.audit.defences import NoDefence, Step, create_defence
 from situs.findings import doubt_of
 
 VICTIMS = {"learned": small_vit, "no table": partial(small_vit, model_args={"pos_embed": "none"})}
@@ -24,7 +24,7 @@ def test_a_classifier_of_zeros_sends_zeros_and_nothing_is_proved(victim: str, ba
     with torch.no_grad():
         backbone.model.head.weight.zero_()
     sent = victim_gradients(backbone, torch.rand(batch, 3, 16, 16), torch.arange(batch))
-    attack, known = create_attack("tokens"), Knowledge(batch=batch, size=(16, 16))
+    attack, known = create_attack("tokens"), Knowledge(step=Step(batch), size=(16, 16))
     found = attack.recover(backbone, [sent], known)
     [fact] = found.facts
     assert not found.images.any() and fact["fits"] is False and fact["proof"] is None
@@ -37,6 +37,6 @@ def test_local_steps_that_diverge_send_no_numbers_and_nothing_is_proved() -> Non
     defence = create_defence("fedavg=3:1e30")
     sent = victim_gradients(backbone, torch.rand(1, 3, 16, 16), torch.tensor([1]), defence=defence)
     assert not sent["model.patch_embed.proj.weight"].isfinite().all()
-    known = Knowledge(NoDefence(), local_steps=3, size=(16, 16))
+    known = Knowledge(NoDefence(), Step(local_steps=3), size=(16, 16))
     [fact] = create_attack("tokens").recover(backbone, [sent], known).facts
     assert fact["fits"] is False and fact["proof"] is None

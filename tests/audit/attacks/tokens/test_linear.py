@@ -13,12 +13,13 @@ from situs.audit.attacks.spans import SOLVED
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.linear import Equations, Spans, count, misfit, read_spans, solve
 from situs.audit.client import victim_gradients
+from situs.audit.defences import Step
 from situs.core.tokens import patchify
 
 
 def scene(backbone: Any, noise: float = 0.0) -> tuple[Block, Any, Spans, torch.Tensor]:
     x = torch.randn(1, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    upload = victim_gradients(backbone, x, torch.tensor([1]), dtype=torch.float64)
+    upload = victim_gradients(backbone, x, torch.tensor([1]), step=Step(dtype=torch.float64))
     chance = torch.Generator().manual_seed(2)
     for name, g in upload.items():
         upload[name] = g * (1 + noise * torch.randn(g.shape, generator=chance, dtype=torch.float64))

@@ -12,7 +12,7 @@ from victims import LEARNED, vit
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.linear import count, family_of, read_spans
 from situs.audit.client import victim_gradients
-from situs.audit.defences import Training
+from situs.audit.defences import Step
 
 CASES: dict[str, tuple[Any, int]] = {
     **{name: (make, 1) for name, make in LEARNED.items()},
@@ -39,8 +39,8 @@ def test_ranks_and_open_directions_are_those_of_real_gradients(name: str) -> Non
     backbone, steps = make(), int(name[0]) if "local" in name else 1
     size = backbone.input.shape[0]
     x = torch.randn(batch, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    given = {"dtype": torch.float64, "local_steps": steps, "training": Training(lr=0.1)}
-    upload = victim_gradients(backbone, x, torch.arange(batch), **given)
+    step = Step(dtype=torch.float64, local_steps=steps, lr=0.1)
+    upload = victim_gradients(backbone, x, torch.arange(batch), step=step)
     with torch.no_grad():
         block = Block(backbone.requires_grad_(False))
         counts = count(block, batch, times=steps)

@@ -29,6 +29,7 @@ from situs.audit.attacks.tokens.search import (
     shared_places,
 )
 from situs.audit.client import victim_gradients
+from situs.audit.defences import Step
 from situs.core.tokens import patchify
 
 SINCOS = partial(vit, size=12, positions="sincos")
@@ -40,7 +41,7 @@ def scene(
     size = backbone.input.shape[0]
     if x is None:
         x = torch.rand(batch, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    upload = victim_gradients(backbone, x, torch.arange(len(x)), dtype=sent)
+    upload = victim_gradients(backbone, x, torch.arange(len(x)), step=Step(dtype=sent))
     with torch.no_grad():
         block = Block(backbone.requires_grad_(False))
         counts = count(block, batch)

@@ -91,14 +91,14 @@ class AdaptiveMJP(Attack):
             if images and deadline.over():
                 break
             hides = isinstance(method, HidesPlaces)
-            if hides and known.batch == 1:
+            if hides and known.step.batch == 1:
                 upload = _without_noise(upload, stem, known.defence.noise_level(1))
             hidden = hidden_places(table_rows(upload[stem.table], stem))
-            if known.batch > 1 or not hidden.any() or not hides:
+            if known.step.batch > 1 or not hidden.any() or not hides:
                 plain = PatchEmbedding().recover_shown(backbone, [upload], known, deadline)
                 images.append(plain.images[0].double())
                 partial = partial or plain.partial
-                told = known.batch == 1 and not known.blurs  # else none need not mean that
+                told = known.step.batch == 1 and not known.blurs  # else none need not mean that
                 facts.append({**plain.facts[0], "hidden": int(hidden.sum()) if told else None})
                 continue
             deadline.say(f"{self.name}: upload {known.first + number + 1}, {int(hidden.sum())} patches are hidden")

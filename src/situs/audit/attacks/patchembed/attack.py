@@ -137,7 +137,7 @@ def see_through(
     view, normalisation = view_of(backbone, stem), known.normalisation
     if view is None:
         return to_images(patches, backbone, stem)
-    noise = known.defence.noise_level(known.batch)
+    noise = known.defence.noise_level(known.step.batch)
     undone = [view.image(each.double()) for each in patches]
     unseen, each = view.unseen() if view.affine else None, len(patches) // len(facts)
     for number, fact in enumerate(facts):
@@ -274,9 +274,9 @@ def _said(fact: dict[str, Fact], eps: float, exact: bool) -> str | None:
 
 
 def _caveat(backbone: Backbone, stem: Stem, known: Knowledge) -> str | None:
-    if known.batch > 1:
+    if known.step.batch > 1:
         return (
-            f"a batch of {known.batch}: the rows of the table's gradient are sums over the images, and no linear "
+            f"a batch of {known.step.batch}: the rows of the table's gradient are sums over the images, and no linear "
             "system takes them apart; the one solution stands for every image of the batch"
         )
     patches = patch_count(backbone, stem)
@@ -300,7 +300,7 @@ class PatchEmbedding(Attack):
 
     def spoiled(self, known: Knowledge, noise: float) -> str | None:
         """Whatever is dropped behind the table leaves both of its sides as they are."""
-        return spoiled(replace(known, training=replace(known.training, dropout=0.0)), noise)
+        return spoiled(replace(known, step=replace(known.step, dropout=0.0)), noise)
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
         stem = find_stem(backbone)
@@ -323,7 +323,7 @@ class PatchEmbedding(Attack):
     ) -> Recovery:
         known = Knowledge() if known is None else known
         # Each with its own scale.
-        groups = [[upload] for upload in uploads] if known.sent == torch.int8 else [uploads]
+        groups = [[upload] for upload in uploads] if known.step.dtype == torch.int8 else [uploads]
         parts: list[Recovery] = []
         for group in groups:
             if parts and parts[-1].partial is not None:
@@ -368,7 +368,7 @@ class PatchEmbedding(Attack):
         sent, sigma = _errors(uploads[0], stem, known, table.shape[1])
         system = System(weight, table, sent, sigma)
         view = view_of(backbone, stem)
-        normalisation = known.normalisation if known.batch == 1 else None
+        normalisation = known.normalisation if known.step.batch == 1 else None
         if view is None:
             errs = [known.variance(part) for part in (weight, table)]
             each = None if errs[0] is None or errs[1] is None else errs[0].mean(dim=2) + errs[1].sum(dim=1)
@@ -382,7 +382,7 @@ class PatchEmbedding(Attack):
         for index, more in enumerate(facts):
             fact = facts_of(found, index, table.shape[1]) | more
             # The rows of a batch are sums, so that noise may explain the misfit of what cannot be right.
-            fact["fits"] = known.batch == 1 and bool(fact["fits"] or fact.get("bytes"))
+            fact["fits"] = known.step.batch == 1 and bool(fact["fits"] or fact.get("bytes"))
             fact["verdict"] = more.get("verdict") or _said(fact, torch.finfo(system.sent).eps, exact)
             told.append(fact)
         cut = "a part of what the model does to the last image before its patch embedding was undone"
@@ -425,7 +425,7 @@ def facts_of(found: Solution, index: int, unknowns: int) -> dict[str, Fact]:
 def patch_rows(method: Method, stem: Stem, upload: Gradients, known: Knowledge) -> Tensor:
     """∂l/∂E_pos on the patch rows of one upload in float64, [N, D]; NaN where it overflowed."""
     rows = known_numbers(table_rows(upload[stem.table], stem))
-    extra = known_gradient(method, stem, upload, known.when._replace(seed=known.seed))
+    extra = known_gradient(method, stem, upload, known.step.when._replace(seed=known.step.seed))
     if extra is None:
         return rows
     extra = extra.double()

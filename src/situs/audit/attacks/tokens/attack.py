@@ -82,15 +82,15 @@ class TokenSpans(Attack):
         self._read: tuple[weakref.ref[Backbone], list[int], Block | str] | None = None
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
-        if (reason := _low_rank(backbone, known.batch)) is not None:
+        if (reason := _low_rank(backbone, known.step.batch)) is not None:
             return Refused(reason)
         block = self._block(backbone)
         if isinstance(block, str):
             return Refused(block)
         if isinstance(known.trained(backbone), HidesPlaces):
             return Refused("patches whose places are hidden are what adaptive-mjp separates")
-        counts = count(block, known.batch, sent)
-        if (reason := _refusal(block, counts, sent, known.batch, self.config)) is not None:
+        counts = count(block, known.step.batch, sent)
+        if (reason := _refusal(block, counts, sent, known.step.batch, self.config)) is not None:
             return Refused(reason)
         limit = TURN * self.config.seconds if counts.open else None
         return Ready(_reads(block, counts, sent), _caveat(block, known, counts, sent), limit)
@@ -116,8 +116,8 @@ class TokenSpans(Attack):
         for upload in uploads:
             if solved and deadline.over():
                 break
-            distinct = distinct_images(block, upload, known.batch, known.even(upload, block.names))
-            counts, behind = count(block, distinct, upload), replace(known, batch=distinct)
+            distinct = distinct_images(block, upload, known.step.batch, known.even(upload, block.names))
+            counts, behind = count(block, distinct, upload), replace(known, step=replace(known.step, batch=distinct))
             try:
                 if counts.open:
                     patches, fact = _searched(block, upload, counts, behind, self.config, deadline)
@@ -126,9 +126,9 @@ class TokenSpans(Attack):
             except (np.linalg.LinAlgError, torch.linalg.LinAlgError):  # pyright: ignore[reportPrivateImportUsage]
                 patches = block.weight.new_zeros(distinct, block.places, block.weight.shape[1])
                 fact = _unsolved(block, upload, counts.open)
-            if 1 < distinct < known.batch:
-                fact |= {"fits": False, "proof": None, "verdict": repeated(distinct, known.batch)}
-            solved.append(patches[torch.arange(known.batch, device=patches.device) % len(patches)])
+            if 1 < distinct < known.step.batch:
+                fact |= {"fits": False, "proof": None, "verdict": repeated(distinct, known.step.batch)}
+            solved.append(patches[torch.arange(known.step.batch, device=patches.device) % len(patches)])
             facts.append(fact)
         last, partial = facts[-1], None
         if deadline.over() and last["fits"] is not True and last["open_directions"] != 0:
@@ -209,7 +209,7 @@ def _low_rank(backbone: Backbone, batch: int) -> str | None:
 
 
 def _caveat(block: Block, known: Knowledge, counts: Counts, sent: Collection[str]) -> str | None:
-    steps = known.local_steps
+    steps = known.step.local_steps
     if steps == 1 or (not counts.open and _times_counted(block, known, sent)[-1].times == steps):
         return None
     return (
@@ -250,8 +250,8 @@ def _times_counted(block: Block, known: Knowledge, sent: Collection[str]) -> lis
     the weights that were sent out, which are known exactly. One input is enough for one step alone.
     """
     found: list[Counts] = []
-    for times in range(1, known.local_steps + 1):
-        here = count(block, known.batch, sent, times)
+    for times in range(1, known.step.local_steps + 1):
+        here = count(block, known.step.batch, sent, times)
         if times > 1 and (here.full or here.open):
             break
         found.append(here)
@@ -325,8 +325,8 @@ def _searched(
     block: Block, upload: Gradients, counts: Counts, known: Knowledge, config: TokensConfig, deadline: Deadline
 ) -> tuple[Tensor, dict[str, Fact]]:
     """The different images [B, N, K] of one upload, and what the attacker can say of them."""
-    batch, end = known.batch, time.monotonic() + config.seconds
-    if known.local_steps > 1:
+    batch, end = known.step.batch, time.monotonic() + config.seconds
+    if known.step.local_steps > 1:
         block = Block(_halfway(block.backbone, upload, known))
     blur = (known.even(upload, block.names), known.forward)
     search = Search(
@@ -378,9 +378,9 @@ def _halfway(backbone: Backbone, upload: Gradients, known: Knowledge) -> Backbon
 
     Gradients of one input a token are then off by what the path bends, and not by its whole length.
     """
-    copy, back = deepcopy(backbone), known.training.lr * (known.local_steps - 1) / 2
+    copy, back = deepcopy(backbone), known.step.lr * (known.step.local_steps - 1) / 2
     for name, parameter in copy.named_parameters():
-        if name in upload and not known.training.adam:
+        if name in upload and not known.step.adam:
             parameter -= back * known_numbers(upload[name]).nan_to_num().to(parameter)
     return copy
 
