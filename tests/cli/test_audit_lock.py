@@ -181,9 +181,7 @@ def test_images_without_labels(locked: Locked, tmp_path: Path, capsys: pytest.Ca
             assert written["not_tried"][name] == words and f"{name} ({words})" in written["verdict"]
             assert f"<td>{name}</td><td>not tried</td>" in (out / "audit.html").read_text().replace("\n", "")
     assert audit(locked.plain, "--images", photographs) == 0
-    said = (
-        "No strength can be given: inconclusive (not a pass). Not judged, because the true key was not given: "
-    )
+    said = "No strength can be given: inconclusive (not a pass). Not judged, because the true key was not given: "
     assert said + "no-base, images." in capsys.readouterr().out
 
 

@@ -150,7 +150,7 @@ def test_a_run_without_a_defence_is_the_ordinary_run_and_others_are_evaluated_un
     assert noise[0] == noise[1] and abs(noise[0] - bare["noise=3"]) > 5e-5
     checkpoint = max((tmp_path / "noise=3" / "checkpoints").glob("step-*"))  # is of the run's defence too
     assert infer_defended(checkpoint, count=40, device="cpu").accuracy.loss == noise[0]
-    with pytest.raises(SitusError, match="permute=columns: is nothing where no server is"):
+    with pytest.raises(SitusError, match="permute=columns: has no effect without a server"):
         train_defended(config, "none", tmp_path / "no", permute=("columns",))
     with pytest.raises(SitusError, match="is supervised"):
         train_defended(replace(CONFIG, method=MP3Config()), "none", tmp_path / "no")

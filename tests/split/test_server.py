@@ -82,8 +82,8 @@ def test_what_is_not_next_is_refused(pair) -> None:
         expected = "the rate" if rate is not True else "at step"
         if rate is not True:
             refused("commit", expected, share, **commit(rate=rate))
-    refused("commit", "share must be", {"share": torch.tensor(2.0)}, **commit())
-    refused("commit", "clipped", {}, **commit())
+    refused("commit", "outside \\[0, 1\\]", {"share": torch.tensor(2.0)}, **commit())
+    refused("commit", "clipping factor", {}, **commit())
     refused("forward", "step=-1", z, step=-1)
     refused("forward", "step='0'", z, step="0")
 

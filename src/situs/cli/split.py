@@ -264,7 +264,7 @@ def _alone(args: Train, config: FinetuneConfig, start: Start) -> int:
 
     folder = args.out or args.resume
     if folder is None or (args.out is not None and args.resume is not None):
-        raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
+        raise SitusError("give a new folder or a run to resume, and not both", field=("out", "resume"))
     how = {"permute": args.permute, "resume": args.resume is not None, "start": start, "device": args.device}
     return tell(folder, config, train_defended(config, args.defence or None, folder, **how))
 

@@ -197,7 +197,7 @@ def check_place(config: RunConfig, out: str | Path | None, resume: str | Path | 
     """Refuses a start from nothing where there must be one, and a place for a run that is none, or two, or taken."""
     check_start(config.tuning, config.init, new=resume is None)
     if (out is None) == (resume is None):
-        raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
+        raise SitusError("give a new folder or a run to resume, and not both", field=("out", "resume"))
     if out is not None and not restart.begun(Path(out)):
         check_target(Path(out))  # said before the data is read, which may take minutes
         check_held_out(config.data.for_method(config.method_name, METHODS[config.method_name].needs_targets))

@@ -74,7 +74,7 @@ def test_values_that_no_training_had_are_said() -> None:
     good = leaves(20, 32)
     assert seen(good).doubt(99, 1.0, 64) == ""
     assert "mean" in seen(good, 1.0).doubt(99, 1.0, 64)  # as if nobody had divided by the deviation
-    assert "see mean and std" in seen(good, 1 / 255).doubt(99, 1.0, 64)
+    assert "check mean and std" in seen(good, 1 / 255).doubt(99, 1.0, 64)
 
 
 def test_what_is_missing_is_said_and_what_to_give() -> None:
@@ -86,7 +86,7 @@ def test_what_is_missing_is_said_and_what_to_give() -> None:
     whole = Variety(tuple(range(20)))
     assert "vary in 3 directions only" in whole.doubt(3, 1.0, 64)
     assert whole.doubt(4, 1.0, 16) == whole.doubt(8, 0.8, 64) == ""
-    assert "what one half shows of the channels, the other does not; give 40 photographs" in whole.doubt(9, 0.79, 64)
+    assert "their two halves do not show the same correlations; give 40 photographs" in whole.doubt(9, 0.79, 64)
 
 
 def test_equal_texts_count_once() -> None:

@@ -127,7 +127,7 @@ def test_a_network_without_tokens_is_refused_whole() -> None:
     verdict = verify(create_backbone("test_resnet"))
     assert [each.status for each in verdict.findings] == ["refused", "refused"]
     assert "convolution" in verdict.whole("row").reason
-    assert "nothing was found to hold" in verdict.summary().sentence and "what holds" not in verdict.summary().sentence
+    assert "no law was found to hold" in verdict.summary().sentence and "largest" not in verdict.summary().sentence
 
 
 class Shifted(nn.Module):

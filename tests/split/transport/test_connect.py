@@ -94,7 +94,7 @@ def test_an_answer_of_another_shape_is_not_taken_in(tmp_path) -> None:
         expected = {"z": Expected({"F32"}, ((2, 2), (3, 3)))}
         assert call(HELLO, expected).tensors["z"].shape == (2, 3)
         for wrong, reason in (
-            ({"z": torch.zeros(2, 4)}, "of shape"),
+            ({"z": torch.zeros(2, 4)}, "has the shape"),
             ({"z": torch.zeros(2, 3, dtype=torch.float64)}, "F64"),
             ({"z": torch.zeros(2, 3), "more": torch.zeros(1)}, "not expected"),
             ({"z": torch.full((2, 3), torch.nan)}, "not finite"),

@@ -45,9 +45,9 @@ def test_only_who_shows_a_certificate_of_the_authority_is_let_in(tmp_path, certs
     with serving(tmp_path / "server", read_credentials(certs, "server"), deny=deny) as server:
         mixed = Credentials(own.authority, other.certificate, other.key)
         for credentials, reason in (
-            (None, "wants certificates"),
-            (other, "its certificate is not of this authority"),
-            (mixed, "wants another certificate"),
+            (None, "requires certificates"),
+            (other, "its certificate is of another authority"),
+            (mixed, "requires another certificate"),
         ):
             with Connection(server.address, credentials, patience=0.1) as call, pytest.raises(SitusError, match=reason):
                 call(HELLO, {})
