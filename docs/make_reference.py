@@ -1,4 +1,4 @@
-"""The tables of reference/verbs.md, config.md and attacks.md, made from the code whenever the docs are built (conf.py).
+"""The tables of reference/verbs.md, config.md and attacks.md and of studies.md, made whenever the docs are built.
 
 .venv/bin/python docs/make_reference.py verbs    (or config, attacks) prints a page; flags counts every flag.
 """
@@ -21,6 +21,7 @@ from situs.cli.main import SECTIONS, verb_type
 from situs.cli.parser.flags import Flag, configured_of, flags_of, metavar_of, texts_of
 from situs.config import Checked, choices_of
 from situs.limits import Rule
+from situs.studies.load import load_study, study_names
 from situs.train.assemble import RunConfig
 
 HEADER = {"verbs": ("flag", "default", "meaning"), "config": ("field", "type", "default", "meaning")}
@@ -202,7 +203,26 @@ def attacks_page() -> str:
     return "\n".join(_table(map(str, table.header), ([_text(cell) for cell in row] for row in table.cells()[1:])))
 
 
-PAGES = {"reference/verbs": verbs_page, "reference/config": config_page, "reference/attacks": attacks_page}
+def studies_page() -> str:
+    """Every study: what it shows of which paper, and what is missing."""
+    lines = ["## Every study", ""]
+    by_paper: dict[str, list[tuple[str, str, str]]] = {}
+    for name in study_names():
+        study = load_study(name, configs=False)
+        missing = dict.fromkeys(each.package + ("" if each.whole else " (in part)") for each in study.missing)
+        title = f"{study.place}: {study.title}" if study.paper else study.title
+        by_paper.setdefault(study.paper, []).append((f"`{name}`", _text(title), _text(", ".join(missing)) or "–"))
+    for paper, rows in by_paper.items():
+        lines += _table((_text(paper) or "of Situs", "shows", "missing"), rows)
+    return "\n".join(lines)
+
+
+PAGES = {
+    "reference/verbs": verbs_page,
+    "reference/config": config_page,
+    "reference/attacks": attacks_page,
+    "studies": studies_page,
+}
 """Pages of the docs -> what makes their tables."""
 
 

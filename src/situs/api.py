@@ -6,7 +6,7 @@ over the one before. The command line parses its flags to the same config and go
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -80,6 +80,7 @@ class Options(TypedDict, total=False):
     train: Table | Literal["all", "head", "lora"]
     tuning: Table
     dp: Table | float
+    added: Sequence[str]
     init: AnyModel
     init_positions: bool
     probe_every: int

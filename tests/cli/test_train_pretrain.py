@@ -210,7 +210,7 @@ def test_another_config_on_resume_is_refused(
 def test_flags_that_cannot_be_meant(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     told = [*small, "--out", str(out)]
-    both = "give a new folder or a run to go on with, and not both (--out, --resume)"
+    both = "give a new folder or a run to resume, and not both (--out, --resume)"
     assert refused(small, capsys) == both
     assert refused([*told, "--preset", "nosuch"], capsys, out).startswith("unknown preset 'nosuch'; choose one of: ade")
     assert refused([*told, "--method.mask-ratio", "1.2"], capsys, out) == (
@@ -248,7 +248,7 @@ def test_both_out_and_resume(small: list[str], tmp_path: Path, capsys: pytest.Ca
     out = tmp_path / "run"
     assert main([*small, "--steps", "1", "--out", str(out)]) == 0
     said = refused(["pretrain", "--resume", str(out), "--out", str(tmp_path / "new")], capsys, tmp_path / "new")
-    assert said == "give a new folder or a run to go on with, and not both (--out, --resume)"
+    assert said == "give a new folder or a run to resume, and not both (--out, --resume)"
     before = weights(out)
     assert refused([*small, "--steps", "1", "--out", str(out)], capsys) == (
         f"{out}: already holds a run; resume it or choose another folder (--resume, --out)"

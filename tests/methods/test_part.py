@@ -159,7 +159,7 @@ def test_a_blind_head_explains_nothing_and_a_perfect_one_all() -> None:
     blind = method(batch(), draws)
     assert float(blind.metrics["explained"]) == pytest.approx(0, abs=1e-6)
     assert float(blind.metrics["offset_error"]) == pytest.approx(float(blind.loss.detach()) ** 0.5, rel=1e-6)
-    method.relation_head.forward = lambda *_: method.relations(draws)
+    method.relation_head.forward = lambda tokens, pairs: method.relations(draws)
     assert float(method(batch(), draws).metrics["explained"]) == 1
 
 

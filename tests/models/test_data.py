@@ -149,3 +149,8 @@ def test_a_share_is_refused_of_data_with_a_split_of_its_own(
     assert finetune_config(inherited, run, None).data.held_out is None  # the share was of other data
     kept = replace(inherited, data=replace(inherited.data, path=str(flat)))
     assert finetune_config(kept, run, None).data.held_out == 0.25
+
+
+def test_an_unknown_option_is_one_sentence(flat: Path, run: Path) -> None:
+    with pytest.raises(SitusError, match=r"unknown option 'device'; choose one of: .*count.*split"):
+        load_set(open_model(run), flat, device="cpu")  # pyright: ignore[reportCallIssue]

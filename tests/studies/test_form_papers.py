@@ -1,4 +1,4 @@
-"""The GPU minutes that studies tell, against the rates of docs/results.md: images times epochs over images a second."""
+"""The GPU minutes of studies against the rates of docs/results/speed.md: images times epochs over images a second."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_a_mistake_is_found_as_the_run_would(tmp_path: Path, capsys: pytest.Capt
     assert main([*words, "--out", str(tmp_path / "run"), "--data", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
     assert main(words) == 2
-    assert "give a new folder or a run to go on with" in capsys.readouterr().err
+    assert "give a new folder or a run to resume" in capsys.readouterr().err
     words = ["split", "train", "--server", "localhost:1", "--plaintext", *words[1:], "--method", "supervised"]
     assert main([*words, "--out", str(tmp_path / "run"), "--json", "--batch", "100"]) == 0  # and asks no server
     assert json.loads(capsys.readouterr().out)["batch"] == [100, 1, 28, 28]

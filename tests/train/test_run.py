@@ -352,7 +352,7 @@ def test_what_is_no_run_is_said_without_a_flag_that_is_not_there(tmp_path: Path)
 def test_out_or_resume_and_not_both(mp3: Path, tmp_path: Path) -> None:
     cases: tuple[dict[str, Any], ...] = ({}, {"out": tmp_path / "x", "resume": mp3})
     for given in cases:
-        with pytest.raises(SitusError, match="give a new folder or a run to go on with, and not both"):
+        with pytest.raises(SitusError, match="give a new folder or a run to resume, and not both"):
             train_run(config(), device="cpu", **given)
     assert not (tmp_path / "x").exists()
 

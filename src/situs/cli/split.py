@@ -31,7 +31,7 @@ LOCAL = "local"
 """In the place of a server: none."""
 
 
-ONE_RANK = {name: paths for name, paths in EVERYDAY.items() if name != "parallel"}
+ONE_RANK = {name: paths for name, paths in EVERYDAY.items() if name not in ("parallel", "with")}
 """Everyday flags of a training on one rank."""
 
 
@@ -137,7 +137,7 @@ class Serve(Recipe, WireArgs):
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda or cuda:N; by default a GPU where there is one."""
 
-    config: FinetuneConfig = configured(FinetuneConfig, short=ONE_RANK)
+    config: FinetuneConfig = configured(FinetuneConfig, short=ONE_RANK, without=("added",))
 
     def run(self) -> int:
         """Serves until it is asked to stop."""
@@ -218,7 +218,7 @@ class Train(Recipe, ClientArgs):
     dry_run: bool = False
     """Check data, model, one batch and the length here, and ask no server and write nothing."""
 
-    config: FinetuneConfig = configured(FinetuneConfig, short=ONE_RANK)
+    config: FinetuneConfig = configured(FinetuneConfig, short=ONE_RANK, without=("added",))
 
     def run(self) -> int:
         """Trains; exit status 130 where it was interrupted (and can be resumed)."""

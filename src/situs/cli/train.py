@@ -27,7 +27,7 @@ from situs.train.checkpoint import RunFolder, read_config
 from situs.train.contract import TrainResult
 from situs.train.rehearse import Rehearsal
 
-EVERYDAY = {"data": (NAMED["data"],), "backbone": (NAMED["backbone"],), **SHORT}
+EVERYDAY = {"data": (NAMED["data"],), "backbone": (NAMED["backbone"],), "with": ("added",), **SHORT}
 """Everyday flags, each for fields of the run's config."""
 
 
@@ -36,7 +36,18 @@ class Training(Recipe):
     """What every training verb takes."""
 
     topics: ClassVar[dict[str, tuple[str, ...]]] = {
-        "seldom": ("key", "withheld", "dry_run", "print_config", "parallel", "init_positions", "validate_every", "dp")
+        "seldom": (
+            "key",
+            "withheld",
+            "dry_run",
+            "print_config",
+            "parallel",
+            "init_positions",
+            "validate_every",
+            "dp",
+            "with",
+            "added",
+        )
     }
 
     out: Annotated[Path | None, Parameter(metavar="FOLDER")] = None

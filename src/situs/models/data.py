@@ -22,7 +22,7 @@ from situs.data.open import addressed, judged_split, open_source
 from situs.data.sources.base import Source
 from situs.data.sources.subset import HELD_OUT, Rows, Subset
 from situs.data.text import Columns
-from situs.errors import SitusError, counted, verb
+from situs.errors import SitusError, counted, unknown_name, verb
 from situs.files import absolute
 from situs.limits import check_value
 from situs.models.model import Model, check_classifier
@@ -118,6 +118,8 @@ def load_any(
     over the ranks; else each rank has them all. target: what is asked of an image, its class, its mask or its objects;
     of text the class of a sentence, or words. read: see `Read`.
     """
+    for name in read.keys() - Read.__annotations__.keys():
+        raise unknown_name("option", name, Chosen.__annotations__)
     data = addressed(data)
     rank, world = (distributed.rank(), distributed.world()) if shared else (0, 1)
     if world > 1:  # each rank takes the same share of a batch

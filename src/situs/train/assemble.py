@@ -28,6 +28,7 @@ from situs.errors import SitusError, counted
 from situs.files import absolute
 from situs.limits import Natural
 from situs.methods import METHODS, create_method
+from situs.methods.added import add_losses, parse
 from situs.methods.base import Method
 from situs.progress import note
 from situs.train import distributed, restart
@@ -70,6 +71,9 @@ class RunConfig(Checked):
     dp: DpConfig = field(default_factory=DpConfig)
     """Differential privacy, where its epsilon or noise is given."""
 
+    added: tuple[str, ...] = ()
+    """Losses of other methods beside the method's own, as mp3:weight=0.1 or mp3:weight=0.1:mask_ratio=0.5."""
+
     init: str | None = None
     """Weights to start from: a run, an export, a weight file or a timm name."""
 
@@ -78,6 +82,16 @@ class RunConfig(Checked):
 
     probe_every: Natural = 0
     """Epochs between two looks at kNN and positions; 0: none."""
+
+    def check(self) -> None:
+        if self.added and self.dp.on:
+            raise SitusError(
+                "differential privacy clips one loss of each sample: added losses are not for it", field="added"
+            )
+        if self.added and self.tuning.parts != "all":
+            raise SitusError(f"added losses train all layers, and only {self.tuning.parts} is trained", field="added")
+        for text in self.added:
+            parse(text)
 
     @property
     def method_name(self) -> str:
@@ -236,7 +250,8 @@ def describe(config: RunConfig, method: Method, ranks: distributed.Ranks) -> str
     if config.tuning.parts != "all":
         trained = f"{million:.3g} M of {sum(p.numel() for p in method.parameters()) / 1e6:.3g} M parameters trained"
         trained += f" ({described(config.tuning)})"
-    return f"{config.method_name} on {name}: {tokens}{trained}, {precision}, {where}"
+    learned = " + ".join([config.method_name, *(f"{loss.weight:g} {loss.name}" for loss in map(parse, config.added))])
+    return f"{learned} on {name}: {tokens}{trained}, {precision}, {where}"
 
 
 def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
@@ -263,7 +278,8 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
         own, read = (" × ".join(map(str, size)) for size in (shape, config.data.size))
         said = f"the model takes images of {own} pixels, and the data is read at {read}; data.img_size alone says both"
         raise SitusError(said, field="data.img_size")
-    return create_method(config.method_name, backbone, config.method, count)
+    method = create_method(config.method_name, backbone, config.method, count)
+    return add_losses(method, [parse(text) for text in config.added])
 
 
 def make_training_loader(config: RunConfig, ranks: distributed.Ranks, private: Private | None = None) -> Loader:
