@@ -177,7 +177,7 @@ def test_images_without_labels(locked: Locked, tmp_path: Path, capsys: pytest.Ca
         assert written["strength_bits"] == min(256, blind["bits"], images["bits"])
         assert f"= {written['strength_bits']:.0f} bits" in printed and written["verdict"] in printed
         assert "unlabelled samples" in (out / "audit.html").read_text()
-        for name, words in (("public-base", "the model that it was made from"), ("labels", "labelled samples")):
+        for name, words in (("public-base", "the model that was locked"), ("labels", "labelled samples")):
             assert written["not_tried"][name] == words and f"{name} ({words})" in written["verdict"]
             assert f"<td>{name}</td><td>not tried</td>" in (out / "audit.html").read_text().replace("\n", "")
     assert audit(locked.plain, "--images", photographs) == 0
@@ -271,7 +271,7 @@ def test_what_is_left_is_attacked(
     written = json.loads((tmp_path / "2" / "audit.json").read_text())
     assert [a["attacker"] for a in written["attacks"]] == ["no-base"]
     assert written["strength_bits"] is None  # whoever has the base was not tried, and opens it
-    assert "public-base (the model that it was made from)" in printed and "bits." not in printed
+    assert "public-base (the model that was locked)" in printed and "bits." not in printed
     assert audit(blind, "--key", locked.key, "--base", locked.export) == 0
     assert "16 of 16" in (printed := capsys.readouterr().out) and "= 0 bits" in printed
     assert audit(blind, "--key", locked.key, "--images", trained.data, "--attacks", "images") == 0

@@ -42,9 +42,8 @@ from situs.locks.manifest import (
     read_manifest,
     write_manifest,
 )
-from situs.locks.retrained import unlock_retrained
 from situs.locks.seal import SUFFIX, locked_file, new_file
-from situs.locks.shards import Change, Header, Sink, Spec
+from situs.locks.shards import ByteSource, Change, Header, PlainSource, Sink, Spec
 from situs.locks.withhold import NAME as SECOND
 from situs.locks.withhold import (
     default_path,
@@ -151,7 +150,7 @@ def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
             is_module = isinstance(source, nn.Module)
             opened = files.backbone_of(source, **opening) if is_module else open_model(source, **opening)
             if isinstance(opened, Model) and opened.locked:
-                raise SitusError(f"{opened.name}: is already locked; open it with its key first")
+                raise SitusError(f"{opened.name}: is locked already; open it with its key first")
             files.write_model(opened, Path(aside))
             yield Path(aside)
             return
@@ -238,7 +237,7 @@ def _lock_folder(
 
 
 def _lock_shard(
-    reader: shards.PlainSource,
+    reader: PlainSource,
     writer: Sink | None,
     second: Sink | None,
     header: Header,
@@ -276,7 +275,7 @@ def unlock(
     folder, key = Path(locked), as_key(key)
     manifest = read_manifest(folder, key)
     if retrained:
-        notes = unlock_retrained(folder, manifest, key, out, withheld)
+        notes = _unlock_retrained(folder, manifest, key, out, withheld)
         return Written(Path(out), manifest, [f"{out}: {manifest.model}, opened as retrained.", *notes], notes)
     with files.new_folder(out) as aside:
         _open(folder, manifest, key, aside, withheld)
@@ -362,3 +361,92 @@ def _check_code(where: str | Path | None, manifest: Manifest, spec: Spec, code: 
             "after authorised training, open it as retrained",
             field="retrained",
         )
+
+
+# --- after training ---------------------------------------------------------------------------------------------
+
+
+def _unlock_retrained(
+    folder: Path, manifest: Manifest, key: Key, out: str | Path, withheld: str | Path | None
+) -> list[str]:
+    """Opens a locked model after authorised training into `out`; returns sentences on what could not be checked.
+
+    withheld: the second file. A tensor of the folder itself (a trained embedding, say) takes precedence over it.
+    """
+    if manifest.sealed:
+        raise SitusError(
+            f"{folder}: is sealed, so it cannot have been trained since: open it as it was locked", field="retrained"
+        )
+    weights = files.weight_files(folder)
+    others, left_out = sort_files(folder, [*weights, NAME], refuse=False)
+    headers = {name: files.header_of(folder, name) for name in weights}
+    specs = files.all_specs(headers, folder)
+    old = {spec.name: spec for spec in manifest.specs()}
+    absent = manifest.withheld_names() - specs.keys()
+    _check_layout(folder, manifest, specs, old, absent)
+    changes, codes = openers(manifest, key), codes_of(key, manifest.lock_id)
+    changed: set[str] = set()
+
+    def compare(spec: Spec, code: str) -> None:
+        if spec.name in absent and manifest.tensors[spec.name].code != code:
+            raise SitusError(f"{withheld}: {spec.name} is not the tensor that was withheld: the file was altered")
+        if spec.name not in old or manifest.tensors[spec.name].code != code:
+            changed.add(spec.name)
+
+    unneeded = not absent and withheld is None
+    opening = nullcontext((None, None, {})) if unneeded else open_second(folder, manifest, key, withheld)
+    with opening as (second, second_header, originals), files.new_folder(out) as aside:
+        second_places = {} if second_header is None else second_header.places()
+        for name in weights:
+            whole = _whole(folder, name, headers[name], originals, absent)
+            places = headers[name].places()
+            with shards.plain_source(folder / name) as reader, new_file(aside, name, private=True) as writer:
+                assert writer is not None
+                writer.write(whole.raw)
+
+                def at(spec: Spec, reader: PlainSource = reader, places: dict[str, int] = places) -> ByteSource:
+                    source = second if spec.name in absent else reader
+                    assert isinstance(source, PlainSource)
+                    source.seek(second_places[spec.name] if spec.name in absent else places[spec.name])
+                    return source
+
+                shards.rewrite(at, lambda _, writer=writer: writer, whole.tensors, changes, codes.tensor, compare)
+        for name in others:
+            with shards.plain_source(folder / name) as reader, new_file(aside, name, private=True) as writer:
+                shards.copy(reader, writer, codes.start("file", name))
+    names = (specs.keys() | old.keys()) - absent
+    differing = sorted(name for name in names if specs.get(name) != old.get(name))
+    return [
+        f"{len(changed)} of {len(specs)} tensors are not those that were locked: accepted as retrained, unchecked.",
+        *([f"Clear tensors that are new, missing or of another shape: {', '.join(differing)}."] if differing else []),
+        *([f"Left out, as they may hold locked weights: {', '.join(left_out)}."] if left_out else []),
+    ]
+
+
+def _check_layout(
+    folder: Path, manifest: Manifest, specs: dict[str, Spec], old: dict[str, Spec], absent: frozenset[str]
+) -> None:
+    for name in sorted(manifest.keyed() - absent):
+        if specs.get(name) != old[name]:
+            now = "is not there" if name not in specs else f"is {specs[name].dtype} {list(specs[name].shape)}"
+            raise SitusError(
+                f"{folder}: {name} {now}, locked was {old[name].dtype} {list(old[name].shape)}: the key fits only "
+                "the layout that was locked",
+                field="retrained",
+            )
+
+
+def _whole(folder: Path, name: str, header: Header, originals: dict[str, Header], absent: frozenset[str]) -> Header:
+    """The header of a trained file with the withheld tensors put back in their places."""
+    if not absent:
+        return header
+    present = {spec.name for spec in header.tensors}
+    original = originals.get(name)
+    if original is None or {spec.name for spec in original.tensors} - absent != present:
+        raise SitusError(
+            f"{folder}: {name} holds other tensors than the file that was locked, so the withheld tensors have no "
+            "place in it: save the whole model, and open that",
+            field="retrained",
+        )
+    specs = {spec.name: spec for spec in header.tensors}
+    return shards.make_header([specs.get(spec.name, spec) for spec in original.tensors], original.notes)

@@ -104,14 +104,14 @@ class Session:
         "early": it arrived before an earlier one, and may be sent again.
         """
         ready = self.forwards > 0 and self.backwards == self.forwards
-        stands = self.step + 1 if carries else self.step
+        current = self.step + 1 if carries else self.step
         if kind == "forward" and (step, part) == (self.step, self.forwards) and self.forwards - self.backwards >= AHEAD:
             raise RefusedError(f"{AHEAD} parts of step {self.step} wait for their gradients already", "early")
         fits = {
-            "forward": step == stands and part == (0 if carries else self.forwards),
+            "forward": step == current and part == (0 if carries else self.forwards),
             "backward": step == self.step and not carries and self.backwards == part < self.forwards,
             "commit": step == self.step and carries and part == 0,
-            "save": step == stands and part == 0 and (carries or not self.forwards),
+            "save": step == current and part == 0 and (carries or not self.forwards),
         }
         if not fits[kind] or (carries and not ready):
             coming = not carries and {

@@ -73,7 +73,7 @@ def attack(backbone: Any, images: Tensor, truth: Any, cover: bool = False, **opt
     )
 
 
-@pytest.mark.parametrize("cover", [False, True])
+@pytest.mark.parametrize("cover", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_trained_embedding_gives_the_key_away(planted: Any, cover: bool) -> None:
     backbone, state = planted
     groups = backbone.groups() if cover else residual_only(backbone.groups())
