@@ -66,7 +66,7 @@ def _run(entry: dict[str, Any]) -> Run:
             number, spread = mean(each["seeds"]), stdev(each["seeds"])
             figures[f"{each['name']}-spread"] = Figure(f"{number:.2f} ± {f'{spread:.2f}'.lstrip('0')}", unit, shows)
         elif "row" in each:
-            number = _ours(study, each["row"], each["column"])
+            number = _ours(study, each["row"], each["column"], each.get("table"))
         else:
             number = None
         value = each["value"] if number is None else f"{number:.{digits}f}"
@@ -74,14 +74,15 @@ def _run(entry: dict[str, Any]) -> Run:
     return Run(*(entry[key] for key in ("title", "page", "command", "machine", "day")), figures)
 
 
-def _ours(study: dict[str, Any], row: str, column: str) -> float:
-    """The number of the one table that has this row and this column."""
+def _ours(study: dict[str, Any], row: str, column: str | int, number: int | None) -> float:
+    """The figure in this row and column (by name, or counted from 1) of a table; number None: of the one with both."""
     hits = [
         each["ours"][index]
-        for table in study["tables"]
+        for at, table in enumerate(study["tables"], start=1)
+        if number in (None, at)
         for each in table["rows"]
         for index, head in enumerate(table["columns"])
-        if each["name"] == row and head["name"] == column and "ours" in each
+        if each["name"] == row and column in (head["name"], index + 1) and "ours" in each
     ]
     if len(hits) != 1:
         raise SystemExit(f"figures.toml: {len(hits)} cells of {study['title']!r} are called {row!r}, {column!r}")
