@@ -102,7 +102,7 @@ def test_what_nobody_knows_is_not_judged(trained: Any, locked: Locked, capsys: p
     assert audit(locked.plain, "--base", trained.two, "--attacks", "public-base") == 0
     printed = capsys.readouterr().out
     assert "Not judged, because the true key was not given: public-base." in printed
-    assert "No strength can be given." in printed
+    assert "No strength can be given: " in printed
     assert "256" not in printed.replace(
         "vit_tiny_patch16_224", ""
     )  # nobody judged the attack, so it proves no strength
@@ -143,7 +143,7 @@ def test_who_runs_the_blocks_reads_the_key_off_the_stream(
     assert (written["attacker"], written["right"], written["size"], written["bits"]) == ("activations", 16, 16, 0)
     capsys.readouterr()
     assert audit(locked.cover, *words) == 2
-    assert "what the server sees is made with the true key (--key)" in capsys.readouterr().err
+    assert "needs the true key, to compute what the server sees (--key)" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ def test_what_is_left_is_attacked(
     assert audit(few, "--key", locked.key, "--data", trained.data) == 2
     assert "parts of the model are withheld" in capsys.readouterr().err
     assert audit(few, "--base", locked.export, "--drift", "1") == 2
-    assert "is for the attacker drifted-base, who is not asked (--drift, --attacks)" in capsys.readouterr().err
+    assert "applies only to the attacker drifted-base (--drift, --attacks)" in capsys.readouterr().err
 
 
 def spoil(folder: Path, out: Path) -> Path:
@@ -326,7 +326,7 @@ def test_mistakes_are_one_sentence(
         ([locked.plain, "--images", "x", "--texts", "y"], "a model takes one or the other"),
         ([locked.plain, "--images", trained.data, "--count", 0], "(--count)"),
         ([locked.export], "holds no manifest.json"),
-        ([sealed], "the file is encrypted and nothing was attacked"),
+        ([sealed], "the files are encrypted and nothing was attacked"),
     ):
         assert audit(*words) == 2, words
         printed = capsys.readouterr().err
