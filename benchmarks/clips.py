@@ -33,7 +33,7 @@ from situs.data.sources.audio import NoiseBank
 from situs.data.sources.base import Source
 from situs.presets import load_preset
 from situs.results import Table, percent
-from situs.train.assemble import RunConfig, make_method, settled
+from situs.train.assemble import RunConfig, make_method, resolve_config
 from situs.train.step import Stepper
 
 PRESETS = ("speech-supervised", "speech-mp3", "speech-droppos")
@@ -96,7 +96,7 @@ def measure(preset: str, args: argparse.Namespace, device: torch.device) -> Row:
     config = from_dict(RunConfig, load_preset(preset), where=preset)
     data = replace(config.data, batch=args.batch, path=args.data or "", count=args.count)
     config = replace(config, data=data)
-    config = settled(config) if args.data else config
+    config = resolve_config(config) if args.data else config
     loader = make_fed(config, args, device)
     torch.manual_seed(0)
     method = make_method(config, loader.classes).to(device).train()

@@ -66,6 +66,16 @@ def pytest_configure() -> None:
     os.fsync = lambda _: None
 
 
+PROBED = ("tests/measure/", "tests/golden/", "tests/docs/")
+"""Where the weights of a linear probe are looked at; elsewhere a quarter of its iterations is enough."""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A fine-tuning of few images begins with a probe, which takes longer than the steps of a small run."""
+    if (probe := sys.modules.get("situs.measure.probe.linear")) is not None:
+        setattr(probe, "STEPS", 200 if item.nodeid.startswith(PROBED) else 50)  # noqa: B010
+
+
 def pytest_runtest_teardown() -> None:
     """Where a CPU has no bfloat16, torch turns oneDNN off for good at the first product of two: other bits from then
     on, in this process alone."""
@@ -181,17 +191,17 @@ def run_python_blocks() -> Callable[[Path], dict[str, Any]]:
 def undrawing() -> Callable[[pytest.MonkeyPatch], None]:
     """Lets figures be made and not drawn, which takes most of a page's time: for tests of something else on it.
 
-    All panels of a grid of images are one: to make a panel takes as long as a small test.
+    All panels of a grid of images, of attention, of a puzzle are one: to make a panel takes as long as a small test.
     """
     from PIL import Image
 
-    from situs.report import figures, html
+    from situs.report import attention, figures, html, puzzles, strips
 
     dot, image_grid, canvas = io.BytesIO(), figures.image_grid, figures.canvas
     Image.new("L", (2, 2)).save(dot, "PNG")
 
-    def one_panel(rows: int, columns: int, *size: float) -> Any:
-        figure, axes = canvas(1, 1, *size)
+    def one_panel(rows: int, columns: int, *size: float, tight: bool = False) -> Any:
+        figure, axes = canvas(1, 1, *size, tight=tight)
         return figure, axes * (rows * columns)
 
     def on_one_panel(*given: Any, **more: Any) -> Any:
@@ -202,6 +212,8 @@ def undrawing() -> Callable[[pytest.MonkeyPatch], None]:
     def undraw(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(figures, "png", lambda _: dot.getvalue())
         patch.setattr(figures, "image_grid", on_one_panel)
+        for module in (attention, puzzles, strips):
+            patch.setattr(module, "canvas", one_panel)
         patch.setattr(html, "_smaller", lambda picture: ("image/png", picture))
 
     return undraw
@@ -225,6 +237,8 @@ def outline() -> Callable[[str], list[str]]:
         sections = rf"{opens}.*?<h2[^>]*>(.*?)</h2>(.*?)(?={opens}|</main>)"
         shown = [("First screen", body) for body in re.findall(first, page, flags=re.DOTALL)]
         for title, body in shown + re.findall(sections, page, flags=re.DOTALL):
+            if title == "Words on this page":
+                continue
             counts = {name: body.count(mark) for name, mark in parts.items()}
             counts = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
             found.append(

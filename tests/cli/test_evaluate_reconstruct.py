@@ -95,8 +95,8 @@ def test_images_of_other_channels(method: str, channels: int, tmp_path: Path) ->
     ("words", "said"),
     [
         (["{one}"], "one: was trained by Supervised, which has no position head"),
-        (["test_vit", "--weights", "random"], "is no run, and only a run keeps its position head"),
-        (["{mp3}", "--position-ratios", "0.5"], "MP3 hides every place, and no share of them (--position-ratios)"),
+        (["test_vit", "--weights", "random"], "is not a run, and only a run has its position head"),
+        (["{mp3}", "--position-ratios", "0.5"], "MP3 hides every position, so it has no ratios (--position-ratios)"),
         (["{mp3}", "--ratios", "1.5"], "ratios=1.5: must be in [0, 1) (--ratios)"),
         (["{mp3}", "--show", "0"], "show=0: must be >= 1 (--show)"),
         (["{mp3}", "--split", "odd"], "split='odd'"),

@@ -176,7 +176,7 @@ VERBS = (
 
 UNTRAINED, WHOLE = "no trained classifier", "runs only as a whole"
 UNPLAIN = "plain ViTs of timm can be run"
-NO_HEAD = "no run, (so it has no|and only a run keeps its) position head"
+NO_HEAD = "(no run, so it has no|not a run, and only a run has its) position head"
 REFUSED: dict[str, dict[str, str]] = {
     "predict": {"name": UNTRAINED},
     "features": {"own": WHOLE},
@@ -299,7 +299,7 @@ def test_what_a_kind_lacks_is_told_by_the_model_itself(
     from situs.models import open_model
     from situs.models.export import export_run
     from situs.models.model import check_classifier, puzzle_method
-    from situs.models.start import beginning
+    from situs.models.start import finetune_source
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     shape = {"img_size": 8, "patch_size": 4}
@@ -319,7 +319,7 @@ def test_what_a_kind_lacks_is_told_by_the_model_itself(
         "evaluate attention": lambda: check_attention_maps(model.backbone),
         "evaluate attention --kind correlation": lambda: model.backbone.require("tokens"),
         "evaluate position": lambda: kind == "run" or puzzle_method(model),
-        "finetune --from": lambda: beginning(begun),
+        "finetune --from": lambda: finetune_source(begun),
         "export": lambda: kind == "run" or export_run(source, world.base / "never"),
     }
     for verb, ask in asks.items():

@@ -180,7 +180,7 @@ def test_what_the_head_reads_is_named_and_its_last_layer_makes_the_logits_of_it(
     ):
         (batch,) = batches(3)
         vector, logits = shuffled(backbone.eval(), size=SIZE).read(batch.inputs)
-        assert backbone.reads == reads
+        assert backbone.head_input == reads
         assert torch.allclose(backbone.model.get_classifier()(vector), logits)
 
 

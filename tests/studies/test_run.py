@@ -19,7 +19,7 @@ from warm import Warm
 
 from situs.errors import SitusError
 from situs.files import write_text
-from situs.progress import hearing, share
+from situs.progress import listening, share
 from situs.studies import run as running
 from situs.studies.folder import StudyFolder
 from situs.studies.load import load_study
@@ -147,7 +147,7 @@ def test_fewer_seeds_than_a_folder_holds_run_those_alone(study: Path, tmp_path: 
 def test_what_jobs_at_work_have_done_counts(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_STEP", "0.05")
     heard: list[tuple[float, str]] = []
-    with hearing(lambda tasks: heard.extend((share(tasks) or 0.0, each.now) for each in tasks)):
+    with listening(lambda tasks: heard.extend((share(tasks) or 0.0, each.now) for each in tasks)):
         run(study, tmp_path / "out", seeds=1)
     shares = [each for each, _ in heard]
     assert shares == sorted(shares) and shares[-1] == 1.0
@@ -177,7 +177,7 @@ def test_killed_in_the_middle_it_ends_the_same(study: Path, peace: StudyResult, 
     code = f"""
 import sys
 from situs.files import write_text
-from situs.progress import hearing, share
+from situs.progress import listening, share
 from situs.studies import run as running
 running.COMMAND = (sys.executable, {str(FAKE)!r})
 running.run_study({str(study)!r}, "samples", out={str(tmp_path / "out")!r}, how=running.How(at_once=2))

@@ -215,5 +215,5 @@ def test_a_device_that_is_not_there_is_an_error() -> None:
 
 
 def test_a_device_that_cannot_compute_is_an_error() -> None:
-    with pytest.raises(SitusError, match=r"device=meta: torch cannot compute there; cpu always serves"):
+    with pytest.raises(SitusError, match=r"device=meta: torch cannot compute there; cpu always works"):
         distributed.start("meta")

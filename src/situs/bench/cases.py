@@ -118,7 +118,7 @@ class StepConfig(StepShape, Timing):
     """Backbones: timm names, or folders with a config.json."""
 
     batches: tuple[Count, ...] = (256,)
-    """Images a step."""
+    """Images per step, comma-separated."""
 
 
 def make_cases(words: Iterable[str], config: StepConfig) -> list[StepCase]:
@@ -159,7 +159,7 @@ def _make(word: str, shared: dict[str, Any]) -> StepCase:
     try:
         return from_dict(StepCase, {**own, "method": name, "settings": settings, "model_args": model_args})
     except SitusError as error:
-        raise error.said_of(word) from None
+        raise error.prefixed(word) from None
 
 
 def _value(text: str) -> Any:

@@ -249,5 +249,5 @@ def read_steps(path: str | Path) -> StepTable:
         return StepTable(rows, held["ceilings"], held["machine"], timing, failed)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, SitusError):
-            raise error.said_of(str(path)) from None
+            raise error.prefixed(str(path)) from None
         raise SitusError(f"{path}: is no whole table of steps: {error!r}") from None

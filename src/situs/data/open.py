@@ -175,7 +175,7 @@ def settle(data: DataConfig) -> DataConfig:
         try:
             data = replace(data, kind=kind)
         except SitusError as error:
-            raise error.said_of(f"{data.path}: holds {modality.things}, and images are asked for") from error
+            raise error.prefixed(f"{data.path}: holds {modality.things}, and images are asked for") from error
     return modality.settle(data, lambda config: open_source(config, config.split))
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from situs.errors import SitusError, missing_extra
-from situs.files import said_missing
+from situs.files import missing_reason
 
 FILE = "tokenizer.json"
 FILES = (
@@ -80,7 +80,7 @@ class Tokeniser:
         file = self.folder / FILE
         if FILE not in self._held and not file.is_file():
             raise SitusError(
-                f"{self.folder}: {said_missing(self.folder, FILE)}, so that sentences cannot become ids",
+                f"{self.folder}: {missing_reason(self.folder, FILE)}, so that sentences cannot become ids",
                 field="text.tokeniser",
             )
         try:

@@ -133,7 +133,7 @@ class KeyFile:
 
 
 def new_key(path: str | Path, passphrase: str | None = None) -> Key:
-    """Draws a key and writes it to a new file that only its owner may read (mode 0600).
+    """Makes a key and writes it to a new file that only its owner can read (mode 0600).
 
     An existing file is never overwritten. passphrase: encrypts the key, so the file alone opens nothing. Keep a copy
     elsewhere: what was locked with a key cannot be opened without it.

@@ -124,7 +124,7 @@ def lock(
     withheld: str | Path | None = None,
     **opening: Any,
 ) -> Written:
-    """Locks a model with a key into the new folder `out`; its files come back bit for bit (`unlock`).
+    """Locks a model with a key into the new folder `out`; `unlock` restores its files bit for bit.
 
     source: a model's folder (an export, timm's or transformers', one file or shards), a run, a timm name with
     `weights`, an open model, or a module of transformers. cover: also permute MLP units, heads and their channels,
@@ -264,7 +264,7 @@ def unlock(
     retrained: bool = False,
     withheld: str | Path | None = None,
 ) -> Written:
-    """Opens a locked folder into the new folder `out`: the files that were locked, bit for bit.
+    """Opens a locked folder with its key into the new folder `out`: the original files, bit for bit.
 
     The manifest is checked first, each tensor as it is read, and all together at the end; `out` appears only if all is
     right. retrained: accept tensors that training has changed; those that the key moves must have their old layout.

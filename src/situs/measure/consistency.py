@@ -344,7 +344,7 @@ def measure_consistency(
     if rows[0].top1 is None and no_top1 is None:
         no_top1 = "the model has another number of classes than the data" if classifier else "its head was not trained"
     told = None if view.untellable else view.unknown
-    return ConsistencyCurve(rows, view.backbone.reads, told, view.untellable, view.grid, no_top1, seed=seed)
+    return ConsistencyCurve(rows, view.backbone.head_input, told, view.untellable, view.grid, no_top1, seed=seed)
 
 
 def _measure(

@@ -11,7 +11,7 @@ from situs.config import choice
 from situs.errors import SitusError
 from situs.files import absolute
 from situs.methods import METHODS
-from situs.models.start import beginning
+from situs.models.start import finetune_source
 from situs.train.assemble import RunConfig
 from situs.train.inputs import own_splits
 
@@ -30,7 +30,7 @@ def finetune_config(config: RunConfig, source: str | Path, positions: PositionKi
     positions: None keeps the model's own, and takes learned ones where its method never used any (MP3).
     """
     check_labelled(config)
-    begun = beginning(source)
+    begun = finetune_source(source)
     if positions is None and not begun.sees and begun.data["kind"] != "text":  # a text model keeps its own
         positions = "learned"
     backbone = replace(
@@ -60,4 +60,4 @@ def check_labelled(config: RunConfig) -> None:
 
 def data_as_seen(source: str | Path) -> dict[str, Any]:
     """The tables that a fine-tuning starts from, below any preset: the samples as the model at `source` saw them."""
-    return {"data": beginning(source).data}
+    return {"data": finetune_source(source).data}

@@ -25,7 +25,7 @@ from situs.errors import SitusError
 from situs.limits import check_value, check_values
 from situs.methods.measured import Puzzle, SolvesPuzzles
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
-from situs.models.model import puzzle_method, told_places
+from situs.models.model import anchor_notes, puzzle_method
 from situs.results import Result, Summary, Table, percent
 
 Grid = tuple[int, ...]
@@ -233,7 +233,7 @@ class Reconstruction(Result):
         table = Table(title, ["setting", "right", "chance", "off by", "places left empty"], rows)
         told = next(iter(self.solved.values())).hint_ratio
         return Summary(
-            f"{said}. The model was trained with {self.trained.text}.", (table,), told_places(told, self.told)
+            f"{said}. The model was trained with {self.trained.text}.", (table,), anchor_notes(told, self.told)
         )
 
     def numbers(self) -> dict[str, Any]:

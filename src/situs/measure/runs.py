@@ -233,9 +233,7 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
         raise SitusError("name at least one run folder", field="runs")
     for folder in folders:
         if not is_run(folder):
-            raise SitusError(
-                f"{folder}: holds no run, there is no config.json with checkpoints beside it", field="runs"
-            )
+            raise SitusError(f"{folder}: is not a run: it has no config.json with checkpoints beside it", field="runs")
     runs = []
     for folder, name in zip(folders, short_names(folders), strict=True):
         config = read_config(folder)

@@ -39,7 +39,7 @@ from situs.split.parts import cut, digest, layout, side_names, trained_order
 from situs.split.remote import SplitStepper, attach
 from situs.split.server import agreed
 from situs.train import distributed
-from situs.train.assemble import RunConfig, Start, described_set, make_method, make_training_loader, settled
+from situs.train.assemble import RunConfig, Start, described_set, make_method, make_training_loader, resolve_config
 from situs.train.checkpoint import Checkpoint, RunFolder, check_target, read_config
 from situs.train.checkpoint.files import with_checksum
 from situs.train.contract import TrainLoader, TrainResult
@@ -130,8 +130,8 @@ def train_split(
     start: loads the weights of `config.init` into a new backbone.
     """
     if (out is None) == (resume is None):
-        raise SitusError("give a new folder or a run to resume, and not both", field=("out", "resume"))
-    requested, config = config, settled(config)
+        raise SitusError("give either a new folder or a run to resume", field=("out", "resume"))
+    requested, config = config, resolve_config(config)
     _check(config)
     folder = Path(out if out is not None else resume)  # pyright: ignore[reportArgumentType]
     if resume is None:

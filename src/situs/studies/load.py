@@ -54,7 +54,7 @@ def load_study(name: str | Path, *, configs: bool = True) -> Study:
                 check_configs(jobs)
     except SitusError as error:
         at = (error.field or "").rpartition(".")[0]  # the job of a sentence that does not name it
-        raise error.said_of(f"{name}: {at}" if at and at not in str(error) else str(name)) from None
+        raise error.prefixed(f"{name}: {at}" if at and at not in str(error) else str(name)) from None
     return study
 
 

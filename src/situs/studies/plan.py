@@ -37,7 +37,7 @@ def planned(study: Study, scale: str = PAPER) -> Jobs:
                 try:
                     jobs[name] = replace(job, preset=change.preset or job.preset, change=laid, options=options)
                 except SitusError as error:
-                    raise error.said_of(f"scales.{scale}[{index}] for jobs.{name}") from None
+                    raise error.prefixed(f"scales.{scale}[{index}] for jobs.{name}") from None
     while left := [n for n, job in jobs.items() if not set(needs(job)) <= jobs.keys()]:  # rest on what is left out
         for name in left:
             del jobs[name]
@@ -118,23 +118,23 @@ def _check_names(study: Study, jobs: Jobs) -> None:
     for name, job in jobs.items():
         for needed in needs(job):
             if needed not in jobs:
-                raise unknown_name("job", needed, jobs, field=f"jobs.{name}.after").said_of(f"jobs.{name}.after")
+                raise unknown_name("job", needed, jobs, field=f"jobs.{name}.after").prefixed(f"jobs.{name}.after")
         for data in data_of(study, job):
             if data not in study.data:
-                raise unknown_name("data set", data, study.data, field="data").said_of(f"jobs.{name}.data")
+                raise unknown_name("data set", data, study.data, field="data").prefixed(f"jobs.{name}.data")
     for where, cell in _cells(study):
         job, figure = cell
         if job and job not in jobs:
-            raise unknown_name("job", job, jobs, field=where).said_of(where)
+            raise unknown_name("job", job, jobs, field=where).prefixed(where)
         if job and not figure:
             raise SitusError(f"{where}: job {job!r} fills it, and no figure says with what", field=where)
         try:
             check_path(figure)
         except SitusError as error:
-            raise error.said_of(where) from None
+            raise error.prefixed(where) from None
     for index, picture in enumerate(study.pictures):
         if picture.job not in jobs:
-            raise unknown_name("job", picture.job, jobs, field="pictures").said_of(f"pictures[{index}].job")
+            raise unknown_name("job", picture.job, jobs, field="pictures").prefixed(f"pictures[{index}].job")
 
 
 def _cells(study: Study) -> Iterator[tuple[str, tuple[str, str]]]:
@@ -204,7 +204,7 @@ def check_configs(jobs: Jobs) -> None:
         try:
             tables = recipe_of(job, cls)
         except SitusError as error:
-            raise error.said_of(f"jobs.{name}.preset") from None
+            raise error.prefixed(f"jobs.{name}.preset") from None
         from_dict(cls, tables, where=f"jobs.{name}.change")
 
 

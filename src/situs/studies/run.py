@@ -56,16 +56,16 @@ class How(Checked):
     """How the jobs of a study are run, which changes none of its numbers."""
 
     at_once: Count = 1
-    """Jobs side by side, each on its own GPU where there are several."""
+    """Number of jobs at the same time, each on its own GPU if there are several."""
 
     only: tuple[str, ...] = ()
-    """Names or patterns of jobs, which are run with those they need; none: all."""
+    """Names or patterns of jobs to run, with the jobs they need. Default: all."""
 
     minutes: Positive | None = None
-    """After which what still runs saves itself and stops."""
+    """Time limit; running jobs then save themselves and stop."""
 
     device: Literal["cpu"] | None = None
-    """cpu: off the GPUs."""
+    """cpu: do not use GPUs."""
 
 
 def run_study(
@@ -182,8 +182,8 @@ class _Runner:
                     ended = len(done) + len(self.tried) - len(at_work)
                     said = ", ".join(f"{name} {100 * share:.0f} %" for name, share in at_work.items())
                     told.tell(ended + sum(at_work.values()), said)
-                    if interrupt.asked or (minutes is not None and time.monotonic() - began > 60 * minutes):
-                        why = "interrupted" if interrupt.asked else f"the time of {minutes:g} min is over"
+                    if interrupt.requested or (minutes is not None and time.monotonic() - began > 60 * minutes):
+                        why = "interrupted" if interrupt.requested else f"the time of {minutes:g} min is over"
                         self.say(f"{why}: jobs at work save themselves ({len(self.running)}); the same command goes on")
                         break
                     for task in self._ready(tasks)[: len(self.slots) - len(self.running)]:
@@ -193,7 +193,7 @@ class _Runner:
                     time.sleep(PAUSE)
             finally:
                 self._end()
-        if interrupt.asked:
+        if interrupt.requested:
             self.keep(read_folder(self.folder))
             raise KeyboardInterrupt
 

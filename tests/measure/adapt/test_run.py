@@ -201,7 +201,7 @@ def test_ctrl_c_chooses_among_what_was_measured(model: Path, tmp_path: Path, mon
 ONE = (TRAIN[0], ["cat"] * 24)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "minutes": ({"minutes": 0.0}, "minutes=0.0: must be > 0"),
-    "method": ({"method": "mjp"}, "method='mjp': must be one of droppos, mp3, mae, none"),
+    "method": ({"method": "mjp"}, "method='mjp': must be one of droppos, mp3, part, mae, none"),
     "no labels": ({"data": TRAIN[0]}, "has no labels"),
     "one class": ({"data": {"train": ONE, "test": (TEST[0], ["cat"] * 12)}}, "of one class"),
     "no image": (

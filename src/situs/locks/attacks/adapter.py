@@ -35,16 +35,16 @@ class AdapterConfig(Checked):
     """The attacker's training."""
 
     steps: Count = 200
-    """Updates."""
+    """Number of steps."""
 
     batch: Count = 50
-    """Samples a step, or all if there are fewer."""
+    """Samples per step, or all samples if there are fewer."""
 
     lr: Positive = 1e-3
-    """Largest learning rate of AdamW, with cosine decay to 0."""
+    """Peak learning rate of AdamW; it falls to 0 along a cosine."""
 
     seed: int = 0
-    """Seed of the order of the samples and of the control's random blocks."""
+    """Random seed of the order of samples and of the control's random blocks."""
 
 
 class Labelled(NamedTuple):

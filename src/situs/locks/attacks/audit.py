@@ -62,22 +62,22 @@ class LockAuditConfig(Checked):
     """What the attackers have, and how long they train."""
 
     count: Count = 24
-    """Images or texts that are used, chosen at random, the same every time."""
+    """Number of images or texts, chosen at random with a fixed seed."""
 
     drift: tuple[NotNegative, ...] = (0.3,)
     """drifted-base: noise on the base, in standard deviations of each tensor."""
 
     k: Count = 100
-    """Labelled samples of the attacker `labels`."""
+    """Labelled samples that the attack `labels` has."""
 
     steps: Count = 200
-    """Training steps of the attacker `labels`."""
+    """Training steps of the attack `labels`."""
 
     test: Count = 1000
-    """Samples that accuracy is measured on."""
+    """Samples on which accuracy is measured."""
 
     seed: int = 0
-    """Seed of the drift and of the attacker's training."""
+    """Random seed of the drift and of the attacker's training."""
 
     text: Columns = field(default_factory=Columns)
     """Columns of labelled sentences; default: those recorded in the model."""
@@ -418,7 +418,7 @@ def audit_lock(
     config: LockAuditConfig | None = None,
     device: str | None = None,
 ) -> LockAudit:
-    """Attacks a locked folder without its key, and reports what is left of the lock.
+    """Attacks a locked folder without its key, and measures what is left of the lock.
 
     base: the model that the attacker has; weights: of a base that is a timm name. key: the owner's, to judge the
     attacks; not needed if `base` is the model that was locked. images, texts: unlabelled samples. data: labelled

@@ -152,13 +152,13 @@ def verify(
     seed: int = 0,
     **opening: Any,
 ) -> Verification:
-    """Measures which permutations of its tokens and channels a model obeys, and what breaks the others.
+    """Measures to which permutations of tokens and channels a model is equivariant, and why not.
 
     source, opening: as `situs.models.open_model` takes them; a timm name without weights gets random ones. x: images
     [B, C, H, W] or ids [B, N]; None: random ones. groups: to permute; None: the model's. steps: of AdamW. tokens: at
     most so many patch tokens take part, if the model supports a subset.
 
-    >>> print(situs.verify("vit_small_patch16_224"))
+    >>> print(situs.verify("runs/ft"))
     """
     if steps < 0:
         raise SitusError(field="steps", value=steps, allowed="at least 0")

@@ -47,7 +47,7 @@ SCALES = (5.0, 10.0, 20.0, 40.0, 80.0)
 
 @dataclass(frozen=True)
 class Bench:
-    """What every way is tried with. config: of the run, its backbone not settled. train: labelled images, all of which
+    """What every way is tried with. config: of the run, its backbone not resolved. train: labelled images, all of which
     can be read; labels: [n]. start: puts weights into a model."""
 
     config: RunConfig

@@ -44,14 +44,14 @@ from situs.models.open import open_model
 from situs.models.start import addressed_model
 from situs.results import percent
 from situs.train import distributed
-from situs.train.assemble import RunConfig, Start, settled
+from situs.train.assemble import RunConfig, Start, resolve_config
 from situs.train.checkpoint import RunFolder, check_target
 from situs.train.checkpoint.state import capture
 from situs.train.inputs import own_splits
 from situs.train.log import machine
 from situs.train.optim import make_optimizer
 
-PRETRAINING = ("droppos", "mp3", "mae", "none")
+PRETRAINING = ("droppos", "mp3", "part", "mae", "none")
 HELD_OUT = 0.2
 """Share of data without a test split that is set aside."""
 ONE_LABEL_SCALE = 20.0
@@ -135,10 +135,10 @@ def adapt_model(
 def open_bench(config: RunConfig, source: str, device: torch.device, start: Start) -> tuple[Bench, list[str]]:
     """Images, labels and classes of an adaptation, and sentences on them; refused is what has no classes to tell apart.
 
-    config: a fine-tuning's, its model not settled.
+    config: a fine-tuning's, its model not resolved.
     """
     remarks: list[str] = []
-    data = settled(finetune_config(config, source, None)).data
+    data = resolve_config(finetune_config(config, source, None)).data
     if data.modality.ids:
         said = f"holds {data.modality.things}, and adapt takes images and clips; see finetune"
         raise SitusError(f"{data.path}: {said}", field="data")

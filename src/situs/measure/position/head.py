@@ -20,7 +20,7 @@ from situs.methods.base import Batch
 from situs.methods.measured import SolvesPuzzles
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.models.inference import Total, evaluating
-from situs.models.model import puzzle_method, told_places
+from situs.models.model import anchor_notes, puzzle_method
 from situs.results import Figure, Result, Summary, Table, percent
 from situs.train.step import autocast
 
@@ -176,7 +176,7 @@ class PositionCurve(Result):
         )
         best = max(self.accuracy, key=lambda eta: self.accuracy[eta])
         number = (percent(self.accuracy[best]), f"at η = {best:g}; chance {percent(chance)}")
-        return Summary(said, (table,), told_places(self.anchors, self.trained_anchors), (number,))
+        return Summary(said, (table,), anchor_notes(self.anchors, self.trained_anchors), (number,))
 
     def numbers(self) -> dict[str, Any]:
         """Every η."""

@@ -190,7 +190,7 @@ def measure_positions(
         kinds=backbone.positions().kinds,
         trained=positions,
         hierarchical="take" in backbone.refusals,
-        reads=backbone.reads,
+        reads=backbone.head_input,
         looks=looks,
         no_vectors=no_vectors,
         probed=probed,
