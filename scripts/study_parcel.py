@@ -164,7 +164,7 @@ def _unpacked(parts: str | Path, whole: bytes, out: Path) -> list[str]:
                 raise SitusError(f"{parts}: is of another study than lies in {out}: {said}", field="parts") from None
         elif out.exists() and not (out.is_dir() and {each.name for each in out.iterdir()} <= {LOCK, STUDY}):
             # these two alone: an unpacking was cut here
-            raise SitusError(f"{out}: is no folder of a study, and not empty", field="out")
+            raise SitusError(f"{out}: is not a study's folder, and not empty", field="out")
         out.mkdir(exist_ok=True)
         with lock_folder(out):
             new = not (out / SETTINGS).is_file()

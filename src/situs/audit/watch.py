@@ -233,7 +233,7 @@ class Guard:
         if worst is not None:
             metric, value = worst.metric, worst.value
             bound = bound if worst.limit is None else worst.limit
-        seen = Look(self.step, ANSWERS[judged.status], metric, bound, value, judged.said, seconds)
+        seen = Look(self.step, ANSWERS[judged.status], metric, bound, value, judged.reason, seconds)
         self.looks.append(seen)
         if callable(self.act):
             self.act(seen)
@@ -269,7 +269,7 @@ class Guard:
         [judged] = judge(findings, self.limit, hardest=not plain).judgements
         noise = tries[0].known.defence.noise_level(len(images))
         measured = f"; there is noise of {noise:.3g}, as measured" if judged.status == PASSED else ""
-        return judged._replace(said=judged.said + measured)
+        return judged._replace(reason=judged.reason + measured)
 
     def _findings(
         self, tries: Sequence[Try], references: Sequence[Reference], images: Tensor, deadline: Deadline
