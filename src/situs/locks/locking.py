@@ -136,7 +136,7 @@ def lock(
     """
     parts, key = parse_parts(withhold), as_key(key)
     if withheld is not None and not parts:
-        raise SitusError(f"withheld={withheld}: nothing is withheld; say which parts", field="withhold")
+        raise SitusError(f"withheld={withheld}: nothing is withheld; say which parts to withhold", field="withhold")
     with _model_folder(source, {name: value for name, value in opening.items() if value is not None}) as folder:
         return _lock_folder(folder, key, Path(out), cover, seal, parts, None if withheld is None else Path(withheld))
 
@@ -206,7 +206,7 @@ def _lock_folder(
             with shards.plain_source(folder / name) as reader, create(name) as writer:
                 locked |= _lock_shard(reader, writer, second_sink, header, withheld_names, changes, codes)
         if files.stamps(folder, weights) != stamps:
-            raise SitusError(f"{folder}: its weights changed while they were being locked")
+            raise SitusError(f"{folder}: its weights changed during locking")
         copied = {}
         for name in others:
             with shards.plain_source(folder / name) as reader, create(name) as writer:
@@ -375,7 +375,7 @@ def _unlock_retrained(
     """
     if manifest.sealed:
         raise SitusError(
-            f"{folder}: is sealed, so it cannot have been trained since: open it as it was locked", field="retrained"
+            f"{folder}: is sealed, so it cannot have been trained since; open it without retrained", field="retrained"
         )
     weights = files.weight_files(folder)
     others, left_out = sort_files(folder, [*weights, NAME], refuse=False)

@@ -228,7 +228,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON table without duplicate keys (for json.loads): readers disagree on which of two counts."""
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("duplicate key")
+        raise ValueError("a key occurs twice")
     return table
 
 

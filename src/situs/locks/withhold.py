@@ -32,7 +32,7 @@ def parse_parts(parts: str | Sequence[str]) -> tuple[str, ...]:
         if not PART.fullmatch(part):
             raise SitusError(field="withhold", value=part, allowed="embedding or blocks=K with K at least 1")
     if len({part.partition("=")[0] for part in parts}) < len(parts):
-        raise SitusError(f"withhold={', '.join(parts)}: one part is named twice", field="withhold")
+        raise SitusError(f"withhold={', '.join(parts)}: a part is named twice", field="withhold")
     return tuple(sorted(parts, key=lambda part: part != "embedding"))
 
 

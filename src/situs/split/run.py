@@ -66,7 +66,7 @@ class SplitFolder(RunFolder):
         """The checkpoint of the server's step; step 0 has none."""
         checkpoint = None if self.limit == 0 else self.latest(self.limit)
         if checkpoint is None and self.limit:
-            raise SitusError(f"{self.path}: the checkpoint of step {self.limit} disappeared")
+            raise SitusError(f"{self.path}: the checkpoint of step {self.limit} has just disappeared")
         return checkpoint
 
 
@@ -186,7 +186,7 @@ class _Training:
                     raise SitusError(
                         f"both sides went back {MAX_REWINDS} times without a step in between: {error}"
                     ) from None
-                note(f"the server restarted at step {client.step}: both go back to their newest checkpoint")
+                note(f"the server restarted at step {client.step}: both continue from their newest checkpoint")
                 method = self._method()
                 continue
             except GoneError as error:

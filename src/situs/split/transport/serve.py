@@ -115,11 +115,9 @@ class Service:
         """The answer, or a refusal with the reason."""
         try:
             if not owner:
-                raise RefusedError(
-                    "this certificate has no common name, which identifies the owner of a session", "owner"
-                )
+                raise RefusedError("this certificate has no common name, which identifies the client", "owner")
             if self.denied(owner, pem):
-                raise RefusedError("this certificate is turned away here", "denied")
+                raise RefusedError("this certificate is refused", "denied")
             self._count(owner, stack, alone=not pem)
             return await self._receive(owner, chunks)
         except RefusedError as error:
@@ -236,7 +234,7 @@ async def listening(service: Service, listen: str, credentials: Credentials | No
         port = 0
     if not port:
         raise SitusError(
-            f"{listen}: cannot be listened on: the port is in use, or no address of this machine", field="listen"
+            f"{listen}: cannot listen: the port is in use, or this machine has no such address", field="listen"
         )
     await grpc_server.start()
     try:
