@@ -67,7 +67,8 @@ def sort_files(folder: Path, besides: Collection[str], *, refuse: bool = True) -
         elif refuse and (limit or size > MIB):
             reason = f"more than the {limit / MIB:.0f} MiB allowed for it" if limit else "and its kind is unknown"
             raise SitusError(
-                f"{folder}: {name} has {size / MIB:.1f} MiB, {reason}: it may hold the unlocked weights; remove it first"
+                f"{folder}: {name} has {size / MIB:.1f} MiB, {reason}: it may hold the unlocked weights; remove it "
+                "first"
             )
         else:
             left_out.append(name)

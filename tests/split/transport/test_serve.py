@@ -55,7 +55,7 @@ def test_only_who_shows_a_certificate_of_the_authority_is_let_in(tmp_path, certs
             with pytest.raises(RefusedError, match="32 hexadecimal"):
                 call(HELLO, {})
             deny.write_text("client\n")  # no restart
-            with pytest.raises(RefusedError, match="turned away") as refused:
+            with pytest.raises(RefusedError, match="certificate is refused") as refused:
                 call(HELLO, {})
             assert refused.value.code == "denied"
             deny.write_text("nobody else\n")
