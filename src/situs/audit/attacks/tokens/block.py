@@ -184,10 +184,10 @@ class Block(Behind):
         products = self.run(tokens)
         self._read_layers(products)
         if not self.run.sees_only(tokens, self._fc2):
-            raise NoBlockError("its first block is given more of an image than one product with its patch embedding")
+            raise NoBlockError("its first block sees more of an image than its patch embedding")
         norms = [self._module_giving(tokens, number, products[number].inputs) for number in (0, self._fc1)]
         if norms[0] is None or norms[1] is None:
-            raise NoBlockError("no norm stands before its first block's attention and before its MLP")
+            raise NoBlockError("its first block has no norm before its attention and before its MLP")
         self._norms = norms[0], norms[1]
         self.norm1, self.norm2 = (read_norm(module, len(self.weight)) for module in self._norms)
         self._read_base(tokens)
@@ -195,7 +195,7 @@ class Block(Behind):
         half = slice(None, None, 2)  # an attention in the MLP's place would miss the others
         m = self._streams(tokens)[1][:, half]
         if not _same(self.late(m), products[self._fc2].inputs[:, half], LOOSE):
-            raise NoBlockError("its first MLP does not take each token by itself")
+            raise NoBlockError("its first MLP mixes tokens")
 
     def enter(self, u: Tensor) -> Tensor:
         """The linear part of tokens u [..., D] as the first block gets them."""
@@ -314,7 +314,7 @@ class Block(Behind):
         o = torch.randn(4, width, generator=generator, dtype=torch.float64).to(self.weight)
         m, z = self._mixed(o, 1.0)
         if not _same(m, z + o @ self.into + self.shift):
-            raise NoBlockError("what its attention gives is not simply added to the tokens before the MLP's norm")
+            raise NoBlockError("the output of its attention is not simply added to the tokens before the MLP's norm")
 
     def _mixed(self, o: Tensor, size: float = 0.0) -> tuple[Tensor, Tensor]:
         """m and z of random tokens of a size where the attention's last layer gets o [Q, ·]."""
@@ -370,7 +370,7 @@ def read_norm(norm: Callable[[Tensor], Tensor], dim: int) -> Norm:
     result = Norm(weight, bias, eps, centred)
     for size in (1.0, 1e-2, 10.0):
         if not _same(result.apply(size * z), norm(size * z), 1e-6):
-            raise NoBlockError("what stands before its first block's layers is neither a layer norm nor an RMS norm")
+            raise NoBlockError("the norm before its first block's layers is neither a layer norm nor an RMS norm")
     return result
 
 
