@@ -267,7 +267,7 @@ def test_positions_are_refused_for_a_reason_in_the_model(tmp_path: Path) -> None
     with pytest.raises(SitusError, match="'learned': BertModel reads text and keeps its own") as stop:
         create_backbone(bert, positions="learned")
     assert stop.value.field == "positions"
-    with pytest.raises(SitusError, match="positions=none: shapes a new model"):
+    with pytest.raises(SitusError, match="positions=none: is for a new model"):
         create_backbone(transformers.ViTModel.from_pretrained(vit), positions="none")
     with pytest.raises(SitusError, match=r"^drop_path=0.1: transformers models have no stochastic depth that rises"):
         create_backbone(vit, drop_path=0.1)
