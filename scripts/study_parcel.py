@@ -139,7 +139,7 @@ def unpack_study(parts: str | Path, out: str | Path) -> list[str]:
     except OSError as error:
         told = (error.strerror or str(error)).lower()
         raise SitusError(
-            f"{out}: cannot be written: {told}; once it can be, the same command goes on", field="out"
+            f"{out}: cannot be written: {told}; run the same command again once it can be", field="out"
         ) from None
 
 

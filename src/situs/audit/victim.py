@@ -113,7 +113,7 @@ def _opened(source: Any, classes: int, open_args: dict[str, Any], *, single: boo
     if shaped and outputs_of(model) == model.backbone.out_dim:  # as many outputs as channels: pooled features
         model = open_model(source, any_weights=True, num_classes=classes, **open_args)
     if model.multi_label:
-        raise SitusError(f"{model.name}: is multi-label, and the attackers and their clients learn one class an image")
+        raise SitusError(f"{model.name}: is multi-label, and attacks support only one class per image")
     _check_loss(model, single=single)
     notes, backbone = {**model.notes, **other_loss(model.backbone)}, model.backbone
     if isinstance(backbone, OwnModule) and not isinstance(backbone, StemBackbone):

@@ -472,7 +472,7 @@ def _infer(backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge) -
 def _size(backbone: Backbone, known: Knowledge) -> tuple[int, int]:
     size = known.size or backbone.input.shape
     if size is None:
-        raise SitusError(f"{backbone.name} takes images of any size: say which was used (Knowledge.size)")
+        raise SitusError(f"{backbone.name} takes images of any size: give the one that was used (Knowledge.size)")
     return pair(size)
 
 

@@ -188,7 +188,7 @@ def _stage(
     if not model.positions:
         raise SitusError(f"{model.name}: was trained without positions, so its tokens have no places to find")
     if len(model.backbone.grid) != 2:
-        raise SitusError(f"{model.name}: takes no images, and it is images that the attackers put together")
+        raise SitusError(f"{model.name}: takes no images, and these attacks recover images")
     loader = load_set(model, data, **{**chosen, "count": count + public})
     batches = [(batch.inputs, batch.targets.get(loader.source.target)) for batch in loader]
     inputs, mixed = (

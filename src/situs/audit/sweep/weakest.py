@@ -256,7 +256,7 @@ def find_defences(
     victim, test = opened.victim, opened.test
     if len(test) < 2:
         raise SitusError(
-            "one image: half of them must be kept from the search; give two or more", field=("data", "count")
+            "one image: half of the images are held out from the search; give two or more", field=("data", "count")
         )
     size = min(wanted, len(test) // 2)
     searched, rest = part_of(test, slice(0, size)), part_of(test, slice(size, None))
