@@ -85,7 +85,7 @@ def test_a_folder_that_differs_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(SitusError, match=r"differ from the model.s by 1\.0e-02"):
         export_model("run", tmp_path / "y")
     before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
-    with pytest.raises(SitusError, match="so none was written"):
+    with pytest.raises(SitusError, match="so nothing was written"):
         export_model("run", tmp_path / "x", force=True)  # what was there stays, and nothing lies beside it
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
