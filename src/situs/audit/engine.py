@@ -121,7 +121,7 @@ class Client:
 
     def __post_init__(self) -> None:
         case = self.case
-        self.asked, self.step = self.step, case.defence.step(self.step)
+        self.plain_step, self.step = self.step, case.defence.step(self.step)
         self.method: Method = method_of(case.defence, case.model, self.step.seed)
         self.sent = names_sent(self.method, case.defence)
         moves = case.trained_on != "original" and not isinstance(self.method, HidesPlaces)
@@ -306,7 +306,7 @@ class _Trial:
     def _control(self) -> list[Certificate]:
         """The certificates of the same attack on the first upload without noise and in float32."""
         if self.control is None:
-            case, step = self.cases[0], replace(self.client.asked, dtype=torch.float32)
+            case, step = self.cases[0], replace(self.client.plain_step, dtype=torch.float32)
             noiseless = replace(case, defence=case.defence.noiseless)
             client = Client(noiseless, self.client.test, step, self.client.wanted)
             # Bytes are not read: it is about the equations.

@@ -94,14 +94,14 @@ def audit_texts(
 
     model: a folder of transformers with its tokeniser (BERT, GPT-2, Llama and its like). texts: a file with one
     sentence a line. defences: none, noise=σ, clip=C, clip-batch=C, fp16, bf16, int8, or several joined by "+". options:
-    fields of `StepConfig`, and what `open_model` takes. When the deadline's time is over, or on Ctrl-C, the audit so
+    fields of `StepConfig`, and arguments of `open_model`. When the deadline's time is over, or on Ctrl-C, the audit so
     far is returned and says so. keep: called with the audit now and then while it grows. facts: more for its files.
     """
-    config, asked = split_options(StepConfig, options)
+    config, open_args = split_options(StepConfig, options)
     limit = None if config.fail_above is None else parse_limit(config.fail_above, METRICS)
     chosen = _created(defences)
     lines = first_lines(texts, config.count, config.batch)
-    victim = open_text_victim(model, classes=config.classes or CLASSES, seed=config.seed, **asked)
+    victim = open_text_victim(model, classes=config.classes or CLASSES, seed=config.seed, **open_args)
     rows = _rows(chosen, hides=victim.method is not None)
     sentences = victim.coded(lines)
     most = victim.backbone.num_tokens
