@@ -213,12 +213,12 @@ def load_bank(
     if bank.classes != test.classes:
         raise SitusError(f"{test.source.name}: its classes are not those of the training split", field="data")
     if unsplit:
-        held_out = f"{config.path}: has no split for evaluation, so {HELD_OUT:g} of it, by names, is held out"
+        note = f"{config.path}: has no split for evaluation, so {HELD_OUT:g} of it, by names, is held out"
         learned = model.method is not None and model.method.needs_targets
         trained = ", whose labels the training has seen too" * (
             bool(learned) and absolute(config.path) == model.samples.path
         )
-        test.source.notes.append(f"{held_out}{trained}; held_out sets the share")
+        test.source.notes.append(f"{note}{trained}; held_out sets the share")
     return bank, test
 
 
