@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from situs.api import _asked
+from situs.api import _resolve
 from situs.data.modalities.image import ImagePipeline
 from situs.data.open import open_source
 from situs.data.resident import hold
@@ -160,7 +160,7 @@ class Study:
             each = [order[labels[order] == label][: job.labels] for label in range(len(images["classes"]))]
             rows = torch.cat(each).sort().values
         side = SIDES[job.set]
-        config, _ = _asked(FinetuneConfig, {"preset": "few-labels", "seed": job.seed,
+        config, _ = _resolve(FinetuneConfig, {"preset": "few-labels", "seed": job.seed,
                            "data": {"path": "samples", "img_size": side}}, {})  # fmt: skip
         classes = tuple(images["classes"])
         train = TensorSource(pixels[rows], labels[rows], classes, job.set)

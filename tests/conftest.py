@@ -237,6 +237,8 @@ def outline() -> Callable[[str], list[str]]:
         sections = rf"{opens}.*?<h2[^>]*>(.*?)</h2>(.*?)(?={opens}|</main>)"
         shown = [("First screen", body) for body in re.findall(first, page, flags=re.DOTALL)]
         for title, body in shown + re.findall(sections, page, flags=re.DOTALL):
+            if title == "Words on this page":
+                continue
             counts = {name: body.count(mark) for name, mark in parts.items()}
             counts = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
             found.append(

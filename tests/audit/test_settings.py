@@ -203,11 +203,11 @@ def test_files_and_page(outline: Any, whole: Comparison) -> None:
         "Verdict, 3 texts, 10 rows",
         "Pictures, 1 figure",
         "The table, 1 text, 46 rows, 1 fold",
-        "Shown and hidden patches apart, 12 rows, 1 fold",
+        "Visible and hidden patches apart, 12 rows, 1 fold",
         "What the paper reports, 5 rows",
         "How this page was made, facts",
     ]
-    for heading in ("Verdict", "The table", "Shown and hidden patches apart", "Pictures", "What the paper reports"):
+    for heading in ("Verdict", "The table", "Visible and hidden patches apart", "Pictures", "What the paper reports"):
         assert f">{heading}</h2>" in text
     assert text.count("<img") == 2
     assert text.index("does not survive an attacker who knows MJP") < text.index("<img")
@@ -276,7 +276,7 @@ def test_ctrl_c_keeps_the_rows_before_it_and_a_short_row_is_shown_as_one() -> No
     told = json.loads(json.dumps(found.numbers(), allow_nan=False))
     assert told["partial"] and "1 of 3 uploads, 1 of 3 images" in [each["text"] for each in told["rows"][1]["remarks"]]
     page = make_page(found).render()
-    assert "Of a row that was stopped" in page and page.count("<img") == 1
+    assert "Rows that were stopped" in page and page.count("<img") == 1
 
 
 def test_an_attacker_who_fails_or_is_stopped_proves_nothing() -> None:

@@ -187,7 +187,7 @@ def test_spectrograms_come_back_in_the_range_that_is_stated(clips: Path, tmp_pat
     assert torch.allclose(torch.tensor(noisy.scores["psnr"]).double(), by_hand, atol=1e-3)
     page = publish(audit, tmp_path).read_text()
     assert "its peak is 6 deviations" in page and "neither a range nor values" in page and "stored as bytes" not in page
-    assert "3 of 3 clips were rebuilt" in page and "how clips are normalised" in page
+    assert "3 of 3 clips were recovered" in page and "how clips are normalised" in page
     assert "Time runs from left to right" in page
     assert (
         "no clip recovered exactly"

@@ -44,4 +44,4 @@ def test_a_folder_that_cannot_be_written_is_shown_all_the_same(
     shown = capsys.readouterr()
     assert shown.out == before.removesuffix(f"{page}\n")
     why = f"{tmp_path / 'study.json'}: could not be written: read-only file system"
-    assert shown.err.strip() == f"situs: the page was not written anew; {why}"
+    assert shown.err.strip() == f"situs: the page was not updated: {why}"

@@ -35,7 +35,7 @@ from situs.methods.droppos import DropPos, DropPosConfig
 from situs.methods.measured import Puzzle
 from situs.methods.mp3 import MP3, MP3Config
 from situs.models import Model
-from situs.pages.reconstruct import mix_figure, own_places_panel, page, placed_panel, unordered_panel, verdict_panel
+from situs.pages.reconstruct import context_panel, mix_figure, page, placed_panel, unordered_panel, verdict_panel
 from situs.results import Provenance
 
 GRID = (2, 3)
@@ -223,7 +223,7 @@ def test_unordered_and_context_pictures_show_what_they_say() -> None:
     assert sorted(panel.outlined.nonzero()[0]) == sorted([at[4], at[0]])
     assert placed_panel(image, puzzle, 0).outlined.nonzero()[0].tolist() == [0]  # where both were put
     assert placed_panel(image, puzzle._replace(known=6), 0).outlined is None  # all of them are no news
-    context = own_places_panel(image, puzzle)
+    context = context_panel(image, puzzle)
     assert (~context.empty).nonzero()[0].tolist() == [0, 4]
     for place in (0, 4):
         assert torch.equal(patch(torch.from_numpy(context.image), place), patch(image, place))

@@ -214,20 +214,20 @@ def test_one_run_and_runs_of_different_methods(runs: list[Path], tmp_path: Path)
     assert "All 7 fields" in text
     other = write_run(tmp_path / "droppos", records(40), {**CONFIG, "method": {"name": "droppos"}})
     text = make_page(Runs(read_runs([runs[0], other]))).render()
-    assert "their losses measure different things" in text
+    assert "so their losses cannot be compared" in text
     assert "Position accuracy, each method on its own task: 0.4 in whole, 0.4 in droppos." in text
 
 
 def test_an_empty_run_beside_another_is_told(runs: list[Path], tmp_path: Path) -> None:
     empty = write_run(tmp_path / "new", None)
     text = make_page(Runs(read_runs([runs[0], empty]))).render()
-    assert "Nothing is logged yet by new." in text
+    assert "Nothing logged yet: new." in text
     assert "has logged nothing yet" in text
 
 
 def test_a_log_without_a_finite_number_has_a_page(tmp_path: Path) -> None:
     broken = write_run(tmp_path / "broken", [{"step": 1, "epoch": 0.1, "loss": None}])
-    assert "No number was logged that could be drawn." in make_page(Runs(read_runs([broken]))).render()
+    assert "There are no logged numbers to draw." in make_page(Runs(read_runs([broken]))).render()
     with pytest.raises(SitusError) as caught:
         analyze_runs([broken], over="hour")
     assert caught.value.field == "over"

@@ -13,8 +13,8 @@ from situs.pages.runs import page
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-OTHER = "These runs learn by different methods: their losses measure different things."
-BEST = "Best values where the last is not the best"
+OTHER = "These runs use different methods, so their losses cannot be compared."
+BEST = "Best values, if the last one is not the best"
 
 
 def run(name: str, method: str = "mp3", accuracy: tuple[float, ...] = (0.25, 0.5), **config: Any) -> Run:
@@ -43,7 +43,7 @@ def test_losses_of_different_methods_are_not_to_be_compared(methods: list[str], 
 
 def test_a_page_is_named_for_its_run_or_for_how_many_they_are() -> None:
     assert "<title>Report: alone</title>" in text_of(run("alone"))
-    assert "<title>Report: 2 runs side by side</title>" in text_of(run("one"), run("two"))
+    assert "<title>Report: 2 runs compared</title>" in text_of(run("one"), run("two"))
 
 
 def test_the_best_stands_there_only_where_it_is_not_the_last() -> None:
@@ -67,9 +67,9 @@ def test_configs_show_where_they_differ_and_fold_the_rest() -> None:
 def test_a_run_without_a_log_and_without_checkpoints_says_so() -> None:
     waiting = Run("new", {"method": {"name": "mp3"}}, [], {}, False, [])
     text = text_of(run("old"), waiting)
-    assert "Nothing is logged yet by new." in text
-    assert "The machine is told by checkpoints" in text
-    assert "Nothing is logged yet" not in text_of(run("old"))
+    assert "Nothing logged yet: new." in text
+    assert "The device is not known" in text
+    assert "Nothing logged yet" not in text_of(run("old"))
 
 
 def test_results_stand_side_by_side_with_their_single_numbers() -> None:

@@ -6,7 +6,7 @@ import runpy
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from situs.cli.study import alike, check_command
+from situs.cli.study import check_command, command_kind
 from situs.config import from_dict
 from situs.measure.finetune import FinetuneConfig
 from situs.studies.folder import StudyFolder
@@ -168,7 +168,7 @@ def test_every_command_at_every_scale_is_one_of_the_command_line() -> None:
             folder = StudyFolder(Path("no", name), study, name, scale, 1)
             assert folder.tasks, f"{name} at {scale}"
             for task in folder.tasks.values():
-                if (kind := alike(task.job)) not in seen:
+                if (kind := command_kind(task.job)) not in seen:
                     seen.add(kind)
                     check_command(task.job, words_of(folder, task, dict.fromkeys(study.data, "data")))
     assert len(seen) > 50

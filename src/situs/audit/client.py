@@ -37,20 +37,20 @@ class StepConfig(Checked):
     """What audits of images and of texts share: how many samples, how the audited step is made, and the gate."""
 
     count: Count | None = None
-    """The first images or sentences; default: 12, in whole batches."""
+    """Number of images or sentences, from the first one, in whole batches. Default: 12."""
 
     classes: Count | None = None
-    """Of a model without a classifier; default: 1000, of texts 2."""
+    """For a model without a classifier: number of classes. Default: 1000; for sentences, 2."""
 
     batch: Count = 1
     """Images or sentences in the audited step."""
 
     fail_above: str | None = None
-    """A gate: blind (no image closer than blind guesses come), or that and a limit of yours, as psnr=20; of texts a
-    share, as tokens=0.2. Exit status 0: passed; 3: a sample is above; 4: inconclusive (not a pass)."""
+    """Gate: blind (no image is closer than blind guesses), or a limit as well, such as psnr=20; for sentences a
+    share, such as tokens=0.2. Exit status 0: passed; 3: a sample is above; 4: inconclusive (not a pass)."""
 
     seed: int = 0
-    """Of random weights and heads, of masked words and of noise."""
+    """Random seed of weights and heads (if they are random), masked words and noise."""
 
 
 RETIRED = {"precision": "a defence: bf16, fp16 or int8", "local_steps": "a defence: fedavg=2, of two local steps"}

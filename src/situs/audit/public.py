@@ -60,31 +60,31 @@ class AuditConfig(StepConfig):
     """Which images, how the audited step is made, and what the attackers have."""
 
     split: str | None = None
-    """train, val or test, where images are split; else train."""
+    """train, val or test, if the data has splits. Default: train."""
 
     labels: Literal["known", "inferred"] = "inferred"
-    """matching: told, or read off gradients."""
+    """matching: labels are known to the attacker, or inferred from gradients."""
 
     distance: Literal["l2", "cosine"] = "l2"
-    """matching: how two gradients are compared."""
+    """matching: distance between two gradients."""
 
     iterations: Count = 1000
     """matching: steps of the optimiser."""
 
     restarts: Count = 1
-    """matching: starts; the best match is kept."""
+    """matching: number of starts; the best match is kept."""
 
     search_seconds: Positive = TokensConfig.seconds
-    """tokens: seconds of search for an upload, and at most twice that for all of a defence."""
+    """tokens: seconds of search per upload; at most twice that for each defence."""
 
     predictor: str | None = None
-    """adaptive-mjp, tokens: a run of MP3 that orders patches."""
+    """adaptive-mjp, tokens: a run of MP3 that predicts the order of patches."""
 
     lpips: Path | None = None
-    """LPIPS weights (AlexNet); without them there is no LPIPS."""
+    """Weight file of LPIPS (AlexNet). Default: LPIPS is not measured."""
 
     loss: str | None = None
-    """Your own, not cross entropy: file.py:name(logits, labels)."""
+    """Your own loss instead of cross entropy: file.py:name, a function of (logits, labels)."""
 
 
 def audit_gradients(
@@ -99,12 +99,10 @@ def audit_gradients(
     facts: Mapping[str, Any] = NOTHING,
     **options: Any,
 ) -> Audit:
-    """What a model's training gradients give away of images: every attack against every defence.
+    """Measures what training gradients give away about images: every attack against every defence.
 
-        asked = {"img_size": 64, "fail_above": "psnr=20"}
-        audit = audit_gradients(my_module, "photos/", defences=["none", "noise=1e-3"], **asked)
-        situs.pages.publish(audit, "audit")
-        assert audit.ruling.passed
+    >>> audit = situs.audit_gradients("runs/ft", "samples", count=1, attacks=["patchembed"], defences=["none"])
+    >>> page = situs.publish(audit, "audit")
 
     model: what `situs.models.open_model` takes: a name, a run, an export, a locked folder, your own module, an open
     `Model`. data: a folder of images, or any layout that training reads, or images in memory; by default a run's own.

@@ -734,7 +734,7 @@ def guard(
     seconds: float = 120.0,
     **model: Any,
 ) -> Guard:
-    """Tries what a loop of your own is about to send, every so many steps of its optimiser, from the first on.
+    """Attacks the gradients of your own training loop every so many steps; raises or logs if they leak.
 
     module: what turns normalised images into logits. optimizer: whose steps are watched; None where `Guard.look` is
     called by hand. img_size: of a module that Situs does not know. limit: by the image that comes back best, beside
@@ -742,6 +742,10 @@ def guard(
     a function that is given each `Look`. defence: what you do to the gradients ("noise=1e-3"); the noise that is really
     there is measured, and the attackers know it. seconds: for all of a look together; where something is stopped, what
     is not above is inconclusive. model: more for `open_model` (normalisation, in_chans).
+
+    >>> model = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> watch = situs.guard(model, optimizer, limit="psnr=20", every=100)
     """
     asked = {**model, **({} if img_size is None else {"img_size": img_size})}
     options = {"limit": limit, "every": every, "act": act, "attacks": attacks, "defence": defence, "seconds": seconds}

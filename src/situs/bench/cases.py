@@ -118,7 +118,7 @@ class StepConfig(StepShape, Timing):
     """Backbones: timm names, or folders with a config.json."""
 
     batches: tuple[Count, ...] = (256,)
-    """Images a step."""
+    """Images per step, comma-separated."""
 
 
 def make_cases(words: Iterable[str], config: StepConfig) -> list[StepCase]:

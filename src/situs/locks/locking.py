@@ -117,7 +117,7 @@ def lock(
     withheld: str | Path | None = None,
     **opening: Any,
 ) -> Written:
-    """Locks a model with a key into the new folder `out`; its files come back bit for bit (`unlock`).
+    """Locks a model with a key into the new folder `out`; `unlock` restores its files bit for bit.
 
     source: a model's folder (an export, timm's or transformers', one file or shards), a run, a timm name with
     `weights`, a model that is open, a module of transformers. cover: also move MLP units, heads and their channels,
@@ -254,7 +254,7 @@ def unlock(
     retrained: bool = False,
     withheld: str | Path | None = None,
 ) -> Written:
-    """Opens a locked folder into the new folder `out`: the files that were locked, bit for bit.
+    """Opens a locked folder with its key into the new folder `out`: the original files, bit for bit.
 
     The manifest is checked first, each tensor as it is read, the whole at the end; `out` appears when all was right.
     retrained: take tensors that training has changed since; those that the key moves must have their old layout.

@@ -155,7 +155,7 @@ def evaluate_accuracy(
     seed: int = 0,
     **chosen: Unpack[Chosen],
 ) -> ClassAccuracy | LabelAccuracy:
-    """Measures top-1 and balanced accuracy of a classifier on a split, and which classes it knows.
+    """Measures the accuracy of a classifier on a split: top-1, balanced, and of each class.
 
     Beside them stand the loss, the share of the largest class, and top-5 where there are more than ten classes.
 
@@ -164,6 +164,8 @@ def evaluate_accuracy(
     model: whatever `open_model` takes. data: a path or a source; None for the samples that a run was trained on.
     precision: fp32, or bf16 for autocast. seed: of random weights. chosen: see `load_any`. Under torchrun the ranks
     share the samples.
+
+    >>> print(situs.evaluate_accuracy("runs/ft", count=20))
     """
     model = opened(model, seed)
     check_classifier(model, multi_label=True)

@@ -138,11 +138,13 @@ def extract_features(
     precision: str = "fp32",
     text: Columns | Mapping[str, str] | None = None,
 ) -> FeatureSet:
-    """The features of every sample of a split, with the samples' names and what made them.
+    """Extracts the features of every sample of a split, with the samples' names and labels.
 
     model: whatever `open_model` takes. data: a path or a source; None for the samples that a run was trained on.
     split: train, val, test or all. tokens: one vector a sample, pooled by `pool`, or one a patch, row by row of the
     grid that `facts` tells. text: the columns of sentences. The others: see `load_any`.
+
+    >>> features = situs.extract_features("runs/mp3", count=20).features
     """
     model = opened(model)
     words = model.samples.modality.ids

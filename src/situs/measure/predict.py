@@ -84,13 +84,13 @@ def predict(
     precision: str = "fp32",
     text: Columns | Mapping[str, str] | None = None,
 ) -> Predictions:
-    """Names the class of every image, clip or sentence, with its probability; labels are not looked at.
+    """Predicts the class of every image, clip or sentence, with its probability; labels are not used.
 
     model: a classifier, whatever `open_model` takes. data: a path or a source; None for the samples that a run was
     trained on. out: a csv file to write as well. split: train, val or test; by default all. text: the columns of
     sentences. The others: see `load_any`.
 
-    >>> named = situs.predict("runs/ft", "photos/", out="predictions.csv")
+    >>> predictions = situs.predict("runs/ft", count=20, out="predictions.csv")
     """
     if out is not None:
         check_csv(out)

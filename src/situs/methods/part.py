@@ -39,13 +39,13 @@ class PARTConfig(Checked):
     """PART's own settings."""
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.0
-    """Share of patches that serve only as queries of the encoder, as in MP3."""
+    """Share of patches that are queries only, not context, as in MP3."""
 
     pairs: Natural = 0
-    """Pairs of patches asked for in each sample. 0: as many as there are patches."""
+    """Pairs of patches per sample whose offset is predicted; 0: as many as there are patches."""
 
     scale: Annotated[float, Within("[1, inf)")] = 1.0
-    """Sides of a patch are drawn between 1/scale and scale times the model's patch. 1: all have the model's size."""
+    """Sides of a patch are drawn between 1/scale and scale times the model's patch size; 1: always the model's."""
 
 
 class PART(Method):

@@ -56,16 +56,16 @@ class How(Checked):
     """How the jobs of a study are run, which changes none of its numbers."""
 
     at_once: Count = 1
-    """Jobs side by side, each on its own GPU where there are several."""
+    """Number of jobs at the same time, each on its own GPU if there are several."""
 
     only: tuple[str, ...] = ()
-    """Names or patterns of jobs, which are run with those they need; none: all."""
+    """Names or patterns of jobs to run, with the jobs they need. Default: all."""
 
     minutes: Positive | None = None
-    """After which what still runs saves itself and stops."""
+    """Time limit; running jobs then save themselves and stop."""
 
     device: Literal["cpu"] | None = None
-    """cpu: off the GPUs."""
+    """cpu: do not use GPUs."""
 
 
 def run_study(

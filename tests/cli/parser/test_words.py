@@ -16,19 +16,28 @@ GRADIENTS = "audit gradients x --data y"
     [
         (f"{GRADIENTS} --labels guessed", "--labels guessed: must be known or inferred"),
         (f"{GRADIENTS} --labels", "--labels: needs a value"),
-        (f"{GRADIENTS} --img-size 3 4", "4: more than situs audit gradients takes; a list is one word"),
-        (f"{GRADIENTS} z", "z: more than situs audit gradients takes"),
+        (f"{GRADIENTS} --img-size 3 4", "4: too many arguments for situs audit gradients; write a list with commas"),
+        (f"{GRADIENTS} z", "z: too many arguments for situs audit gradients"),
         ("evaluate knn", "MODEL: must be given"),
-        ("pretrain photos --out x", "photos: situs pretrain takes no word without its flag; perhaps --data photos ("),
-        ("finetune runs/a --out x", "runs/a: situs finetune takes no word without its flag; perhaps --from runs/a ("),
+        (
+            "pretrain photos --out x",
+            "photos: situs pretrain takes no argument without a flag; did you mean --data ",
+        ),
+        (
+            "finetune runs/a --out x",
+            "runs/a: situs finetune takes no argument without a flag; did you mean --from ",
+        ),
         ("keygen my.key", "--out: must be given"),
         (
             "pretrain --model vit_tiny_patch16_224",
-            "--model: situs pretrain has no such flag; perhaps --backbone (",
+            "--model: situs pretrain has no such flag; did you mean --backbone? (",
         ),
-        ("pretrain --lr 0.1", "--lr: situs pretrain has no such flag; perhaps --optim.lr ("),
-        ("pretrain --batch-size 4", "--batch-size: situs pretrain has no such flag; perhaps --batch ("),
-        ("pretrain --mask-ratio .5", "--mask-ratio: situs pretrain has no such flag; perhaps --method.mask-ratio ("),
+        ("pretrain --lr 0.1", "--lr: situs pretrain has no such flag; did you mean --optim.lr? ("),
+        ("pretrain --batch-size 4", "--batch-size: situs pretrain has no such flag; did you mean --batch? ("),
+        (
+            "pretrain --mask-ratio .5",
+            "--mask-ratio: situs pretrain has no such flag; did you mean --method.mask-rat",
+        ),
         ("evaluate runs/x", "situs evaluate needs a verb before runs/x: accuracy, knn,"),
         (f"{GRADIENTS} --fail-above 20", "fail_above='20': must be METRIC=NUMBER, as "),
         (
@@ -39,11 +48,14 @@ GRADIENTS = "audit gradients x --data y"
             "pretrain --preset samples-mp3 --data.held-out .1 --out x",
             "held_out=0.1: samples has its own evaluation split",
         ),
-        ("info x --model-args depth=2", "--model-args depth=2: must be given one by one, as --model-args.depth 2 ("),
-        ("info x --model-args 2", "--model-args 2: must be given one by one, as --model-args.NAME VALUE ("),
-        ("pretrain --epoch 3", "--epoch: situs pretrain has no such flag; perhaps --epochs ("),
-        ("pretrain --optim.lx=3", "--optim.lx: situs pretrain has no such flag; perhaps --optim.lr ("),
-        ("pretrain --train.precision fp33", "--train.precision fp33: must be auto, bf16, fp16 or fp32; perhaps fp32 ("),
+        ("info x --model-args depth=2", "--model-args depth=2: give its values one by one, as --model-args.depth 2 ("),
+        ("info x --model-args 2", "--model-args 2: give its values one by one, as --model-args.NAME VALUE ("),
+        ("pretrain --epoch 3", "--epoch: situs pretrain has no such flag; did you mean --epochs? ("),
+        ("pretrain --optim.lx=3", "--optim.lx: situs pretrain has no such flag; did you mean --optim.lr? ("),
+        (
+            "pretrain --train.precision fp33",
+            "--train.precision fp33: must be auto, bf16, fp16 or fp32; did you mean fp",
+        ),
     ],
 )
 def test_one_sentence(

@@ -53,19 +53,20 @@ class MatchingConfig(Checked):
     """How the optimisation attacks search."""
 
     distance: Literal["l2", "cosine"] = "l2"
-    """Of a guessed gradient from the one sent: relative squared error, or cosine distance; weighted mean over names."""
+    """Distance of a guessed gradient from the one that was sent: relative squared error or cosine, as a weighted
+    mean over parameters."""
 
     iterations: Count = 1000
     """Steps of the optimiser. The step size falls to a tenth after 3/8, 5/8 and 7/8 of them, or of the time limit."""
 
     restarts: Count = 1
-    """Starts from other noise; the one with the least loss is kept, and nobody looks at the truth for that."""
+    """Starts from different noise; the one with the least loss is kept, without looking at the truth."""
 
     lr: Positive = 0.1
     """Step size, in standard deviations of the pixels."""
 
     signed: bool = True
-    """Whether Adam sees the sign of the pixels' gradient alone."""
+    """Whether Adam sees only the sign of the pixels' gradient."""
 
     smooth: NotNegative = 1e-4
     """Weight of the total variation: images are smooth."""
@@ -74,10 +75,10 @@ class MatchingConfig(Checked):
     """Weight of the squared steps across the borders of patches."""
 
     table: NotNegative = 1.0
-    """april-optimisation alone: weight of the cosine distance of the position table's gradient."""
+    """april-optimisation only: weight of the cosine distance of the position table's gradient."""
 
     parallel: Count = 8
-    """Searches (uploads × restarts) run at once."""
+    """Searches (uploads × restarts) that run at the same time."""
 
 
 class BestGuesses(NamedTuple):

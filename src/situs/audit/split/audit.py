@@ -75,7 +75,7 @@ def audit_split(
     deadline: Deadline | None = None,
     **chosen: Unpack[Watched],
 ) -> SplitAudit:
-    """What a server that runs a model's blocks learns of the samples, for each defence without and with permutations.
+    """Measures what the server of split learning can learn about samples, for each defence.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. base:
     the model before fine-tuning, whose embedding is public. public: images of the set that the attacker has, chosen at
@@ -83,6 +83,8 @@ def audit_split(
     private. deadline: says which setting is attacked, and is asked between attackers; when its time is over, or on
     Ctrl-C, what is there is the result and says so, and nothing is there to go on with. chosen: see `load_set`; count
     is the samples attacked.
+
+    >>> print(situs.audit_split("runs/ft", defences=["none"], attacks=["linkage"], count=8, public=8))
     """
     veils = veils_of(defences, permute)
     for name in attacks:

@@ -151,10 +151,10 @@ class CostConfig(Checked):
     """Of which trainings the cost of a setting is said."""
 
     private_images: Count = 50_000
-    """Images of the training that ε is said of."""
+    """Number of training images for which ε is computed."""
 
     private_epochs: Count = 10
-    """Its epochs."""
+    """Number of epochs for which ε is computed."""
 
 
 @dataclass(frozen=True)

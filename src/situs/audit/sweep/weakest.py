@@ -238,12 +238,14 @@ def find_defences(
     facts: Mapping[str, Any] = NOTHING,
     **options: Any,
 ) -> Remedies:
-    """The weakest setting of each defence under which every attack stays at or below a limit, and what it costs.
+    """Finds the weakest setting of each defence that keeps every attack below a limit, and its cost.
 
     Defences: noise, clipping with noise (DP-SGD's form), batch size, names withheld, precision. limit: as psnr=20, for
     the image that comes back best. options: as of `audit_gradients`; `count` images are searched on, and as many others
     decide whether what was found holds; and fields of `CostConfig`. Where the deadline ends it, what is there is
     returned and says so.
+
+    >>> search = situs.find_defences("runs/ft", "samples", "psnr=20", count=1, attacks=["patchembed"])
     """
     costs = CostConfig(**{each.name: options.pop(each.name) for each in fields(CostConfig) if each.name in options})
     config, asked = split_options(AuditConfig, options)

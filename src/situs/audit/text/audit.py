@@ -87,11 +87,10 @@ def audit_texts(
     facts: Mapping[str, Any] = NOTHING,
     **options: Any,
 ) -> TextAudit:
-    """What a model's training gradients give away of sentences, with or without the words' own.
+    """Measures what training gradients give away about sentences, with and without the embedding's.
 
-        audit = audit_texts("minilm/", "sentences.txt", batch=4, count=8)
-        situs.pages.publish(audit, "audit")
-        assert not audit.judge(tokens=0.2).passed
+    >>> audit = situs.audit_texts("bert", "texts.txt", count=1)
+    >>> page = situs.publish(audit, "audit")
 
     model: a folder of transformers with its tokeniser (BERT, GPT-2, Llama and its like). texts: a file with one
     sentence a line. defences: none, noise=σ, clip=C, clip-batch=C, fp16, bf16, int8. options: fields of `StepConfig`,

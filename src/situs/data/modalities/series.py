@@ -48,25 +48,24 @@ class SeriesConfig(Checked):
     """How recordings are read and cut in windows."""
 
     steps: Count | None = None
-    """Steps of a window, which the model sees; by default those of the shortest recording that was looked at. A shorter
-    one is filled up with zeros behind it."""
+    """Length of a window. Default: the shortest recording seen. Shorter recordings are padded with zeros at the end."""
 
     stride: Count | None = None
-    """Every window of a recording is a sample, and they begin so many steps apart; by default a recording is one: a
-    random window of it in training, the middle one in evaluation."""
+    """Make every window of a recording a sample, this many steps apart. Default: one window per recording: a random
+    one in training, the middle one in evaluation."""
 
     columns: tuple[str, ...] = ()
-    """Columns of parquet files, a channel each; by default series, signal, values, sequence, waveform, ecg, eeg or emg,
-    whichever there is."""
+    """Columns of parquet files, one per channel. Default: series, signal, values, sequence, waveform, ecg, eeg or
+    emg."""
 
     label: str | None = None
-    """Column of the labels; by default label, labels, fine_label, cls or class, where there is one."""
+    """Column of the labels. Default: label, labels, fine_label, cls or class."""
 
     time_first: bool = False
-    """An array of two sides is [T, C], and not [C, T]."""
+    """Two-dimensional arrays are [T, C], not [C, T]."""
 
     scale: Literal["set", "each"] = "set"
-    """Channels normalised by the mean and deviation of the training split, or each window by its own."""
+    """Normalise channels by mean and deviation of the training split, or of each window."""
 
 
 class Recordings(EncodedSource):

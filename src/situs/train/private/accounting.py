@@ -38,13 +38,13 @@ class DpConfig(Checked):
     """DP-SGD (the extra `dp`); on where epsilon or noise is set."""
 
     epsilon: Positive | None = None
-    """ε that the whole run may spend; the noise follows."""
+    """ε of the whole run; the noise follows from it."""
 
     noise: Positive | None = None
-    """Instead: deviation of the noise on the sum of gradients, in units of `clip`; ε follows."""
+    """Instead of epsilon: standard deviation of the noise on the sum of gradients, in units of `clip`."""
 
     clip: Positive = 1.0
-    """Largest norm of a sample's gradient, over all that is trained."""
+    """Largest norm of a sample's gradient, over all trained weights."""
 
     delta: Annotated[float, Within("(0, 1)")] = 1e-5
     """δ at which ε holds; well below 1 / samples."""
