@@ -214,8 +214,8 @@ def attacks_page() -> str:
 
 # --- models.json ---------------------------------------------------------------------------------------------
 
-NARROW = ({"depth": 2, "embed_dim": 192, "num_heads": 3}, {"depth": 2}, {})
-"""Arguments that make a model of timm small, the first that it takes; none of them changes what applies to it."""
+SHALLOW = ({"depth": 2}, {})
+"""Arguments that leave few blocks of a timm model, the first that it takes; the depth does not change what applies."""
 
 MODEL_TYPES = {
     "hidden_size": 32,
@@ -238,50 +238,44 @@ MODEL_TYPES = {
 
 
 def models() -> dict[str, Any]:
-    """`models.json`: every model of timm and transformers that opens, and what applies to it.
+    """`models.json`: every family of models that the contract tests open, and what applies to it.
 
-    Models to which the same applies are one entry of `kinds`. `refused`: names that do not open, and why.
+    Models to which the same applies are one entry of `kinds`.
     """
     import timm
     import transformers
 
-    from situs.backbones.hf.create import FAMILIES
-    from situs.backbones.timm.create import READ
-
     kinds: dict[str, dict[str, Any]] = {}
-    refused: dict[str, str] = {}
-    cache: dict[Any, dict[str, Any]] = {}
-    sources = [("timm", name) for module in sorted(READ) for name in timm.list_models(module=module)]
-    for library, name in [*sources, *(("transformers", name) for name in sorted(FAMILIES))]:
-        try:
-            entry = {"library": library, **model_entry(library, name, cache)}
-        except SitusError as error:
-            refused[name] = str(error).replace(name, "it")
-            continue
-        kind = kinds.setdefault(json.dumps(entry, sort_keys=True), {**entry, "names": []})
-        kind["names"].append(name)
-    ordered = sorted(kinds.values(), key=lambda kind: (kind["library"], kind["class"], -len(kind["names"])))
-    return {"timm": timm.__version__, "transformers": transformers.__version__, "kinds": ordered, "refused": refused}
+    for library, name in contract_models():
+        entry = {"library": library, **model_entry(library, name)}
+        kinds.setdefault(json.dumps(entry, sort_keys=True), {**entry, "names": []})["names"].append(name)
+    ordered = sorted(kinds.values(), key=lambda kind: (kind["library"], kind["class"], kind["names"][0]))
+    return {"timm": timm.__version__, "transformers": transformers.__version__, "kinds": ordered}
 
 
-def model_entry(library: str, name: str, cache: dict[Any, dict[str, Any]] | None = None) -> dict[str, Any]:
-    """What applies to one model: class, positions, methods, locks and attacks, and why the others do not.
+def contract_models() -> list[tuple[str, str]]:
+    """(library, name): the timm names of the contract tests, and the bare class of every transformers family."""
+    from situs.backbones.hf.create import BARE
 
-    cache: entries by the make of a model, since names that differ in size alone need no second look.
-    """
+    tests = Path(__file__).parents[1] / "tests" / "contracts" / "test_backbones.py"
+    names = re.findall(r'^    "(\w+)": dict\(', tests.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return [*(("timm", name) for name in names), *(("transformers", kind) for kind, _ in BARE.values())]
+
+
+def model_entry(library: str, name: str) -> dict[str, Any]:
+    """What applies to one model: class, positions, methods, locks and attacks, and why the others do not."""
+    import torch
+
     from situs.models.describe import describe
 
-    backbone = _small(library, name)
-    parameters = {re.sub(r"\d+", "0", parameter) for parameter, _ in backbone.model.named_parameters()}
-    sized = (name, backbone.grid) if "swin" in name else ()  # windows must fit its grid
-    make = (type(backbone.model), tuple(sorted(parameters)), *sized)
-    if cache is not None and make in cache:
-        return cache[make]
+    with torch.device("meta"):
+        backbone = _small(library, name)
     info = describe(backbone)
     reasons = {verdict.name: verdict.reason for verdict in (*info.methods, *info.locks) if not verdict.holds}
-    attacks = _image_attacks(backbone) if "images" not in backbone.refusals else _text_attacks(backbone)
+    images = "images" not in backbone.refusals
+    attacks = _image_attacks(_small(library, name)) if images else _text_attacks(backbone)
     reasons |= {attack: reason for attack, reason in attacks.items() if reason}
-    entry = {
+    return {
         "class": type(backbone.model).__name__,
         "positions": info.facts["position"],
         "methods": [verdict.name for verdict in info.methods if verdict.holds],
@@ -289,22 +283,21 @@ def model_entry(library: str, name: str, cache: dict[Any, dict[str, Any]] | None
         "attacks": [attack for attack, reason in attacks.items() if not reason],
         "reasons": {key: reason.replace(backbone.name, "it") for key, reason in sorted(reasons.items())},
     }
-    if cache is not None:
-        cache[make] = entry
-    return entry
 
 
 def _small(library: str, name: str) -> Backbone:
-    """A model of this name or class with few and narrow blocks."""
+    """A model of this name or class with few blocks; one of transformers is narrow too."""
     if library == "transformers":
         import transformers
 
         kind = getattr(transformers, name)
         known = inspect.signature(kind.config_class.__init__).parameters
         config = kind.config_class(**{key: value for key, value in MODEL_TYPES.items() if key in known})
+        if name == "ASTModel":  # its patches must not overlap
+            config.frequency_stride = config.time_stride = config.patch_size
         config.architectures = [name]
         return create_backbone(config)
-    for arguments in NARROW:
+    for arguments in SHALLOW:
         try:
             return create_backbone(name, model_args=arguments)
         except SitusError as error:
@@ -316,7 +309,7 @@ def _image_attacks(backbone: Backbone) -> dict[str, str]:
     """Attack on gradients of images -> why it does not apply, "" if it does; without a defence but for the prior's."""
     known = {"patchembed-prior": Knowledge(defence=create_defence("noise=1e-3"))}
     size = backbone.input.shape or (224, 224)
-    names = [name for name, _ in backbone.model.named_parameters()]
+    names = [name for name, _ in backbone.named_parameters()]
     answers = {}
     for attack in ATTACKS:
         ready = create_attack(attack).prepare(backbone, names, replace(known.get(attack, Knowledge()), size=size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import copy
 import gc
 import io
@@ -26,6 +27,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest  # noqa: E402
+from _pytest.assertion import rewrite  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 try:
@@ -58,6 +60,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("shared_data"):
             item.add_marker(skip)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """In a new checkout each worker would compile every file, in the same order: each compiles a part for all."""
+    if (worker := getattr(session.config, "workerinput", None)) is None:
+        return
+    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    for path in sorted((ROOT / "src").rglob("*.py"))[number::count]:
+        compileall.compile_file(path, quiet=2)
+    state = session.config.stash[rewrite.assertstate_key]
+    for path in sorted((ROOT / "tests").rglob("test_*.py"))[number::count]:
+        cached = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+        if not cached.exists() and rewrite.try_makedirs(cached.parent):
+            source, code = rewrite._rewrite_test(path, session.config)
+            rewrite._write_pyc(state, code, source, cached)
 
 
 def pytest_configure() -> None:

@@ -103,7 +103,7 @@ def test_the_command_line_goes_from_a_folder_to_predictions(
     _, err = told("evaluate", "accuracy", "exported", "--data", str(photos), "--out", "look/export")
     again = json.loads(next(Path("look/export").glob("*accuracy.json")).read_text())
     assert (again["count"], again["top1"]) == (accuracy["count"], accuracy["top1"])
-    assert f"so that {len(val)} of its 37 images were taken, the share that exported holds out of such data" in err
+    assert f"so {len(val)} of its 37 images were taken, the share that exported holds out of such data" in err
     told("predict", "exported", "--data", str(photos), "--out", "all.csv")
     told("predict", "ft", "--split", "val", "--out", "val.csv")
     for name, wanted in (("all.csv", train | val), ("val.csv", val)):

@@ -198,8 +198,13 @@ def convert(kind: Any, value: Any, path: str) -> Any:
     raise _wrong(path, value, expected(kind))
 
 
-@cache
 def _origin_and_args(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return _analysed(kind, getattr(kind, "__args__", None))
+
+
+@cache
+def _analysed(kind: Any, _: Any) -> tuple[Any, tuple[Any, ...]]:
+    """With its arguments as a second key: unions of the same types are equal in any order."""
     return get_origin(kind), get_args(kind)
 
 

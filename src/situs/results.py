@@ -217,6 +217,15 @@ def percent(share: SupportsFloat, digits: int | None = 1) -> str:
     return f"{value:g} %" if digits is None else f"{value:.{digits}f} %"
 
 
+def points(share: float | None, digits: int = 2) -> str | None:
+    """A share as a number of percent, for a column whose header has the unit; None for None and NaN.
+
+    >>> points(0.65625), points(0.9, 0), points(None)
+    ('65.62', '90', None)
+    """
+    return None if share is None or math.isnan(share) else f"{100 * share:.{digits}f}"
+
+
 def show(value: Cell) -> str:
     """A value as text: four significant digits for a float, yes or no, a dash for None."""
     if value is None:

@@ -93,7 +93,7 @@ def test_own_modules_of_every_kind(which: str, told: str | None, own: str) -> No
     [
         (":Wide", "called with no arguments, it raised TypeError.*'width'"),
         (":broken", "it raised KeyError"),
-        (":number", "is int, and must be a module"),
+        (":number", "is int; it must be a module"),
         ("_torn:Net", "ValueError: not today"),
     ],
 )
@@ -105,7 +105,7 @@ def test_what_cannot_be_had_is_one_sentence(which: str, said: str, own: str) -> 
 def test_a_multi_label_model_is_no_victim_of_attackers_who_know_one_class() -> None:
     model = open_model(small_vit(num_classes=3).eval())
     assert model.input is not None and open_victim(model).model is model
-    with pytest.raises(SitusError, match="is multi-label, and the attackers and their clients learn one class"):
+    with pytest.raises(SitusError, match="is multi-label, and attacks support only one class"):
         open_victim(replace(model, input=replace(model.input, multi_label=True)))
 
 

@@ -280,7 +280,7 @@ def test_a_module_that_is_built_takes_no_arguments() -> None:
     assert create_backbone(module).model is module
     for fields in (dict(positions="none"), dict(num_classes=3), dict(img_size=32), dict(drop_path=0.1)):
         name, value = next(iter(fields.items()))
-        said = f"{name}={(32, 32) if name == 'img_size' else value}: shapes a new model"
+        said = f"{name}={(32, 32) if name == 'img_size' else value}: is for a new model"
         with pytest.raises(SitusError, match=f"^{re.escape(said)}"):
             create_backbone(module, **fields)
 

@@ -73,6 +73,8 @@ def test_what_another_verb_or_model_left_is_not_lost_without_a_word(
     replaced = f"situs: {out / 'gradients'}.html and .json exist and will be replaced"
     assert replaced not in capsys.readouterr().err and all((out / name).read_text() == name for name in others)
     assert main([*words, *more]) == 0 and replaced in capsys.readouterr().err
+    for wrong in (["--defences", "fog"], ["--attacks", "magic"], ["--fail-above", "psnr"]):  # refused before it is said
+        assert main([*words, *wrong]) == 2 and replaced not in capsys.readouterr().err
     (out / "study.toml").touch()
     assert main([*words, "--settings", "a"]) == 2
     assert "is a study's folder with its own settings.json (--out)" in capsys.readouterr().err
@@ -394,7 +396,7 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
     words = ["audit", "gradients", f"{own}:plain", "--data", str(five), "--count", "3", "--img-size", "16"]
     assert main([*words, "--fail-above", "psnr=5", "--attacks", "patchembed", "--no-pictures"]) == 3
     shown = capsys.readouterr()
-    said = "no closed form applies, so matching is run by itself on 2 of 3 images (100 iterations, at most 120 s)"
+    said = "no closed form applies, so matching is run as a fallback on 2 of 3 images (100 iterations, at most 120 s)"
     assert said in shown.err and said in shown.out
     pairs = json.loads(Path("results/gradients.json").read_text())["pairs"]
     assert [(pair["attack"], pair["status"]) for pair in pairs] == [("patchembed", "refused"), ("matching", "done")]
@@ -659,7 +661,7 @@ def test_the_gate_in_a_shell_script(own: str, five: Path) -> None:
         "ctrl-c": ["error"],
     }
     assert f"is passed, {SCOPE}. clip" in Path("passed.txt").read_text()
-    assert "run by itself" in Path("nothing.txt").read_text()
+    assert "run as a fallback" in Path("nothing.txt").read_text()
     assert Path("wrong.txt").read_text().count("\n") == 1
 
 
@@ -679,9 +681,9 @@ def test_table_verdict_and_files(photographs: Path, tmp_path: Path, capsys: pyte
     assert "1 of 16 patches hidden (γ = 0.1)" in shown
     told = json.loads((tmp_path / "settings.json").read_text())
     rows = {(r["model"], r["setting"], r["attacker"]): r for r in told["rows"]}
-    assert len(rows) == 2 * 2 * 2  # one who knows MJP is always among the attackers
-    known = rows["test_vit with MJP's step", "c", "adaptive-mjp, knows MJP"]
-    static = rows["test_vit with MJP's step", "c", "patchembed, static"]
+    assert len(rows) == 2 * 2 * 2  # an informed attacker is always among them
+    known = rows["test_vit with MJP's step", "c", "adaptive-mjp, informed"]
+    static = rows["test_vit with MJP's step", "c", "patchembed, uninformed"]
     assert known["exact"] == 2 and static["exact"] == 0
     page = (tmp_path / "settings.html").read_text()
     assert "What the paper reports" in page

@@ -25,7 +25,7 @@ def test_a_table_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("supervised", 2), ("mp3:mask_ratio=0.5", 3),
     ]  # fmt: skip
     assert all(row["flops"] > 0 and row["ceiling_share"] > 0 for row in found["rows"])
-    assert "What a training step costs" in (tmp_path / "step.html").read_text()
+    assert "The cost of a training step" in (tmp_path / "step.html").read_text()
 
 
 def test_a_case_that_fails_is_told_by_the_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

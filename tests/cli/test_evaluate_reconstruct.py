@@ -18,7 +18,7 @@ def test_mp3_run(outline: Any, trained, tmp_path: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("mp3: puzzles of ")
     assert printed[-1] == str(tmp_path / "reconstruct.html")
-    assert printed[-2].startswith("Of 15 images, ")
+    assert printed[-2].startswith("In 15 images, ")
     numbers = json.loads((tmp_path / "reconstruct.json").read_text())
     assert [(each["ratio"], each["images"]) for each in numbers["settings"]] == [(0.0, 15), (0.5, 15)]
     assert all(f"{100 * each['right']:.1f} %" in "\n".join(printed) for each in numbers["settings"])

@@ -163,7 +163,7 @@ def test_a_number_that_is_not_found_is_said_and_is_the_status(
         study.write_text(text.replace('figure = "top1"', f'figure = "{figure}"'))  # the jobs are run once
         assert main(["study", "run", str(study), "--data", "samples", "--out", str(tmp_path / "out")]) == 1
         printed = capsys.readouterr().out
-        assert said in printed and "2 numbers of jobs that are done were not found: after MP3, top-1; from" in printed
+        assert said in printed and "2 numbers of finished jobs were not found: after MP3, top-1; from" in printed
 
 
 def test_a_list_is_no_number_and_a_number_no_list(study: Path, tmp_path: Path) -> None:
@@ -172,5 +172,5 @@ def test_a_list_is_no_number_and_a_number_no_list(study: Path, tmp_path: Path) -
     assert main(["study", "run", str(study), "--data", "samples", "--out", str(tmp_path / "out")]) == 1
     written = json.loads((tmp_path / "out" / "study.json").read_text())
     cell, point = written["tables"][0]["after MP3"]["top-1"], written["curves"][0]["after MP3"][0]
-    assert cell["ours"] is None and "log.loss[*].value is a list of 2, no number" in cell["why"]
-    assert point["ours"] is None and "no list of numbers" in point["why"]
+    assert cell["ours"] is None and "log.loss[*].value is a list of 2, not a number" in cell["why"]
+    assert point["ours"] is None and "not a list of numbers" in point["why"]

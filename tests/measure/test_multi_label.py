@@ -90,7 +90,7 @@ def test_every_number_is_scikit_learn_s() -> None:
     assert found.majority == pytest.approx(np.mean([max(share, 1 - share) for share in truth.mean(0)]))
     assert (found.by_class[3].average_precision, found.by_class[3].f1) == (None, None)
     told = LabelAccuracy(found, ("a", "b", "c", "none")).summary()
-    assert told.notes == ("1 class has no images here, and so no average precision and no F1: none.",)
+    assert told.notes == ("1 class has no images here, hence no average precision and no F1: none.",)
 
 
 def test_unknown_labels_are_left_out_of_every_number() -> None:
@@ -135,12 +135,12 @@ def test_batches_and_ranks_of_any_size_come_to_the_same(monkeypatch: pytest.Monk
 
 def test_one_class_and_several_are_not_taken_for_each_other() -> None:
     logits, labels = some()
-    with pytest.raises(SitusError, match="needs labels, one class a sample, and the data gives any number of classes"):
+    with pytest.raises(SitusError, match="needs labels, one class per sample, and the data has any number of classes"):
         measure_accuracy(lambda images: images, batches(logits, labels, 60))
     one = Batch(logits, torch.arange(60), {"label": torch.zeros(60).long()})
-    with pytest.raises(SitusError, match="needs labels, any number of classes a sample, and the data gives one class"):
+    with pytest.raises(SitusError, match="needs labels, any number of classes per sample, and the data has one class"):
         measure_labels(lambda images: images, [one])
-    with pytest.raises(SitusError, match="the data has none"):
+    with pytest.raises(SitusError, match="the data has no labels"):
         labels_of(one._replace(targets={}))
 
 
@@ -224,7 +224,7 @@ def test_outputs_that_are_no_numbers_have_no_accuracy(run: Path) -> None:
     model = open_model(run)
     with torch.no_grad():
         next(model.backbone.parameters()).fill_(torch.nan)
-    with pytest.raises(SitusError, match=r"run: some of its outputs are not numbers"):
+    with pytest.raises(SitusError, match=r"run: some of its outputs are NaN"):
         evaluate_accuracy(model)
 
 

@@ -93,7 +93,7 @@ def test_how_far_runs_came(runs: list[Path]) -> None:
     assert (going.step, going.total, going.finished) == (20, 30, False)
     assert going.status == "not finished: step 20 of 30 (it may be running, or was stopped)"
     (runs[1] / "nan").mkdir()
-    assert read_runs(runs)[1].status == "ended after step 20 by a step that was not finite"
+    assert read_runs(runs)[1].status == "ended after step 20: the loss was not finite"
     for folder, step in zip(runs, (25, 24), strict=True):  # the first went on behind that step, and to its end
         (folder / "nan").mkdir(exist_ok=True)
         (folder / "nan" / "state.json").write_text(with_checksum({"format": FORMAT, "step": step}, "state.json"))
@@ -113,8 +113,8 @@ def test_curves_and_ends(runs: list[Path]) -> None:
     assert metric_names([whole, going]) == ["loss", "position_accuracy", "val_top1", "lr"]
     assert curve(whole, "val_top1") == ([1.0, 2.0, 3.0, 4.0], [0.4, 0.5, 0.4, 0.3])
     assert curve(whole, "loss", "step") == ([10, 20, 30, 40], [10.0, 5.0, 100 / 30, 2.5])
-    assert (last(whole, "val_top1"), best(whole, "val_top1")) == (0.3, (0.5, 20))
-    assert best(whole, "loss") == (2.5, 40)
+    assert (last(whole, "val_top1"), best(whole, "val_top1")) == (0.3, (0.5, 20, 2.0))
+    assert best(whole, "loss") == (2.5, 40, 4.0)
     assert (last(whole, "nothing"), best(whole, "nothing")) == (None, None)
 
 
@@ -197,14 +197,14 @@ def test_page_says_what_the_numbers_say(runs: list[Path]) -> None:
     assert "1 of 2 runs are finished." in text
     assert "Val top1 is best in going (0.75) and worst in whole (0.3)." in text
     assert "not finished: step 20 of 30" in text
-    assert "0.5 (step 20)" in text  # the best is not the last
+    assert "0.5 (epoch 2, step 20)" in text  # the best is not the last
     assert "<summary>5 fields that all runs share</summary>" in text
     assert "data.batch = 8" in text
     assert "NVIDIA H200" in text
-    assert list(page.pictures) == ["curves"]
+    assert list(page.pictures) == ["held-out", "curves"]
     numbers = json.loads(json.dumps(Runs(found).to_json()))
     assert numbers["runs"][0]["last"]["val_top1"] == 0.3
-    assert numbers["runs"][0]["best"]["val_top1"] == {"value": 0.5, "step": 20}
+    assert numbers["runs"][0]["best"]["val_top1"] == {"value": 0.5, "step": 20, "epoch": 2.0}
     assert "different methods" not in text
 
 
@@ -236,8 +236,8 @@ def test_a_log_without_a_finite_number_has_a_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ("", "this run has logged nothing yet, metrics.jsonl is empty"),
-        (None, "this run has logged nothing yet, metrics.jsonl is empty"),
+        ("", "this run has logged nothing yet \\(metrics.jsonl is empty\\)"),
+        (None, "this run has logged nothing yet \\(metrics.jsonl is empty\\)"),
         ('{"step": 1}\nnonsense\n{"step": 2}\n', "metrics.jsonl: line 2 is not JSON"),
         ('{"step": 1}\n[1, 2]\n', "metrics.jsonl: line 2 is not the record of a step"),
         ('{"loss": 1}\n', "metrics.jsonl: line 1 is not the record of a step"),

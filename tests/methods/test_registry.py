@@ -172,7 +172,7 @@ def test_nothing_is_imported_that_is_not_asked_for(monkeypatch: pytest.MonkeyPat
         SitusError, match=r"^method 'bad' \(package:bad of another package\) cannot be imported: Import"
     ):
         registry["bad"]
-    with pytest.raises(SitusError, match=r"method 'text' .* is no subclass of situs\.methods\.Method"):
+    with pytest.raises(SitusError, match=r"method 'text' .* is not a subclass of situs\.methods\.Method"):
         registry["text"]
     with pytest.raises(KeyError):
         registry["nosuch"]
@@ -283,7 +283,7 @@ def test_classes_as_methods(own: Path, tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(2 * losses[1], rel=1e-6)
     assert MP3.Config is MP3Config
     refused: list[tuple[Any, str]] = [
-        (dict, "is no subclass of situs.methods.Method"),
+        (dict, "is not a subclass of situs.methods.Method"),
         ("nowhere.py:Calm", "there is no file"),
     ]
     for given, said in refused:

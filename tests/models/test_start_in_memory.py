@@ -69,7 +69,7 @@ def test_what_no_name_makes_again_is_refused() -> None:
     changed.blocks[0].mlp.act = nn.ReLU()  # the same tensors, other outputs
     with pytest.raises(SitusError, match="cannot make again from a name and arguments"):
         situs.finetune(changed, data=DATA, out="never")
-    with pytest.raises(SitusError, match="is your own module, which a run cannot make again"):
+    with pytest.raises(SitusError, match="is your own module, which a run cannot build again"):
         situs.finetune(
             situs.open_model(nn.Sequential(nn.Flatten(), nn.Linear(768, 3)), img_size=16), data=DATA, out="n"
         )

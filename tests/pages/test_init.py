@@ -31,7 +31,7 @@ from situs.audit.split.attackers import SplitFinding
 from situs.audit.split.result import SplitAudit
 from situs.audit.split.stage import Kept
 from situs.audit.sweep.curve import IMAGES, Curves, Line, Point
-from situs.audit.text.found import Read
+from situs.audit.text.recovered import Read
 from situs.audit.text.result import TextAudit, finding_of
 from situs.data.check import KINDS, DataCheck
 from situs.errors import SitusError

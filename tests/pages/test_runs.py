@@ -50,7 +50,27 @@ def test_the_best_stands_there_only_where_it_is_not_the_last() -> None:
     assert BEST not in text_of(run("rising"), run("also rising"))
     text = text_of(run("rising"), run("falling", accuracy=(0.75, 0.5, 0.25)))
     assert BEST in text
-    assert ["0.5 (step 2)", "0.75 (step 1)"] in [row[1:] for row in rows(text)]
+    assert ["0.5 (epoch 1, step 2)", "0.75 (epoch 0.5, step 1)"] in [row[1:] for row in rows(text)]
+
+
+def test_the_best_epoch_of_each_held_out_metric_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, Any] = {}
+    keep = lambda panels, _, marks=None: drawn.update({(*panels,): marks})  # noqa: E731
+    monkeypatch.setattr("situs.pages.runs.curve_panels", keep)
+    peaked = run("peaked", accuracy=(0.25, 0.75, 0.5))
+    probed = [
+        {**line, "knn_accuracy": 0.9 - line["loss"] / 10, "position_accuracy": 0.1, "val_perplexity": line["step"]}
+        for line in peaked.records
+    ]
+    page(Runs([replace(peaked, records=probed)]))
+    assert drawn == {
+        ("val top1", "knn accuracy", "val perplexity"): {
+            "val top1": {"peaked": (1.0, 0.75)},
+            "knn accuracy": {"peaked": (1.5, 0.8)},
+            "val perplexity": {"peaked": (0.5, 1)},  # the lowest
+        },
+        ("loss", "position accuracy"): None,
+    }
 
 
 def test_configs_show_where_they_differ_and_fold_the_rest() -> None:

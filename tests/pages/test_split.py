@@ -9,7 +9,7 @@ import pytest
 import torch
 from sent import not_tried, setting, split_audit, tried
 
-from situs.audit.split.result import SettingFound, SplitAudit
+from situs.audit.split.result import SettingResult, SplitAudit
 from situs.audit.split.stage import Kept
 from situs.locks.veil import parse_veil
 from situs.pages import PRIVATE, make_page
@@ -18,12 +18,12 @@ from situs.pages.split import trade_offs
 IMAGES = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def found(text: str, cosine: float, rows: bool = False, **scores: float) -> SettingFound:
+def found(text: str, cosine: float, rows: bool = False, **scores: float) -> SettingResult:
     finding = replace(tried(**scores), shown=IMAGES if "psnr" in scores else None)
     return setting(parse_veil(text, ("rows",) * rows), Kept(cosine), finding)
 
 
-def audit(*settings: SettingFound, pictures: bool = False) -> SplitAudit:
+def audit(*settings: SettingResult, pictures: bool = False) -> SplitAudit:
     return split_audit(*settings, samples=2, pictures=IMAGES.float() if pictures else None)
 
 

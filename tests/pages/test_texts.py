@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from situs.audit.text.found import Read
+from situs.audit.text.recovered import Read
 from situs.audit.text.result import TextAudit, finding_of
 from situs.findings import Remark
 from situs.gate import Limit

@@ -73,7 +73,7 @@ def test_split_over_tls_and_merged_is_the_local_run_to_the_bit(tmp_path, certs, 
                 train_split(steps(12), call, resume=tmp_path / "split", device="cpu", quiet=True)
             assert len(server.server.sessions) == 1
         assert server.server.sessions == {}  # its place is free again
-        meanwhile = pytest.raises(SitusError, match="the server began anew meanwhile")
+        meanwhile = pytest.raises(SitusError, match="the server restarted meanwhile")
         with meanwhile, torch.no_grad(), open_split(tmp_path / "split", call) as model:
             server.server.sessions.clear()
             model.backbone(images)

@@ -234,7 +234,7 @@ def test_more_epochs_compute_the_schedule_anew_and_say_so(tmp_path: Path, capsys
     noted, said = capsys.readouterr()
     assert "train.epochs: 4 -> 6" in noted
     old, new = rate_at(19, 20, 5, 1e-2, OPTIM), rate_at(20, 30, 5, 1e-2, OPTIM)
-    assert "ends at step 30, not 20: its schedule is computed anew over all 30 steps" in said
+    assert "ends at step 30, not 20: its schedule is computed again over all 30 steps" in said
     assert f"the rate goes from {old:.3g} to {new:.3g}" in said
     assert result.step == 30
     assert run.records()[-1]["lr"] == rate_at(29, 30, 5, 1e-2, OPTIM)

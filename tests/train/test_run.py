@@ -142,7 +142,7 @@ def test_images_have_the_model_s_own_size_unless_another_is_given() -> None:
         assert resolve_config(from_dict(RunConfig, merge(tables, change))).data.size == size
     plain = {"backbone": {"name": "resnet18"}, "data": {"path": "samples"}, "method": {"name": "supervised"}}
     assert resolve_config(from_dict(RunConfig, plain)).data.size == (224, 224)
-    with pytest.raises(SitusError, match=r"^img_size: must be given where no model says it$"):
+    with pytest.raises(SitusError, match=r"^img_size: must be given, since no model sets it$"):
         _ = from_dict(RunConfig, {}).data.size
 
 

@@ -151,7 +151,7 @@ def test_columns_that_are_named_win_over_those_that_a_model_remembers(world: Pat
             evaluate_accuracy(source, sets["single"], text={"column": "six"})
         assert stop.value.field == "text.column"
     vit = open_model("vit_tiny_patch16_224", weights="random").backbone.model
-    with pytest.raises(SitusError, match=r"text: is for sentences, and VisionTransformer takes images"):
+    with pytest.raises(SitusError, match=r"text: is for sentences, but VisionTransformer takes images"):
         evaluate_accuracy(vit, "samples", text={"column": "one"})
 
 
@@ -462,5 +462,5 @@ def test_features_of_sentences_are_means_over_what_is_no_padding(world: Path) ->
         with torch.no_grad():
             own = model.backbone.encode(model.backbone.embed(ids), model.backbone.positions()).patches[0].mean(0)
         torch.testing.assert_close(vector, own, rtol=1e-4, atol=1e-5)
-    with pytest.raises(SitusError, match="sentences have tokens of any number"):
+    with pytest.raises(SitusError, match="sentences differ in their number of tokens"):
         extract_features(world / "bert-ft", tokens="patches")

@@ -18,6 +18,7 @@ from situs.audit import (
     audit_gradients,
     audit_settings,
     create_attack,
+    create_defence,
     find_defences,
     trace_defences,
     trace_texts,
@@ -30,6 +31,7 @@ from situs.audit.split.attackers import ATTACKS as SPLIT_ATTACKS
 from situs.audit.split.audit import DEFENCES, PERMUTED, PUBLIC, SAMPLES
 from situs.audit.sweep.ladder import CostConfig
 from situs.audit.text.audit import audit_texts, first_lines
+from situs.audit.text.result import METRICS as TEXT_METRICS
 from situs.cli.model_args import OUT, ImageArgs, ModelArgs, check_folder, open_from, opening_arguments
 from situs.cli.parser.arguments import configured
 from situs.cli.parser.flags import POSITIONAL, flags_of
@@ -92,12 +94,16 @@ def _options(verb: str, args: Gradients | Sweep | Texts, deadline: Deadline) -> 
     }
 
 
-def _check_images(args: Gradients | Sweep) -> None:
-    """Refuses missing images and unknown attacks before the audit begins."""
+def _check_flags(args: Gradients | Sweep) -> None:
+    """Refuses missing images, unknown names and a wrong limit before anything is announced or opened."""
     if args.data is None and not is_run(args.model):
         raise SitusError("data: give the images to attack", field="data")
     for name in args.attacks:
-        create_attack(name)  # refuses an unknown name
+        create_attack(name)
+    for name in () if args.defences == ("auto",) else args.defences:
+        create_defence(name)
+    if args.fail_above is not None:
+        parse_limit(args.fail_above, METRICS)
 
 
 def _finish(audit: Audit | TextAudit | Comparison, args: Gradients | Texts, deadline: Deadline) -> int:
@@ -173,8 +179,8 @@ class Gradients(GateArgs, AuditConfig):
 
     def run(self) -> int:
         """The exit status says whether the gate is passed."""
+        _check_flags(self)
         self.check_gate(self.fail_above, "settings" if self.settings else "gradients")
-        _check_images(self)
 
         def say(line: str) -> None:
             is_long = self.settings or self.fail_above or any(ATTACKS[name].slow for name in self.attacks)
@@ -210,6 +216,10 @@ class Texts(GateArgs, StepConfig):
 
     def run(self) -> int:
         """The exit status says whether the gate is passed."""
+        for name in self.defences:
+            create_defence(name)
+        if self.fail_above is not None:
+            parse_limit(self.fail_above, TEXT_METRICS)
         self.check_gate(self.fail_above, "texts")
         deadline = Deadline(remark, self.time_limit)
         options: dict[str, Any] = _options("texts", self, deadline) | {"defences": self.defences}
@@ -279,7 +289,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
                 mode = "with --find" if find else "for curves of sentences" if texts else "for curves"
                 raise SitusError(f"{name}: is not used {mode}; leave it out", field=name)
         if not texts:
-            _check_images(self)
+            _check_flags(self)
         check_folder(self.out, *(("gradients", "defences") if find else ("curve",)))
         deadline = Deadline(remark, self.time_limit)
         if find:
@@ -316,7 +326,6 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
         The exit status is 0 if a setting is found, else that of "inconclusive".
         """
         assert self.fail_above is not None
-        parse_limit(self.fail_above, METRICS, "fail_above")
         costs = {name: getattr(self, name) for name in COSTS}
         first = Deadline(deadline.say, None if self.time_limit is None else self.time_limit / 10, whole=deadline)
         options: dict[str, Any] = {**_options("sweep", self, deadline), "attacks": self.attacks}
@@ -339,7 +348,7 @@ class Sweep(ModelArgs, CostConfig, AuditConfig):
             present(remedies, self.out)
         if page is not None:
             print(page)
-        return INTERRUPTED if deadline.interrupted else 0 if remedies.found else NOT_JUDGED
+        return INTERRUPTED if deadline.interrupted else 0 if remedies.with_setting else NOT_JUDGED
 
 
 @dataclass(frozen=True, kw_only=True)

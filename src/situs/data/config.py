@@ -147,7 +147,7 @@ class DataConfig(_Tables):
                 continue
             if name != self.modality.reading:
                 able = things_of([each for each in MODALITIES if each.reading == name])
-                raise SitusError(f"{name}: is for {able}, and {model} takes {self.modality.things}", field=name)
+                raise SitusError(f"{name}: is for {able}, but {model} takes {self.modality.things}", field=name)
             data = self.modality.read_as(data, value)
         return data
 

@@ -48,16 +48,16 @@ class TextConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Columns(Checked):
-    """Columns of a set that is looked at, where they are not those that the model remembers."""
+    """Columns of evaluation data, if they differ from those the model was trained on."""
 
     column: str | None = None
-    """Column of the sentences; by default what the model was trained on, or the only one that holds words."""
+    """Column of the sentences. Default: the column the model was trained on, or the only text column."""
 
     pair: str = ""
-    """Column of the second sentence, by default what the model was trained on; none: single sentences."""
+    """Column of the second sentence; none: single sentences. Default: as in training."""
 
     label: str | None = None
-    """Column of the labels; by default what the model was trained on, or label, labels, fine_label, cls or class."""
+    """Column of the labels. Default: that of training, or label, labels, fine_label, cls or class."""
 
     def over(self, text: TextConfig) -> TextConfig:
         """`text` with these columns in the place of its own."""

@@ -80,7 +80,7 @@ class Tokeniser:
         file = self.folder / FILE
         if FILE not in self._held and not file.is_file():
             raise SitusError(
-                f"{self.folder}: {missing_reason(self.folder, FILE)}, so that sentences cannot become ids",
+                f"{self.folder}: {missing_reason(self.folder, FILE)}, so sentences cannot be tokenised",
                 field="text.tokeniser",
             )
         try:

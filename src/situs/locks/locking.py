@@ -129,7 +129,7 @@ def lock(
     """
     parts, key = parse_parts(withhold), as_key(key)
     if withheld is not None and not parts:
-        raise SitusError(f"withheld={withheld}: there is nothing to write to it; say which parts", field="withhold")
+        raise SitusError(f"withheld={withheld}: nothing is withheld; say which parts to withhold", field="withhold")
     with _model_folder(source, {name: value for name, value in opening.items() if value is not None}) as folder:
         return _lock_folder(folder, key, Path(out), cover, seal, parts, None if withheld is None else Path(withheld))
 
@@ -149,7 +149,7 @@ def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
             return
         ema = opening.pop("ema", None)
         for name, value in opening.items():
-            raise SitusError(f"{name}={value}: a model's folder brings its own", field=name)
+            raise SitusError(f"{name}={value}: a model's folder has its own", field=name)
         yield export_run(place, Path(aside) / "export", ema=ema).path if is_run(place) else place
 
 
@@ -196,7 +196,7 @@ def _lock_folder(
             with shards.plain_source(folder / name) as reader, create(name) as writer:
                 locked |= _lock_shard(reader, writer, apart, header, held, changes, codes)
         if files.stamps(folder, weights) != stamps:
-            raise SitusError(f"{folder}: its weights changed while they were being locked")
+            raise SitusError(f"{folder}: its weights changed during locking")
         copied = {}
         for name in others:
             with shards.plain_source(folder / name) as reader, create(name) as writer:

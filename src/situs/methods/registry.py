@@ -81,6 +81,6 @@ def _load(point: EntryPoint) -> type[Method]:
 
 def _check(kind: Any, where: str) -> None:
     if not (isinstance(kind, type) and issubclass(kind, Method)):
-        raise SitusError(f"{where} is no subclass of situs.methods.Method")
+        raise SitusError(f"{where} is not a subclass of situs.methods.Method")
     if not is_dataclass(getattr(kind, "Config", None)):
         raise SitusError(f"{where} has no dataclass Config")

@@ -87,7 +87,7 @@ def wrap_module(
         ) from error
     if not isinstance(logits, Tensor) or logits.dim() != 2 or logits.shape[0] != 1:
         output = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise SitusError(f"{backbone.name} gives {output} for one image, and must give logits [1, classes]")
+        raise SitusError(f"{backbone.name} gives {output} for one image; it must give logits [1, classes]")
     return backbone
 
 
@@ -120,14 +120,14 @@ def make_module(source: str, arguments: Mapping[str, Any] | None = None) -> nn.M
             f"model_args={dict(arguments)}: {source} is already a module and takes none", field="model_args"
         )
     if not isinstance(make, nn.Module):
-        raise SitusError(f"{source}: gives {type(make).__name__}, and must give an nn.Module (MODEL)")
+        raise SitusError(f"{source}: gives {type(make).__name__}; it must give an nn.Module (MODEL)")
     return make
 
 
 def _call(source: str, make: Any, arguments: dict[str, Any]) -> Any:
     if not callable(make):
         raise SitusError(
-            f"{source}: is {type(make).__name__}, and must be a module, or a function that gives one (MODEL)"
+            f"{source}: is {type(make).__name__}; it must be a module, or a function that returns one (MODEL)"
         )
     try:
         return make(**arguments)

@@ -104,7 +104,7 @@ def finetune_source(source: str | Path) -> FinetuneSource:
         backbone = replace(config.backbone, weights=None)
         return FinetuneSource(backbone, source, _fields(data, SAME_DATA), sees, learned=learned)
     if names_code(source):
-        raise SitusError(f"{source}: is your own module, which a run cannot make again by itself", field="source")
+        raise SitusError(f"{source}: is your own module, which a run cannot build again", field="source")
     folder = model_folder(source)
     if folder is None and is_locked(source):
         raise SitusError(
@@ -162,7 +162,7 @@ def _config_of(model: Model) -> BackboneConfig:
     if backbone.source.get("library", "timm") != "timm" or isinstance(backbone, OwnModule):
         kind = "your own module" if isinstance(backbone, OwnModule) else "a module of transformers"
         advice = "" if isinstance(backbone, OwnModule) else "; save it (save_pretrained) and give the folder"
-        raise SitusError(f"{model.name}: is {kind}, which a run cannot make again by itself{advice}", field="source")
+        raise SitusError(f"{model.name}: is {kind}, which a run cannot build again{advice}", field="source")
     from situs.backbones.timm.create import remade  # timm takes seconds
 
     source = remade(backbone)

@@ -148,7 +148,7 @@ def _would_help(box: Section, search: Remedies | None) -> Section:
         rows.append([setting, worst, price, mark])
     header = ["defence", "most exposed image", "cost", f"against {', '.join(search.attacks)}"]
     sentence = verdict(search)
-    if search.stopped is not None and search.found:  # otherwise the verdict says so
+    if search.stopped is not None and search.with_setting:  # otherwise the verdict says so
         sentence = f"{sentence} Stopped by {search.stopped}: defences without a row were not searched."
     box = box.table(header, rows) if rows else box
     return box.text(f"{sentence} `defences.html` in the same folder lists all trials.")

@@ -8,10 +8,12 @@ from typing import Any
 from situs.config import flat
 from situs.measure.runs import (
     MAJORITY,
+    Best,
     Run,
     Runs,
     best,
     curve,
+    is_held_out,
     is_judged,
     last,
     metric_names,
@@ -63,25 +65,43 @@ def page(report: Runs) -> Page:
 
 
 def _curves(page: Page, runs: Sequence[Run], over: str) -> None:
-    section, panels = page.opening, {}
+    section = page.opening
+    held_out, training, marks = {}, {}, {}
     for name in metric_names(runs):
-        lines = {run.name: points for run in runs if (points := curve(run, name, over))[0]}
+        lines = {run.name: line for run in runs if (line := curve(run, name, over))[0]}
         if name == "val_top1" and (levels := {run.name: curve(run, MAJORITY, over) for run in runs}):
             lines |= {f"largest class, {run}": level for run, level in levels.items() if level[0]}
-        if lines and name != MAJORITY:
-            panels["learning rate" if name == "lr" else spoken(name)] = lines
+        if not lines or name == MAJORITY:
+            continue
+        if is_held_out(name):
+            held_out[spoken(name)] = lines
+            bests = {run.name: best(run, name) for run in runs}
+            marks[spoken(name)] = {
+                run: (x, point.value)
+                for run, point in bests.items()
+                if point is not None and (x := getattr(point, over)) is not None
+            }
+        else:
+            training["learning rate" if name == "lr" else spoken(name)] = lines
     waiting = [run.name for run in runs if not run.records]
     if waiting:
         section.text(f"Nothing logged yet: {', '.join(waiting)}.")
-    if not panels:
+    if not held_out and not training:
         section.text("There are no logged numbers to draw.")
-        return
-    section.figure(
-        curve_panels(panels, over),
-        "Logged values. Loss, accuracy and gradient norm of training are means over the steps between two points.",
-        alt="Curves of " + ", ".join(panels),
-        name="curves",
-    )
+    if held_out:
+        section.figure(
+            curve_panels(held_out, over, marks=marks),
+            f"Measured during training, on held-out samples. A ring marks the best {over} of each run.",
+            alt="Curves of " + ", ".join(held_out),
+            name="held-out",
+        )
+    if training:
+        section.figure(
+            curve_panels(training, over),
+            "Logged values. Loss, accuracy and gradient norm are means over the steps between two points.",
+            alt="Curves of " + ", ".join(training),
+            name="curves",
+        )
 
 
 def _finals(section: Section, runs: Sequence[Run]) -> None:
@@ -91,16 +111,19 @@ def _finals(section: Section, runs: Sequence[Run]) -> None:
     better_before = [name for name in names if is_judged(name) and any(_best_before_last(run, name) for run in runs)]
     if better_before:
         rows = [[spoken(name), *(_at(best(run, name)) for run in runs)] for name in better_before]
-        section.table(header, rows, "Best values, if the last one is not the best, and the step of each.")
+        section.table(header, rows, "Best values, if the last one is not the best, and when.")
 
 
 def _best_before_last(run: Run, name: str) -> bool:
-    value_and_step = best(run, name)
-    return value_and_step is not None and value_and_step[0] != last(run, name)
+    point = best(run, name)
+    return point is not None and point.value != last(run, name)
 
 
-def _at(value_and_step: tuple[float, int] | None) -> str | None:
-    return None if value_and_step is None else f"{value_and_step[0]:.4g} (step {value_and_step[1]:,})"
+def _at(point: Best | None) -> str | None:
+    if point is None:
+        return None
+    epoch = "" if point.epoch is None else f"epoch {point.epoch:g}, "
+    return f"{point.value:.4g} ({epoch}step {point.step:,})"
 
 
 def _speeds(section: Section, runs: Sequence[Run]) -> None:

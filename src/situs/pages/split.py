@@ -14,6 +14,7 @@ from situs.audit.split.result import (
     utilities,
     who_was_tried,
 )
+from situs.audit.sweep.ladder import by_strength
 from situs.locks.veil import Veil
 from situs.pages.gradients import picture_rows
 from situs.report import figures
@@ -120,8 +121,7 @@ def trade_offs(audit: SplitAudit) -> dict[str, dict[str, Lines]]:
                     and (value := setting.best(score)) is not None
                 ]
                 if sum(veil.kind == kind for veil, *_ in points) > 1:
-                    sign = -1 if kind == "lowpass" else 1  # a line runs from no defence to the strongest
-                    points.sort(key=lambda point: (point[0].kind != "none", sign * point[0].strength))
+                    points.sort(key=lambda point: by_strength(point[0]))
                     _, x, y = zip(*points, strict=True)
                     name = str(Veil(rows=rows, columns=columns)).replace("none", "not permuted")
                     lines.setdefault(score, {}).setdefault(kind, {})[name] = (list(x), list(y))

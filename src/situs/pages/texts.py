@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from situs.audit.text.attack import NAME
-from situs.audit.text.found import UNNAMED, Read
+from situs.audit.text.recovered import UNNAMED, Read
 from situs.audit.text.result import HEADER, MEANING, TextAudit, cells, reasons, verdict
 from situs.errors import counted, verb
 from situs.gate import Ruling
@@ -136,7 +136,7 @@ def marked(read: Read, audit: TextAudit) -> list[tuple[str, str]]:
     out: list[tuple[str, str]] = []
     for place, word in enumerate(read.truth):
         text = audit.shown.get(word, "?")
-        guess = read.found[place] if place < len(read.found) else UNNAMED
+        guess = read.recovered[place] if place < len(read.recovered) else UNNAMED
         if guess == word:
             out.append((text, "right"))
         elif guess == UNNAMED:

@@ -197,11 +197,13 @@ def curve_panels(
     x_label: str,
     y_limits: tuple[float, float] | None = None,
     x_least: float = 0.0,
+    marks: Mapping[str, Mapping[str, tuple[float, float]]] = MappingProxyType({}),
 ) -> Figure:
     """One panel per metric, one line per run, with the same colour and dash in all panels; two panels per row.
 
     metrics: label -> run -> (x, y); a run that did not log a metric is missing there. y_limits: see `curves`.
-    x_least: smallest range of the x axis, so that no difference looks larger than it is.
+    x_least: smallest range of the x axis, so that no difference looks larger than it is. marks: label -> run -> a
+    point of the line that gets a ring.
     """
     across = min(2, len(metrics))
     rows = -(-len(metrics) // across)
@@ -213,6 +215,8 @@ def curve_panels(
         for run, (x, y) in lines.items():
             handles[run] = _draw_line(axis, x, y, runs.index(run))
             handles[run].set_clip_on(y_limits is None)
+            if run in marks.get(name, {}):
+                axis.plot(*marks[name][run], "o", fillstyle="none", color=INK, markersize=10, zorder=3)
         if y_limits is not None:
             axis.set_ylim(*y_limits)
         left, right = axis.get_xlim()

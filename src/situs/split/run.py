@@ -66,7 +66,7 @@ class SplitFolder(RunFolder):
         """The checkpoint of the step that the server stands at; step 0 has none."""
         found = None if self.limit == 0 else self.latest(self.limit)
         if found is None and self.limit:
-            raise SitusError(f"{self.path}: the checkpoint of step {self.limit} is gone, which it just had")
+            raise SitusError(f"{self.path}: the checkpoint of step {self.limit} has just disappeared")
         return found
 
 
@@ -159,7 +159,7 @@ def _check(config: RunConfig) -> None:
     if config.train.precision == "fp16":
         raise SitusError("precision='fp16': split training takes bf16 or fp32", field="train.precision")
     if distributed.world() > 1:
-        raise SitusError("split training runs on one rank: start one client alone")
+        raise SitusError("split training runs on one rank: start a single client")
 
 
 class _Training:
@@ -184,7 +184,7 @@ class _Training:
                     raise SitusError(
                         f"both sides went back {PATIENT} times without a step in between: {error}"
                     ) from None
-                note(f"the server began anew at step {client.step}: both go back to their newest checkpoint")
+                note(f"the server restarted at step {client.step}: both continue from their newest checkpoint")
                 method = self._method()
                 continue
             except GoneError as error:

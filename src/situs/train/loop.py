@@ -417,7 +417,7 @@ class _Loop:
             )
         if old != self.total:
             note(
-                f"the run now ends at step {self.total}, not {old}: its schedule is computed anew over all "
+                f"the run now ends at step {self.total}, not {old}: its schedule is computed again over all "
                 f"{self.total} steps, and from step {step} to the next the rate goes from "
                 f"{self.rate(max(0, step - 1), old):.3g} to {self.rate(step, self.total):.3g}"
             )

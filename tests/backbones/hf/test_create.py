@@ -325,7 +325,7 @@ def test_bert_segments():
     assert gap(found, own_features(b.model, x, token_type_ids=types)) < EXACT
     del b.model.embeddings.token_type_embeddings
     b.model.embeddings.token_type_embeddings = torch.nn.Embedding(1, b.dim).double()
-    with pytest.raises(SitusError, match=r"has no token types \(type_vocab_size=1\), and pairs are given"):
+    with pytest.raises(SitusError, match=r"has no token types \(type_vocab_size=1\), so it takes no pairs"):
         b.embed(torch.stack([x, types], 1))
 
 
@@ -546,7 +546,7 @@ def test_inputs_that_do_not_fit_are_refused():
         create_backbone(make_model("vit"), img_size=(15, 16))
     with pytest.raises(SitusError, match=r"img_size=\(1, 21\): BertModel takes a row of 1 to 20 tokens"):
         create_backbone(make_model("bert"), img_size=(1, 21))
-    with pytest.raises(SitusError, match="reads a row"):
+    with pytest.raises(SitusError, match="takes a row"):
         create_backbone(make_model("gpt2"), img_size=(2, 5))
 
 
@@ -713,9 +713,9 @@ def test_model_args_change_the_config_and_not_the_one_given():
         create_backbone(config, model_args={"patchsize": 8})
     with pytest.raises(SitusError, match="ViTConfig refuses them"):
         create_backbone(config, model_args={"patch_size": "eight"})
-    with pytest.raises(SitusError, match="shapes a new model"):
+    with pytest.raises(SitusError, match="is for a new model"):
         create_backbone(make_model("vit"), num_classes=4)
-    with pytest.raises(SitusError, match="shapes a new model"):
+    with pytest.raises(SitusError, match="is for a new model"):
         create_backbone(make_model("vit"), weights="weights.pt")
 
 

@@ -158,7 +158,7 @@ def test_broken_json_and_a_folder_without_any_are_one_sentence(tmp_path: Path) -
     with pytest.raises(SitusError, match="holds no json with objects, such as "):
         opened(tmp_path / "train2017")
     file.with_name("instances_train2014.json").write_text("{}")
-    with pytest.raises(SitusError, match="are both of it; name one of them"):
+    with pytest.raises(SitusError, match="both match; name one of them"):
         opened(tmp_path)
 
 

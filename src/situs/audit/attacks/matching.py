@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, known_numbers
 from situs.audit.attacks.patchembed.equations import svd
-from situs.audit.client import Walk, hidden_places, parameter_names
+from situs.audit.client import LocalOptimiser, hidden_places, parameter_names
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.stem import find_stem, noise_for, require_stem, table_rows
@@ -234,10 +234,12 @@ def simulation(method: Method, known: Knowledge, names: Iterable[str]) -> Simula
         return {name: g / len(parts) for name, g in total.items()}
 
     def gradients(images: Tensor, labels: Tensor, draws: Draws) -> Gradients:
-        weights, total, walk = moved, Gradients(), Walk(known.step.adam)
+        weights, total, optimiser = moved, Gradients(), LocalOptimiser(known.step.adam)
         for step in range(known.step.local_steps):
             found = mean(weights, images, labels, draws)
-            found = walk(found) if known.step.local_steps > 1 else found  # a single step is undone in what was sent
+            found = (
+                optimiser(found) if known.step.local_steps > 1 else found
+            )  # a single step is undone in what was sent
             total = {name: g + total[name] if total else g for name, g in found.items()}
             if step + 1 < known.step.local_steps:
                 weights = {name: w - known.step.lr * found[name] for name, w in weights.items()}
@@ -470,7 +472,7 @@ def _infer(backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge) -
 def _size(backbone: Backbone, known: Knowledge) -> tuple[int, int]:
     size = known.size or backbone.input.shape
     if size is None:
-        raise SitusError(f"{backbone.name} takes images of any size: say which was used (Knowledge.size)")
+        raise SitusError(f"{backbone.name} takes images of any size: give the one that was used (Knowledge.size)")
     return pair(size)
 
 

@@ -31,7 +31,7 @@ class TextEncoder(TextBackbone, EncoderBackbone):
         super().__init__(model, head, size)
         self.token_dim = self.inner.get_input_embeddings().embedding_dim
         if getattr(self.model.config, "is_decoder", False):
-            raise SitusError(f"is_decoder=True: {self.name} is known here as an encoder only")
+            raise SitusError(f"is_decoder=True: {self.name} is supported only as an encoder")
 
     def layers(self) -> Any:
         return self.inner.encoder.layer

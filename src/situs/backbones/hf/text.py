@@ -122,7 +122,7 @@ def open_tokeniser(folder: Path) -> Any:
 
     if not any((folder / name).is_file() for name in TOKENISERS):
         raise SitusError(
-            f"{folder}: {missing_reason(folder, TOKENISERS[0])}, so texts cannot be turned into its words",
+            f"{folder}: {missing_reason(folder, TOKENISERS[0])}, so texts cannot be tokenised",
             field="texts",
         )
     try:

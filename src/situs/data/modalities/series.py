@@ -103,12 +103,12 @@ class Recordings(EncodedSource):
         except (ValueError, TypeError) as error:
             raise BrokenSampleError(f"{self.entry(index)}: its channels differ in length, or are no numbers") from error
         if values.dtype.kind not in "buif":
-            raise BrokenSampleError(f"{self.entry(index)}: holds {values.dtype}, and a recording is of real numbers")
+            raise BrokenSampleError(f"{self.entry(index)}: holds {values.dtype}; a recording must hold real numbers")
         values = values[0] if values.ndim == 3 and len(values) == 1 else values
         flipped = self.series.time_first and len(parts) == 1
         values = values[None] if values.ndim == 1 else values.T if flipped else values
         if values.ndim != 2 or not values.size:
-            raise BrokenSampleError(f"{self.entry(index)}: is {list(values.shape)}, and a recording is [T] or [C, T]")
+            raise BrokenSampleError(f"{self.entry(index)}: is {list(values.shape)}; a recording must be [T] or [C, T]")
         return values
 
 

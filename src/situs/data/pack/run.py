@@ -151,7 +151,7 @@ def pack(
     except OSError as error:
         said = (error.strerror or str(error)).lower()
         raise SitusError(
-            f"{out}: could not be written: {said}; what is packed stays, and the same command goes on from there",
+            f"{out}: could not be written: {said}; the packed part stays, and the same command continues",
             field="out",
         ) from error
 
@@ -222,7 +222,7 @@ class _Packing:
         state = read_json(self.out / BEGUN)
         if differs := ", ".join(key for key in asked if asked[key] != state.get(key)):
             raise SitusError(
-                f"{self.out}: holds a packing that was begun with another {differs}; start over, or pack elsewhere",
+                f"{self.out}: holds an unfinished packing with another {differs}; start over, or pack elsewhere",
                 field=("start_over", "out"),
             )
         there = [*takewhile(lambda shard: not check_size(self.out, shard), state["shards"])]
@@ -259,7 +259,7 @@ class _Packing:
         """Nothing but what a packing leaves: a reader would take other shards for part of the set."""
         if (self.out / _OLDER).is_file():
             raise SitusError(
-                f"{self.out}: holds a packing that an older version began; start over, or pack elsewhere",
+                f"{self.out}: holds an unfinished packing of an older version; start over, or pack elsewhere",
                 field=("start_over", "out"),
             )
         begun = (self.out / BEGUN).is_file()
@@ -278,7 +278,7 @@ class _Packing:
         mark = _fingerprint(source)
         if self.state["fingerprints"].setdefault(split, mark) != mark:
             raise SitusError(
-                f"{source.name}: has other images than when its packing began; start over, or pack elsewhere",
+                f"{source.name}: its images have changed since the packing began; start over, or pack elsewhere",
                 field=("start_over", "out"),
             )
         self.left_out += source.notes

@@ -144,7 +144,7 @@ def _file_of(path: Path, split: str | None) -> tuple[Path, str | None]:
     chosen = choose_split(coco_splits(path), split, str(path))
     own = files if path.is_file() else [file for file in files if _split(file) == chosen]
     if len(own) > 1:
-        raise DataError(f"{path}: {own[0].name} and {own[1].name} are both of it; name one of them")
+        raise DataError(f"{path}: {own[0].name} and {own[1].name} both match; name one of them")
     return own[0], chosen
 
 

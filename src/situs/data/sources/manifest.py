@@ -31,7 +31,7 @@ def parse_manifest(data: bytes, name: str) -> dict[str, Any] | None:
         if not isinstance(held, dict) or held.get("kind") != KIND:
             return None
         if held["version"] != 1:
-            raise SitusError(f"{name}: is of version {held['version']}, and this situs reads 1")
+            raise SitusError(f"{name}: is of version {held['version']}; this version of situs reads version 1")
         for shard in held["shards"]:
             file = shard["file"]
             if PurePosixPath(file).name != file or file in {"", ".", ".."}:

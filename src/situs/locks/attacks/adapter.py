@@ -79,7 +79,7 @@ class Adapted(nn.Module):
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
         if backbone.out_dim != backbone.dim:
-            raise SitusError(f"{backbone.name}: its stream changes its width, and the adapter attack needs one width")
+            raise SitusError(f"{backbone.name}: its width changes, and the adapter attack needs one width")
         self.backbone = backbone
         weight = next(backbone.model.parameters())
         self.before = nn.Parameter(torch.eye(backbone.dim, dtype=weight.dtype, device=weight.device))

@@ -464,7 +464,7 @@ def _chosen(
             raise SitusError(f"attacker={name}: needs {said}", field=fields)
     for flag, name in (("drift", "drifted-base"), ("steps", "labels")):
         if (value := getattr(config, flag)) != getattr(LockAuditConfig, flag) and name not in names:
-            raise SitusError(f"{flag}={value}: is for the attacker {name}, who is not asked", field=(flag, "attacker"))
+            raise SitusError(f"{flag}={value}: is for the attack {name}, which is not chosen", field=(flag, "attacker"))
     if len(samples) > 1:
         said = ", ".join(f"{name}={path}" for name, path in samples.items())
         raise SitusError(f"{said}: a model takes one or the other", field=tuple(samples))

@@ -286,7 +286,7 @@ def test_a_server_that_lies_about_the_length(server, tmp_path):
     serve(server, local)
     server.faults["/set/train-00000.tar"] = ["short"] * 99
     with pytest.raises(
-        RemoteError, match=r"train-00000.tar: cannot be fetched \(.* bytes came where .* were asked for\)"
+        RemoteError, match=r"train-00000.tar: cannot be fetched \(.* bytes received where .* were asked for\)"
     ):
         open_source(f"{server.url}/set", "train")
 

@@ -158,7 +158,7 @@ class _KeptFile(io.FileIO):
 def _unwritable(error: OSError) -> SitusError:
     said = (error.strerror or str(error)).lower()
     return SitusError(
-        f"{cache_folder()}: cannot keep remote shards: {said}; free some space, or keep them elsewhere ({FOLDER})"
+        f"{cache_folder()}: cannot store remote shards: {said}; free some space, or keep them elsewhere ({FOLDER})"
     )
 
 

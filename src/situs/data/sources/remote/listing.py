@@ -57,7 +57,7 @@ def list_set(address: str) -> tuple[list[Entry], dict[str, bytes]]:
     if urlsplit(address).scheme in {"http", "https"}:
         raise DataError(
             f"{redacted(address)}: must name shards (…/train-{{000..099}}.tar, .parquet) or the folder of a packed set "
-            f"with its {MANIFEST}: a web server cannot be asked for a list"
+            f"with its {MANIFEST}: a web server does not list its files"
         )
     places = [folder, f"{folder}/data", *(f"{folder}/{word}" for word in SPLIT_WORDS)]  # as of local shards
     urls = [url for place in places for url in list_folder(place) if url.endswith(SHARDS)]

@@ -111,7 +111,7 @@ def state_of(url: str) -> State:
         files.invalidate_cache()
         info = files.info(path)
         if info.get("size") is None:
-            raise RemoteError(f"{redacted(url)}: its server does not say how long it is")
+            raise RemoteError(f"{redacted(url)}: its server does not give its length")
         marks = (info.get(key) for key in ("ETag", "etag", "VersionId", "LastModified", "last_modified", "mtime"))
         return State(int(info["size"]), next((str(mark) for mark in marks if mark), ""))
 
@@ -155,7 +155,7 @@ def _answer(url: str, start: int, end: int) -> Iterator[bytes]:
         if answer.status == 206:
             said = answer.headers.get("Content-Range") or ""
             if said.partition("/")[0] != f"bytes {start}-{stop - 1}":
-                raise OSError(f"bytes {start}-{stop - 1} were asked for and its server sent {said or 'others'}")
+                raise OSError(f"bytes {start}-{stop - 1} were requested, but its server sent {said or 'others'}")
             while start < stop:  # what came before a cut is not asked for again
                 data = answer.read(min(_CHUNK, stop - start)) or _exactly(b"", stop - start)
                 start += len(data)
@@ -171,7 +171,7 @@ def _answer(url: str, start: int, end: int) -> Iterator[bytes]:
 
 def _exactly(data: bytes, size: int) -> bytes:
     if len(data) != size:
-        raise OSError(f"{len(data):,} bytes came where {size:,} were asked for")
+        raise OSError(f"{len(data):,} bytes received where {size:,} were asked for")
     return data
 
 
@@ -258,7 +258,7 @@ def _web_state(url: str) -> State:
         total = (answer.headers.get("Content-Range") or "").rpartition("/")[2]
         size = total if answer.status == 206 else answer.headers.get("Content-Length") or ""
         if not size.isdigit():
-            raise RemoteError(f"{redacted(url)}: its server does not say how long it is")
+            raise RemoteError(f"{redacted(url)}: its server does not give its length")
         return State(int(size), answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "")
 
 
