@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Unpack
 
 from situs.locks.equivariance import verify
@@ -38,5 +38,5 @@ def audit_positions(
         ratios=ratios,
         seed=seed,
     )
-    law = asdict(verify(model.backbone, steps=0, tokens=16, seed=seed).whole("row")) if equivariance else None
+    law = verify(model.backbone, steps=0, tokens=16, seed=seed).whole("row").numbers() if equivariance else None
     return replace(known, rows=law, provenance=made_with(model, loader, seed))
