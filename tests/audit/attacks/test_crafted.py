@@ -101,7 +101,7 @@ def test_a_neuron_is_switched_on_by_its_place_and_by_codes_above_its_edge() -> N
     for hook in hooks:
         hook.remove()
     for place in range(plan.places):
-        number, part = divmod(place, plan.each)
+        number, part = divmod(place, plan.per_block)
         on = seen[number][:, :, part * plan.bins : (part + 1) * plan.bins] > 0
         tokens = on.any(dim=2)
         assert not tokens[:, [t for t in range(17) if t != place + 1]].any()
