@@ -44,7 +44,7 @@ settings.load_profile("situs")
 # Constants of all modules that are imported by then would be tried as examples: Situs is parsed for them, and what is
 # drawn would differ with the tests before.
 if hasattr(providers, "_get_local_constants"):
-    setattr(providers, "_get_local_constants", lambda: providers._local_constants)  # noqa: B010
+    setattr(providers, "_get_local_constants", lambda: getattr(providers, "_local_constants"))  # noqa: B009, B010
 
 
 LONG = ("train/test_distributed.py", "train/test_loop_kill.py", "train/test_export.py", "cli/demo/test_run.py")

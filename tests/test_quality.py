@@ -59,7 +59,6 @@ COVERED = {
     "situs.audit.defences": "test_client",
     "situs.audit.defences.base": "test_client",
     "situs.audit.defences.sent": "test_client",
-    "situs.audit.defences.together": "test_client",
     "situs.audit.defences.trained": "test_client",
     "situs.audit.reference": "test_watch",
     "situs.audit.positions": "test_knowledge",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -66,7 +66,7 @@ def add_losses(method: Method, added: Sequence[AddedLoss]) -> Method:
     for loss in added:
         other = create_method(loss.name, method.backbone, loss.config)
         del other._modules["backbone"]  # the main method's, and counted once: no part of the other
-        other.__dict__["backbone"] = method.backbone
+        object.__setattr__(other, "backbone", method.backbone)
         others[loss.name] = other
     method.__class__ = type(type(method).__name__, (WithLosses, type(method)), {})
     assert isinstance(method, WithLosses)
@@ -80,17 +80,22 @@ class WithLosses(Method):
     others: nn.ModuleDict
     weights: dict[str, float]
 
+    def _each_other(self) -> Iterator[tuple[str, Method]]:
+        for name, other in self.others.items():
+            assert isinstance(other, Method)
+            yield name, other
+
     def draw(self, batch: Batch, when: When) -> Draws:
         """Its own draws, and those of the others as NAME.key."""
         draws = super().draw(batch, when)
-        for name, other in self.others.items():
+        for name, other in self._each_other():
             draws |= {f"{name}.{key}": value for key, value in other.draw(batch, when).items()}
         return draws
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
         output = super().forward(batch, {key: value for key, value in draws.items() if "." not in key})
         loss, metrics = output.loss, dict(output.metrics)
-        for name, other in self.others.items():
+        for name, other in self._each_other():
             prefix = f"{name}."
             added = other(batch, {key[len(prefix) :]: draws[key] for key in draws if key.startswith(prefix)})
             loss = loss + self.weights[name] * added.loss
@@ -100,10 +105,10 @@ class WithLosses(Method):
 
     def no_decay(self) -> set[str]:
         return super().no_decay() | {
-            f"others.{name}.{key}" for name, other in self.others.items() for key in other.no_decay()
+            f"others.{name}.{key}" for name, other in self._each_other() for key in other.no_decay()
         }
 
     def decayed(self) -> set[str]:
         return super().decayed() | {
-            f"others.{name}.{key}" for name, other in self.others.items() for key in other.decayed()
+            f"others.{name}.{key}" for name, other in self._each_other() for key in other.decayed()
         }

@@ -17,7 +17,7 @@ would need N, so a patch that is wider than what is left loses little: its least
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -82,13 +82,13 @@ class Channels(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is written and read. each: places that one MLP serves. bins: neurons of a place."""
+    """How a model is written and read. per_block: places that one MLP serves. bins: neurons of a place."""
 
     stem: Stem
     channels: Channels
     basis: Tensor
     places: int
-    each: int
+    per_block: int
     bins: int
 
 
@@ -109,14 +109,15 @@ def plan_of(backbone: Backbone) -> Plan | str:
         return "it changes the tokens before its first block"
     channels = Channels.of(backbone.dim, backbone.patch_values, backbone.num_tokens)
     hidden = min(block.mlp.up[0].out_features for block in blocks)
-    each = -(-backbone.num_tokens // (backbone.depth - 1))
-    if channels.patch < 1 or hidden // each < 2:
+    per_block = -(-backbone.num_tokens // (backbone.depth - 1))
+    if channels.patch < 1 or hidden // per_block < 2:
         return (
             f"it has too few channels ({backbone.dim}) or neurons ({hidden} a block) for {backbone.num_tokens} places"
         )
     assert backbone.input.patch is not None
-    basis = natural_basis((*backbone.input.patch, backbone.input.channels), channels.patch)
-    return Plan(stem, channels, basis, backbone.num_tokens, each, hidden // each)
+    height, width = backbone.input.patch
+    basis = natural_basis((height, width, backbone.input.channels), channels.patch)
+    return Plan(stem, channels, basis, backbone.num_tokens, per_block, hidden // per_block)
 
 
 def _plain(block: Block) -> bool:
@@ -160,8 +161,8 @@ def craft(backbone: Backbone, public: Tensor | None = None) -> Backbone:
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             module.weight.fill_(1.0)
-    own = dict(model.named_parameters())
-    _write_tokens(model, own, plan)
+    parameters = dict(model.named_parameters())
+    _write_tokens(model, parameters, plan)
     blocks = model.parts()
     for block in blocks:
         for gamma in block.gammas:
@@ -185,21 +186,21 @@ def craft(backbone: Backbone, public: Tensor | None = None) -> Backbone:
     return model
 
 
-def _write_tokens(model: Backbone, own: dict[str, Tensor], plan: Plan) -> None:
+def _write_tokens(model: Backbone, parameters: Mapping[str, Tensor], plan: Plan) -> None:
     """The embedding shows the patch and its brightness; the table has constants and the place, 0 for other tokens."""
-    c, weight = plan.channels, own[plan.stem.weight]
+    c, weight = plan.channels, parameters[plan.stem.weight]
     rows = torch.zeros(model.dim, plan.basis.shape[1], dtype=torch.float64)
     rows[: c.patch], rows[c.brightness] = plan.basis, 1 / plan.basis.shape[1]
     height, width = plan.stem.patch_size
     weight.copy_(rows.unflatten(1, (height, width, -1)).movedim(-1, 1).to(weight))
     always = torch.zeros(model.dim)
     always[c.one], always[c.plus], always[c.minus] = PLACE, LARGE, -LARGE
-    table = table_rows(own[plan.stem.table], plan.stem)
+    table = table_rows(parameters[plan.stem.table], plan.stem)
     table += always.to(table)
     table[:, c.place] = torch.stack([PLACE * c.signs(place + 1) for place in range(plan.places)]).to(table)
     always[c.place] = PLACE * c.signs(0)
     for name in model.prefix_names:
-        token = own.get(f"model.{name}")
+        token = parameters.get(f"model.{name}")
         if token is not None:
             token += always.to(token)
 
@@ -215,7 +216,7 @@ def _carry(block: Block, source: int, target: int, zero: int, factor: float) -> 
 
 def _neurons(blocks: Sequence[Block], plan: Plan, place: int) -> tuple[Block, slice]:
     """The MLP that serves a place, and its neurons."""
-    number, part = divmod(place, plan.each)
+    number, part = divmod(place, plan.per_block)
     return blocks[number], slice(part * plan.bins, (part + 1) * plan.bins)
 
 
@@ -299,9 +300,9 @@ def _facts(plan: Plan, alone: int, batch: int) -> dict[str, Fact]:
 
 def _names(backbone: Backbone, plan: Plan) -> tuple[str, ...]:
     """The gradients it reads."""
-    own = {id(parameter): name for name, parameter in backbone.named_parameters()}
-    layers = [block.mlp.up[0] for block in backbone.parts()[: -(-plan.places // plan.each)]]
-    return tuple(own[id(parameter)] for layer in layers for parameter in (layer.weight, layer.bias))
+    parameters = {id(parameter): name for name, parameter in backbone.named_parameters()}
+    layers = [block.mlp.up[0] for block in backbone.parts()[: -(-plan.places // plan.per_block)]]
+    return tuple(parameters[id(parameter)] for layer in layers for parameter in (layer.weight, layer.bias))
 
 
 def read(backbone: Backbone, plan: Plan, upload: Gradients) -> tuple[Tensor, Tensor]:
@@ -317,7 +318,7 @@ def read(backbone: Backbone, plan: Plan, upload: Gradients) -> tuple[Tensor, Ten
     excess = torch.full((plan.bins, plan.places), torch.nan, dtype=torch.float64)
     rounded = torch.zeros_like(excess)
     for place in range(plan.places):
-        weights, biases = numbers[2 * (place // plan.each) :][:2]
+        weights, biases = numbers[2 * (place // plan.per_block) :][:2]
         rows = _neurons(blocks, plan, place)[1]
         weight, bias = (torch.cat([g[rows], torch.zeros_like(g[:1])]).diff(dim=0).neg() for g in (weights, biases))
         inputs, rounding = weight / bias.unsqueeze(1), ROUNDING * biases[rows].abs().max() / bias.abs()

@@ -1,0 +1,153 @@
+"""A server that chooses the weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.audit.attacks.base import Knowledge, Ready, Refused
+from situs.audit.attacks.crafted import ChosenWeights, Plan, craft, natural_basis, plan_of, read
+from situs.audit.client import victim_gradients
+from situs.audit.defences import Step
+from situs.backbones import create_backbone
+from situs.backbones.base import Backbone
+from situs.core.tokens import patchify
+from situs.errors import SitusError
+
+SMALL = {"depth": 5, "embed_dim": 96, "num_heads": 2}
+
+
+def vit(name: str = "vit_tiny_patch16_224", **changes: Any) -> Backbone:
+    torch.manual_seed(0)
+    asked = {"img_size": 16, "patch_size": 4, "num_classes": 10, "model_args": SMALL} | changes
+    return create_backbone(name, **asked).eval()
+
+
+def photographs(count: int, size: int = 16, channels: int = 3) -> Tensor:
+    """Smooth random images, of different brightness."""
+    chance = torch.Generator().manual_seed(count)
+    coarse = torch.randn(count, channels, 4, 4, generator=chance) + torch.randn(count, 1, 1, 1, generator=chance)
+    return F.interpolate(coarse, size=size, mode="bicubic")
+
+
+def recovered(model: Backbone, images: Tensor) -> tuple[Any, Tensor]:
+    """What is read of one step on images, and of each image how far the nearest is, squared."""
+    upload = victim_gradients(model, images, torch.arange(len(images)) % 10)
+    recovery = ChosenWeights().recover(model, [upload], Knowledge(step=Step(batch=len(images))))
+    return recovery, (recovery.images[:, None] - images).square().mean(dim=(2, 3, 4)).min(dim=0).values
+
+
+def test_names_shapes_and_types_are_those_of_the_model() -> None:
+    model = vit()
+    crafted = craft(model, photographs(32))
+    assert crafted is not model
+    assert {name: (p.shape, p.dtype) for name, p in crafted.named_parameters()} == {
+        name: (p.shape, p.dtype) for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"model_args": SMALL | {"global_pool": "avg", "class_token": False}},
+        {"model_args": SMALL | {"init_values": 1e-5, "reg_tokens": 2, "no_embed_class": True}},
+    ],
+    ids=["cls", "mean", "registers"],
+)
+@pytest.mark.parametrize("batch", [1, 6])
+def test_every_image_of_a_small_batch_is_read_exactly(model: dict[str, Any], batch: int) -> None:
+    images = photographs(batch)
+    recovery, distance = recovered(craft(vit(**model), photographs(64)), images)
+    [fact] = recovery.facts
+    assert fact["fits"] is True and fact["alone"] == batch and fact["verdict"] == ""
+    assert float(distance.max()) < 1e-8
+
+
+def test_images_of_one_code_are_mixed_and_never_called_alone() -> None:
+    """Two images of the same mean brightness fall in one bin, and what is read there is no image."""
+    first, second = photographs(8), photographs(8).flip(0, 2)
+    second = second + (first - second).mean(dim=(1, 2, 3), keepdim=True)
+    images = torch.cat([first, second])
+    model = craft(vit(), photographs(64))
+    recovery, _ = recovered(model, images)
+    [fact] = recovery.facts
+    assert fact["fits"] is False and "were alone in their bin" in str(fact["verdict"])
+    upload = victim_gradients(model, images, torch.arange(16) % 10)
+    plan = plan_of(model)
+    assert isinstance(plan, Plan)
+    alone, mixed = read(model, plan, upload)
+    truth = patchify(images, 4).double()
+    assert all(float((truth - patches).square().mean(dim=(1, 2)).min()) < 1e-8 for patches in alone)
+    assert len(mixed) >= 1
+
+
+def test_a_neuron_is_switched_on_by_its_place_and_by_codes_above_its_edge() -> None:
+    """The law behind it, in the model's own numbers: at each place as many neurons are on as edges lie below."""
+    model, images = craft(vit(), photographs(64)), photographs(5)
+    plan = plan_of(model)
+    assert isinstance(plan, Plan)
+    seen: list[Tensor] = []
+    hooks = [
+        block.mlp.up[0].register_forward_hook(lambda _, __, out: seen.append(out.detach())) for block in model.parts()
+    ]
+    with torch.no_grad():
+        model(images)
+    for hook in hooks:
+        hook.remove()
+    for place in range(plan.places):
+        number, part = divmod(place, plan.per_block)
+        on = seen[number][:, :, part * plan.bins : (part + 1) * plan.bins] > 0
+        tokens = on.any(dim=2)
+        assert not tokens[:, [t for t in range(17) if t != place + 1]].any()
+        assert bool((on[:, place + 1].int().diff(dim=1) <= 0).all())  # the lower edges first
+
+
+def test_a_wide_patch_loses_its_least_natural_directions_and_says_so() -> None:
+    model = craft(vit(model_args=SMALL | {"embed_dim": 48}), photographs(64))
+    recovery, distance = recovered(model, photographs(3))
+    [fact] = recovery.facts
+    assert fact["fits"] is False and "found no channel" in str(fact["verdict"]) and fact["unseen"] == 16 * (48 - 35)
+    assert float(distance.max()) < 0.05 * float(photographs(3).square().mean())
+
+
+def test_the_basis_is_orthonormal_and_whole_where_there_is_room() -> None:
+    basis = natural_basis((3, 4, 2), 10)
+    assert torch.allclose(basis @ basis.T, torch.eye(10, dtype=torch.float64), atol=1e-12)
+    assert torch.equal(natural_basis((2, 2, 3), 12), torch.eye(12, dtype=torch.float64))
+    smooth = torch.ones(24, dtype=torch.float64) / 24**0.5
+    assert float((basis @ smooth).square().sum()) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"name": "vit_small_patch16_rope_mixed_224", "img_size": 32, "patch_size": 16}, "rotates queries and keys"),
+        ({"model_args": SMALL | {"depth": 1}}, "fewer than two blocks"),
+        ({"model_args": SMALL | {"qk_norm": True}}, "plain attention"),
+        ({"model_args": SMALL | {"pre_norm": True}}, "before its first block"),
+    ],
+    ids=["rotary", "one block", "normed keys", "norm before"],
+)
+def test_a_model_that_cannot_be_written_is_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
+    model = vit(**changes)
+    prepared = ChosenWeights().prepare(model, [name for name, _ in model.named_parameters()], Knowledge())
+    assert isinstance(prepared, Refused) and reason in prepared.reason
+    with pytest.raises(SitusError, match=reason):
+        craft(model)
+
+
+def test_what_it_reads_must_be_sent_and_of_one_step() -> None:
+    model = vit()
+    sent = {name for name, _ in model.named_parameters()}
+    ready = ChosenWeights().prepare(model, sent, Knowledge())
+    assert isinstance(ready, Ready) and ready.reads is not None
+    refused = ChosenWeights().prepare(model, sent - {ready.reads[0]}, Knowledge())
+    assert isinstance(refused, Refused) and ready.reads[0] in refused.reason
+    steps = Knowledge(step=replace(Step(), local_steps=2))
+    assert isinstance(ChosenWeights().prepare(model, sent, steps), Refused)
