@@ -20,7 +20,7 @@ from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader
 from situs.data.modalities.image import ImagePipeline
 from situs.data.open import open_source
-from situs.data.resident import hold
+from situs.data.resident import load_resident
 from situs.data.sources.base import Source, TensorSource
 
 
@@ -75,7 +75,7 @@ def decoding(path: str, args: argparse.Namespace) -> None:
     source = open_source(path, channels=3)
     started = time.perf_counter()
     size = args.size, args.size
-    held = hold(ImagePipeline(source, size, 0, None, held=size), "cpu", 64 << 30)
+    held = load_resident(ImagePipeline(source, size, 0, None, resident=size), "cpu", 64 << 30)
     say(f"decode {source.name}", "cpu", len(held.index), time.perf_counter() - started, args.batch)
 
 

@@ -136,7 +136,7 @@ def test_images_have_the_model_s_own_size_unless_another_is_given() -> None:
     assert settled(from_dict(RunConfig, merge(tables, {"data": {"img_size": 56}}))).data.size == (56, 56)
     plain = {"backbone": {"name": "resnet18"}, "data": {"path": "samples"}, "method": {"name": "supervised"}}
     assert settled(from_dict(RunConfig, plain)).data.size == (224, 224)
-    with pytest.raises(SitusError, match=r"^img_size: must be given where no model says it$"):
+    with pytest.raises(SitusError, match=r"^img_size: must be set where no model decides it$"):
         _ = from_dict(RunConfig, {}).data.size
 
 
@@ -198,7 +198,7 @@ def test_a_run_is_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytes
 
 
 def test_images_must_be_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match=r"^give the images, or samples for the embedded set of .*"):
+    with pytest.raises(SitusError, match=r"^name the images, or samples for the embedded set of .*"):
         train_run(config(data={"path": ""}), out=tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
 

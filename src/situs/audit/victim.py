@@ -18,7 +18,7 @@ from situs.audit.stem import StemBackbone
 from situs.backbones.base import Backbone
 from situs.core.when import START, When
 from situs.data.config import DataConfig
-from situs.data.loader import Loader, make_loader, settle
+from situs.data.loader import Loader, make_loader, resolve
 from situs.data.modalities import KINDS
 from situs.data.open import addressed, kind_of, open_source
 from situs.data.sources.base import Source
@@ -226,8 +226,8 @@ def _prepared(config: DataConfig, data: str) -> DataConfig:
     """How the model sees the samples at `data`: as its run did, or, where they are no pictures and the model is of
     pictures, as they are by themselves."""
     if config.modality.pixels and not (modality := KINDS[kind_of(data)]).pixels and not modality.ids:
-        return settle(DataConfig(data, kind=modality.kind, img_size=config.img_size))
-    return settle(replace(config, path=data))
+        return resolve(DataConfig(data, kind=modality.kind, img_size=config.img_size))
+    return resolve(replace(config, path=data))
 
 
 def _measured(test: TestSet, loader: Loader, things: str) -> TestSet:

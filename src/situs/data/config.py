@@ -1,4 +1,4 @@
-"""Where samples lie and how they come to a model: the config that every loader is made by."""
+"""Where samples are and how they are read: the config of every loader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from situs.errors import SitusError
 from situs.limits import Count, Natural, Positive, Within
 
 BATCH = 256
-NO_DATA = "give the images, or samples for the embedded set of 9,000 pictures of clothes"
+NO_DATA = "name the images, or samples for the embedded set of 9,000 pictures of clothes"
 
 if TYPE_CHECKING:
     Kind = Target = str
@@ -25,28 +25,28 @@ else:
     _Tables = make_dataclass(
         "_Tables",
         [
-            (each.table, each.Config, field(default_factory=each.Config, kw_only=True))
-            for each in MODALITIES
-            if each.table
+            (modality.table, modality.Config, field(default_factory=modality.Config, kw_only=True))
+            for modality in MODALITIES
+            if modality.table
         ],
         bases=(Checked,),
         frozen=True,
     )
-    """A table for the settings of each modality that has some, by its name: audio, masks, objects, text."""
+    """The settings of each modality that has some, as a table by its name: audio, masks, objects, text, series."""
 
 
 @dataclass(frozen=True)
 class DataConfig(_Tables):
-    """Where the samples are and how they come to the model. What is true of one modality alone stands in its table."""
+    """Where the samples are and how they are read. Settings of one modality alone are in its table."""
 
     retired: ClassVar = {"decode": (ANY, ""), "resize": (ANY, "")}
 
     path: str = ""
     """Images, clips or sentences: a folder, parquet, tar, CIFAR batches, csv, txt, or "samples" (embedded images);
-    clips lie in folders, as Speech Commands has them, or in parquet; sentences in parquet, csv, tsv, jsonl or txt."""
+    clips in folders, as in Speech Commands, or in parquet; sentences in parquet, csv, tsv, jsonl or txt."""
 
     kind: Kind | None = None
-    """What the samples are; by default what lies at the path."""
+    """Kind of the samples; by default that of the files at the path."""
 
     split: str | None = None
     """train, val or test; by default the training split where there is one, and val for evaluation."""
@@ -56,46 +56,46 @@ class DataConfig(_Tables):
     parquet files. By default it has one."""
 
     target: Target = "class"
-    """What is known of an image: its class (or any number of them), a mask, which gives each of its pixels one, or its
+    """What is learned of an image: its class (or any number of them), a mask with the class of each pixel, or its
     objects; of text the class of each sentence, or its words, for a language model."""
 
     held_out: Annotated[float, Within("[0, 1)")] | None = None
-    """Share of data without a val or test split that is held out as both, by the images' names; train is the rest. By
-    default a fifth where labels are learned, and nothing where none are; 0: nothing."""
+    """Share of data without a val or test split that is held out as both, by the samples' names; train is the rest. By
+    default a fifth where labels are learned, otherwise nothing; 0: nothing."""
 
     img_size: Count | tuple[Count, Count] | None = None
-    """Side of the square, or height and width, that the model sees; by default the model's own. Of clips the numbers of
-    a frame and the frames, which follow from `audio`."""
+    """Side of the square, or height and width, of the model's input; by default the model's own. For clips it follows
+    from `audio`: features a frame, and frames."""
 
     channels: Count = 3
-    """Channels the model sees: grey is repeated to 3, RGB weighed to 1, others must match. Of clips always 1."""
+    """Channels of the model's input: grey is repeated to 3, RGB converted to 1, others must match. For clips 1."""
 
     count: Count | None = None
-    """Train on at most so many of the images, chosen at random and the same every time; by default on all."""
+    """Train on at most so many samples, chosen at random and the same every time; by default on all."""
 
     per_class: Count | None = None
-    """Train on at most so many samples of each class, chosen likewise; by default on all."""
+    """Train on at most so many samples of each class, chosen in the same way; by default on all."""
 
     balanced: bool = False
     """Draw every class equally often in training: samples of a small class come several times an epoch, each time
-    augmented anew, and of a large class each epoch takes another part."""
+    augmented anew; of a large class each epoch takes another part."""
 
     batch: Count | None = None
-    """Images a step over all ranks; by default 256, or a tenth of a set of fewer than 2,560, and 8 at least."""
+    """Samples a step over all ranks; by default 256, or a tenth of a set of fewer than 2,560, and 8 at least."""
 
     workers: Natural = 4
     """Processes that decode a streamed set, at most one a core; 0 decodes in the main process."""
 
     resident: Literal["auto", "always", "never"] = "auto"
-    """Whether the set is decoded once and kept on the device; auto: small images of one size that fit, and none with
-    masks. Images with objects never are."""
+    """Whether the set is decoded once and kept on the device; auto: small images of one size that fit, without masks.
+    Images with objects are always streamed."""
 
     resident_gib: Positive = 4.0
     """Memory that a resident set may take."""
 
     order: Literal["auto", "exact", "blocks"] = "auto"
     """How a streamed set is shuffled: any sample anywhere, or mixed within a window of blocks, each read once; auto:
-    blocks for parquet files that memory does not hold, and for remote shards of more than 64 GiB."""
+    blocks for parquet files that do not fit into memory, and for remote shards of more than 64 GiB."""
 
     window_gib: Positive = 2.0
     """Memory of the blocks that are mixed at a time, over all workers and ranks."""
@@ -104,24 +104,24 @@ class DataConfig(_Tables):
     """Evaluation: share of the image's shorter side that the centre crop keeps (ImageNet: 0.875)."""
 
     mean: tuple[float, ...] = ()
-    """Mean of each channel, subtracted; default: ImageNet's for three channels, else 0.5. Of clips the mean of each
-    number of a frame; default: measured on the training split."""
+    """Mean of each channel, subtracted; default: ImageNet's for three channels, else 0.5. For clips the mean of each
+    feature; default: measured on the training split."""
 
     std: tuple[Positive, ...] = ()
-    """Deviation of each channel, divided by; default: ImageNet's for three channels, else 0.25. Of clips likewise."""
+    """Standard deviation of each channel; default: ImageNet's for three channels, else 0.25. For clips as `mean`."""
 
     seed: int = 0
     """Seed of order and augmentation."""
 
     strict: bool = False
-    """Stop at a broken image instead of skipping it."""
+    """Stop at a broken sample instead of skipping it."""
 
     def check(self) -> None:
         self.modality.check(self)
 
     @property
     def modality(self) -> Modality:
-        """What the samples are; images where nobody has looked or said."""
+        """What the samples are; images where no kind is set."""
         return modality_of(self.kind, self.target)
 
     def for_method(self, method: str, needs: Sequence[str]) -> DataConfig:
@@ -130,32 +130,31 @@ class DataConfig(_Tables):
         if target == self.target:
             return self
         if target == "class":
-            asked = self.modality.known or self.target
-            learns = "learns a class of each sample" if "label" in needs else f"learns without {asked}"
-            raise SitusError(f"{method} {learns}, and {asked} are asked for", field=("data.target", "method"))
+            labels = self.modality.annotations or self.target
+            learns = "learns a class of each sample" if "label" in needs else f"learns without {labels}"
+            raise SitusError(f"{method} {learns}, but {labels} are asked for", field=("data.target", "method"))
         modality = modality_of(self.kind, target)
-        return replace(
-            self, target=target, multi_label=False, kind=self.kind or (modality.kind if modality.last else None)
-        )
+        kind = self.kind or (modality.kind if modality.low_priority else None)
+        return replace(self, target=target, multi_label=False, kind=kind)
 
     def read_as(self, model: str, readings: Mapping[str, Any]) -> DataConfig:
-        """With another way of reading samples than the model was trained on (`Modality.reading`), where one is said."""
+        """With other reading options than the model was trained with (`Modality.reading_option`), where any is set."""
         data = self
         for name, value in readings.items():
             if value is None or (is_dataclass(value) and value == type(value)()):  # pyright: ignore[reportCallIssue]
                 continue
-            if name != self.modality.reading:
-                able = things_of([each for each in MODALITIES if each.reading == name])
-                raise SitusError(f"{name}: is for {able}, and {model} takes {self.modality.things}", field=name)
+            if name != self.modality.reading_option:
+                able = things_of([modality for modality in MODALITIES if modality.reading_option == name])
+                raise SitusError(f"{name}: applies to {able}, but {model} takes {self.modality.things}", field=name)
             data = self.modality.read_as(data, value)
         return data
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width that the model sees; of clips numbers of a frame and frames, of sentences 1 and ids."""
+        """Height and width of the model's input; for clips features and frames, for sentences 1 and ids."""
         return self.modality.size(self)
 
     @property
     def normalisation(self) -> Scale:
-        """Mean and deviation of each channel, with the defaults filled in; of clips of each number of a frame."""
+        """Mean and standard deviation of each channel (for clips of each feature), with the defaults filled in."""
         return self.modality.normalisation(self)

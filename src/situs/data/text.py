@@ -1,4 +1,4 @@
-"""Where the sentences of a set stand and how they become ids: one config for a set of text."""
+"""The config of a set of text: which columns hold the sentences, and how they become ids."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from situs.errors import SitusError
 from situs.limits import Count
 
 LONGEST = 128
-"""Ids of a sample at most, where nobody says how many and the model knows as many places."""
+"""Default for the most ids of a sample, where the model takes as many."""
 
 COLUMNS = ("column", "pair", "label")
-"""Fields of `TextConfig` that name columns: a model remembers them."""
+"""Fields of `TextConfig` that name columns; a model remembers them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,12 @@ class TextConfig(Checked):
     """Column of the labels; by default label, labels, fine_label, cls or class, where there is one."""
 
     longest: Count | None = None
-    """Ids of a sentence at most, those that the tokeniser adds among them: what is longer is cut at its end, of a pair
-    the longer sentence. Of plain text the length of a block. By default 128, or the places of the model where they are
-    fewer."""
+    """Most ids of a sentence, special ones included: a longer one is cut at its end, of a pair the longer sentence. For
+    a language model the length of a block. By default 128, or fewer where the model takes fewer."""
 
     unlabelled: bool = False
     """Read the sentences alone, without labels, from tables and from plain text (one a line) alike; a long one becomes
-    several of `longest` ids. Follows from the method: those that learn from the order of words ask for it."""
+    several of `longest` ids. Set by methods that learn from the order of words."""
 
     def check(self) -> None:
         if self.pair is not None and self.pair in (self.column, self.label):
@@ -48,7 +47,7 @@ class TextConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Columns(Checked):
-    """Columns of a set that is looked at, where they are not those that the model remembers."""
+    """Columns of a set that is evaluated, where they differ from those that the model remembers."""
 
     column: str | None = None
     """Column of the sentences; by default what the model was trained on, or the only one that holds words."""
@@ -60,9 +59,9 @@ class Columns(Checked):
     """Column of the labels; by default what the model was trained on, or label, labels, fine_label, cls or class."""
 
     def over(self, text: TextConfig) -> TextConfig:
-        """`text` with these columns in the place of its own."""
-        given = {name: own for name in COLUMNS if (own := getattr(self, name))}
-        return replace(text, **given | ({"pair": None} if self.pair == "none" else {}))
+        """`text` with these columns in place of its own."""
+        columns = {name: column for name in COLUMNS if (column := getattr(self, name))}
+        return replace(text, **columns | ({"pair": None} if self.pair == "none" else {}))
 
 
 TEXT = TextConfig()

@@ -60,7 +60,7 @@ def export_onnx(model: Model, folder: Path, features: OnnxFeatures | None = None
     features: logits, pooled or patches; by default the logits where there is a trained classifier, else pooled. The
     number of images at a time is free; the rest of the shape is the model's own.
     """
-    if known := model.data.modality.known:
+    if known := model.data.modality.annotations:
         raise SitusError(f"{model.name}: tells {known}, and a graph holds classes or features alone", field="model")
     features = features or ("logits" if model.classifier and model.backbone.num_classes else "pooled")
     if features == "logits":

@@ -39,7 +39,7 @@ from situs.train.checkpoint import RunFolder, read_config, run_and_step
 from situs.train.export import POSITIONS, TRAINING_ONLY
 from situs.train.run import is_run
 
-TABLES = tuple(each.table for each in MODALITIES if each.table and not each.each)
+TABLES = tuple(each.table for each in MODALITIES if each.table and not each.labelled_unit)
 """Settings of the modalities whose samples have a class each."""
 
 SAME_DATA = (

@@ -21,8 +21,8 @@ from situs.config import Checked, choice, choices_of
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import BATCH, NO_DATA, DataConfig
 from situs.data.loader import Loader, make_loader
-from situs.data.open import SAMPLES, settle
-from situs.data.sources.memory import spoken
+from situs.data.open import SAMPLES, resolve
+from situs.data.sources.memory import display_path
 from situs.data.sources.subset import PerClass, Rows, Subset
 from situs.errors import SitusError, counted
 from situs.files import absolute
@@ -95,7 +95,7 @@ def settled(config: RunConfig) -> RunConfig:
     if data.path != SAMPLES:
         data = replace(data, path=absolute(data.path))
     data = replace(data, held_out=share_held_out(data, learns=bool(METHODS[config.method_name].needs_targets)))
-    data = settle(data)
+    data = resolve(data)
     if init is not None:
         init = absolute(init)
     name, mark = backbone.name.removeprefix("hf:"), "hf:" if backbone.name.startswith("hf:") else ""
@@ -180,7 +180,7 @@ def rates_of(config: RunConfig, method: Method) -> OptimConfig:
 def _start_method(config: RunConfig, loader: Loader, ranks: distributed.Ranks, setup: Setup, fresh: bool) -> Method:
     """The method that is trained, on its device, with the tensors of `config.init` where no checkpoint has them."""
     learns = loader.source.target == "label" and "label" in METHODS[config.method_name].needs_targets
-    if learns and fresh and len(classes := loader.source.seen()) == 1:
+    if learns and fresh and len(classes := loader.source.classes_present()) == 1:
         said = f"{loader.source.name}: all of it is of one class, {classes[0]!r}, and there is nothing to tell apart"
         more = "; name the folder that holds a folder for each class"
         raise SitusError(said + more, field=config.data.modality.label_fields)
@@ -244,7 +244,7 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     kind = METHODS[config.method_name]
     modality = config.data.modality
     if kind.needs_targets and classes is None and "words" not in kind.needs_targets:
-        said = f"{config.method_name} needs labels, and {spoken(config.data.path)} has none"
+        said = f"{config.method_name} needs labels, and {display_path(config.data.path)} has none"
         raise SitusError(said + modality.without_labels(config.data), field=modality.label_fields)
     count = 0 if classes is None else len(classes)
     torch.manual_seed(config.train.seed)
@@ -272,8 +272,8 @@ def make_training_loader(config: RunConfig, ranks: distributed.Ranks, private: P
         things = config.data.modality.things
         raise SitusError(f"differential privacy is for images and clips here, not for {things}", field="dp.epsilon")
     data = config.data if private is None else replace(config.data, strict=True)  # another in its place came twice
-    drawn = None if private is None else private.draws
-    loader = make_loader(data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world, drawn=drawn)
+    sampler = None if private is None else private.draws
+    loader = make_loader(data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world, step_sampler=sampler)
     wanted = "label" in METHODS[config.method_name].needs_targets
     if wanted and loader.source.multi_label and not loader.source.label_known():
         said = f"none of the {len(loader.source):,} {loader.source.things} of {loader.source.name} has a label"

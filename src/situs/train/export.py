@@ -363,7 +363,7 @@ def card(backbone: Backbone, provenance: ModelProvenance, notes: Sequence[str]) 
 
 def _task(provenance: ModelProvenance) -> str:
     """What a hub files it under, where it has a name for it."""
-    if not provenance.prepared.modality.pixels or provenance.prepared.modality.each:
+    if not provenance.prepared.modality.pixels or provenance.prepared.modality.labelled_unit:
         return ""
     trained = provenance.classes is not None and provenance.method in ("supervised", "mjp", "mjp-official")
     return f"pipeline_tag: image-{'classification' if trained else 'feature-extraction'}\n"
@@ -378,7 +378,7 @@ def _what(backbone: Backbone, provenance: ModelProvenance) -> str:
     if provenance.prepared.multi_label and provenance.classes is not None:
         many = "any number of them an image (multi-label): the sigmoid of an output is its class's probability"
         facts.append(f"- Classes: {len(provenance.classes)}, {many}")
-    if (each := provenance.prepared.modality.each) and provenance.classes is not None:
+    if (each := provenance.prepared.modality.labelled_unit) and provenance.classes is not None:
         facts.append(f"- Classes: {len(provenance.classes)}, one for each {each}")
     if provenance.step is not None:
         facts.append(f"- Updates: {provenance.step:,}")

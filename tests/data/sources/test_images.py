@@ -149,7 +149,7 @@ def test_arrays_of_any_number_of_channels():
 
 
 def test_channels_that_do_not_convert_are_refused_in_one_sentence():
-    with pytest.raises(SitusError, match=r"^scan.npy: has 5 channels and 3 were asked for; "):
+    with pytest.raises(SitusError, match=r"^scan.npy: has 5 channels, but 3 were asked for; "):
         decode(npy(np.zeros((5, 8, 9), np.uint8)), "scan.npy", channels=3)
     with pytest.raises(SitusError, match="has 3 channels and 2"):
         to_channels(torch.zeros(3, 2, 2), 2, "x")
@@ -195,7 +195,7 @@ def test_floats_that_are_no_pixels_are_broken(pixels, span, form):
     """A NaN would end a run at its loss; what lies beyond 0 and 1 would be clamped, or wrap where it is packed."""
     array = np.tile(np.array(pixels) if isinstance(pixels, np.ndarray) else np.array(pixels, np.float32), (4, 2))
     data = npy(array) if form == "npy" else encoded(Image.fromarray(array), "TIFF")
-    with pytest.raises(BrokenSampleError, match=rf"x: .* \(its pixels go from {span}, and must lie between 0 and 1\)"):
+    with pytest.raises(BrokenSampleError, match=rf"x: .* \(its pixels go from {span}, but must be between 0 and 1\)"):
         decode(data, "x")
     fine = np.array([[0.0, 1.0004], [-0.0004, 0.3]], np.float32)  # rounding
     assert torch.equal(decode(encoded(Image.fromarray(fine), "TIFF"), "x"), chw(fine))
@@ -262,7 +262,7 @@ def test_arrays_in_fortrans_order_are_the_same_picture():
 def test_an_image_of_too_many_pixels_is_named_before_it_is_unpacked(monkeypatch):
     big = encoded(Image.new("L", (20000, 5000)))
     monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("unpacked"))
-    with pytest.raises(BrokenSampleError, match=r"20000 × 5000 pixels are more than the 89,478,485"):
+    with pytest.raises(BrokenSampleError, match=r"20000 × 5000 pixels are more than the limit of 89,478,485"):
         decode(big, "x")
 
 
